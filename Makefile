@@ -1,0 +1,52 @@
+# `make demo` and `make test` set up everything they need in .venv; PYTHON chooses the interpreter to make it with.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller:
+#   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
+PIP_FLAGS ?=
+
+.PHONY: help demo test lint types check bench figures venv clean
+
+help:
+	@echo "make demo   three nodes on this machine generate three samples with the embedded model"
+	@echo "make test   the whole test suite"
+	@echo "make check  lint, types and tests, as the CI does"
+	@echo "make lint | types | bench | figures | clean"
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 13) else "Python 3.10 to 3.13 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
+	touch $@
+
+venv: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(PY) src/local_ring.py --nodes 3 --ckpt assets/nano-llama --prompt "ROMEO:" --prompt "JULIET:" \
+	  --prompt "First Citizen:" --n-tokens 200 --plots
+
+test: $(VENV)/.installed-dev
+	$(PY) -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(PY) -m mypy
+
+check: lint types test
+
+bench: $(VENV)/.installed-dev
+	$(PY) benchmarks/overheads.py
+
+figures: $(VENV)/.installed
+	$(PY) benchmarks/draw_figures.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

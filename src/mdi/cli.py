@@ -1,0 +1,157 @@
+"""The commands: `mdi <command>`, and the launchers in src/ that are one command each.
+
+Only the parsing of arguments happens here; torch and litgpt are imported by a command's `run`, so that `--help` is quick
+and a missing library is told in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import mdi
+from mdi.errors import MdiError, UsageError
+
+# command -> (module with add_arguments and run, one line of help)
+COMMANDS = {
+    "starter": ("mdi.cli_starter", "run a model over a ring of nodes, from its first node"),
+    "secondary": ("mdi.cli_secondary", "run a worker node, which waits for a starter"),
+    "prepare-model": ("mdi.cli_prepare", "download, convert and split a checkpoint"),
+    "local-ring": ("mdi.cli_local_ring", "run a whole ring on this machine"),
+    "sample": ("mdi.cli_sample", "generate text on this machine alone"),
+    "chat": ("mdi.cli_chat", "chat with a model, on this machine or over a ring"),
+    "train": ("mdi.cli_train", "train a small model from scratch"),
+    "prepare-data": ("mdi.cli_data", "make training data and a tokenizer from text"),
+}
+
+logger = logging.getLogger("mdi")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run in the same good order as Ctrl-C."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console command `mdi`."""
+    args = sys.argv[1:] if argv is None else argv
+    if args and args[0] in COMMANDS:
+        return launch(args[0], args[1:], prog=f"mdi {args[0]}")
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mdi",
+        description="Model-distributed inference: one language model over a ring of small machines.",
+        epilog=f"commands:\n{lines}\n\n`mdi <command> --help` explains each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="what to do")
+    parser.parse_args(args[:1])
+    return 0
+
+
+def launch(command: str, argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Parse the arguments of one command and run it; returns the exit status."""
+    module = importlib.import_module(COMMANDS[command][0])
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    is_debugging = bool(getattr(args, "debug", False))
+    _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
+    _on_sigterm(_raise_terminated)
+    try:
+        status: int = module.run(args)
+        return status
+    except MdiError as e:
+        if is_debugging:
+            logger.exception("failed")
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UsageError) else 1
+    except ModuleNotFoundError as e:
+        if is_debugging or (e.name or "").startswith("mdi"):
+            raise
+        print(
+            f"error: the library {e.name!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            "or `make venv` and then .venv/bin/python",
+            file=sys.stderr,
+        )
+        return 1
+    except Terminated:
+        return 143
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    finally:
+        _on_sigterm(signal.SIG_DFL)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """-v and -d, which every command has."""
+    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="write a debug log to logs/, and show tracebacks of errors"
+    )
+
+
+def output_dir(kind: str) -> Path:
+    """Where files that nobody gave a name for go: src/<kind> in a checkout, else ./<kind>."""
+    src = Path(__file__).resolve().parents[1]
+    return (src if (src / "starter.py").is_file() else Path.cwd()) / kind
+
+
+def default_ckpt_folder() -> Path:
+    return output_dir("checkpoints")
+
+
+def default_nodes_config() -> Path:
+    src = Path(__file__).resolve().parents[1]
+    return src / "settings_distr" / "configuration.json"
+
+
+def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if is_verbose else "%(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
+    logger.propagate = False
+    if is_debugging:
+        path = output_dir("logs") / f"logs_{command.replace('-', '_')}_{os.getpid()}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file_handler = logging.FileHandler(path, encoding="utf-8")
+        except OSError as e:
+            logger.warning("no debug log: %s", e)
+            return
+        file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+        logger.addHandler(file_handler)
+        logger.info("debug log: %s", path)
+
+
+def _on_sigterm(handler: object) -> None:
+    try:
+        signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+    except ValueError:
+        pass  # not in the main thread, as in tests
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main())

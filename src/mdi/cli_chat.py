@@ -1,0 +1,114 @@
+"""Chat with a model, on this machine or over a ring of nodes; what was said before is remembered.
+
+examples:
+  chat.py --ckpt checkpoints/org/chat-model
+  chat.py --ckpt checkpoints/org/chat-model --nodes-config settings_distr/configuration.json
+  echo "Who are you?" | chat.py --ckpt checkpoints/org/chat-model
+
+An empty line or Ctrl-D ends the chat, /new forgets what was said, Ctrl-C ends an answer that takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mdi.node.starter import StarterNode
+
+CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli_starter import add_generation_flags, add_model_flags
+
+    add_model_flags(parser)
+    parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
+    parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
+    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
+    parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
+    add_generation_flags(parser, n_tokens=500, with_prompt=False)
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli_starter import sampling_params, starter_options
+    from mdi.config import load_cluster, standalone
+    from mdi.node.device import set_threads
+    from mdi.node.starter import StarterNode
+
+    params = sampling_params(args)
+    cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
+    set_threads(args.threads or cluster.starter.threads)
+    node = StarterNode(cluster, starter_options(args))
+    try:
+        node.open()
+        node.prepare(args.sequence_length or CONTEXT_LIMIT)
+        node.start()
+        engine = threading.Thread(target=_drive, args=(node,), name="engine", daemon=True)
+        engine.start()
+        try:
+            _talk(node, params, args.stop)
+        finally:
+            node.engine.close()
+            engine.join(10)
+        node.raise_failure()
+        node.stop(leave=args.stop_nodes)
+    finally:
+        node.close()
+    return 0
+
+
+def _drive(node: StarterNode) -> None:
+    """The engine's thread: it waits for samples, and hands what breaks it to whoever waits for one."""
+    node.serve()
+
+
+def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
+    history: list[tuple[str, str]] = []
+    is_terminal = sys.stdin.isatty()
+    while not node.failed:
+        if is_terminal:
+            print(">> User: ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line.strip():
+            break
+        if line.strip() == "/new":
+            history.clear()
+            continue
+        reply = _answer(node, history, line.strip(), params, stop)
+        history.append((line.strip(), reply))
+
+
+def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
+    """Stream one answer; its text."""
+    ids = _fit(node, history, question, params.n_tokens)
+    if ids is None:
+        print(f"error: this message alone does not fit into {node.max_length} tokens", file=sys.stderr)
+        return ""
+    print(">> Reply: ", end="", flush=True)
+    sample = node.submit(question, ids, params, stop, lambda _, text: print(text or "\n", end="", flush=True))
+    try:
+        while not sample.ended.wait(0.5) and not node.failed:
+            pass
+    except KeyboardInterrupt:
+        sample.cancel("cancelled")
+        sample.ended.wait(5)
+    return sample.text
+
+
+def _fit(node: StarterNode, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
+    """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands."""
+    room = max(node.max_length - n_tokens, node.max_length // 2)
+    while True:
+        ids = node.codec.encode_chat(history, question)
+        if len(ids) <= room or (not history and len(ids) <= node.max_length):
+            return ids
+        if not history:
+            return None
+        history.pop(0)

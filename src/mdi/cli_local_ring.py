@@ -1,0 +1,32 @@
+"""Run a whole ring on this machine: one process per node, on free ports, all gone when the run ends.
+
+Every other flag goes to the starter; see starter.py --help.
+
+examples:
+  local_ring.py --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
+  local_ring.py --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
+  local_ring.py --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi import cli_starter
+
+    parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
+    parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
+    parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
+    cli_starter.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli_starter import run_on
+    from mdi.node.local import LocalRing
+
+    n_threads = args.threads
+    with LocalRing(args.nodes, args.devices, n_threads, args.ckpt, args.verb, args.debug) as ring:
+        args.threads = ring.threads_of_starter
+        return run_on(args, lambda: ring.cluster)

@@ -1,0 +1,103 @@
+"""Run a secondary (worker) node: it waits to be configured by a starter, runs its blocks, and waits for the next run.
+
+examples:
+  secondary.py --nodes-config settings_distr/configuration.json 0
+      the first secondary of that file; its weights come from the starter, and are kept for the next time
+  secondary.py --nodes-config settings_distr/configuration.json 1 --chunk model_secondary1.safetensors
+      the second one, with the chunk that prepare_model.py made and that was copied here
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags, default_nodes_config
+
+    parser.add_argument(
+        "--nodes-config",
+        nargs="+",
+        metavar=("FILE", "INDEX"),
+        default=[str(default_nodes_config()), "0"],
+        help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX for a file that describes "
+        "one secondary alone); default: %(default)s",
+    )
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
+    weights.add_argument("--ckpt", type=Path, metavar="DIR", help="the whole checkpoint, if it is on this machine")
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+    # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.
+    parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.config import load_secondary
+    from mdi.errors import UsageError
+
+    if len(args.nodes_config) > 2:
+        raise UsageError(f"--nodes-config takes a file and an index, got {' '.join(args.nodes_config)}")
+    index = None
+    if len(args.nodes_config) == 2:
+        if not args.nodes_config[1].isdigit():
+            raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {args.nodes_config[1]!r}")
+        index = int(args.nodes_config[1])
+    config = load_secondary(args.nodes_config[0], index)
+
+    from mdi.checkpoint.source import open_source
+    from mdi.node.device import set_threads
+    from mdi.node.secondary import SecondaryNode
+
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads must be at least 1, got {args.threads}")
+    set_threads(args.threads or config.threads)
+    path = args.chunk or args.ckpt
+    weights = open_source(path) if path is not None else None
+    cache_dir = args.cache_dir or default_cache_dir()
+    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile)
+    node.open()
+    if args.until_stdin_closes:
+        threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
+    try:
+        node.run()
+    finally:
+        node.close()
+        if weights is not None:
+            weights.close()
+    return 0
+
+
+def default_cache_dir() -> Path:
+    """MDI_CACHE_DIR, else the place where this system keeps what can be fetched again."""
+    if os.environ.get("MDI_CACHE_DIR"):
+        return Path(os.environ["MDI_CACHE_DIR"])
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "mdi-llm"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mdi-llm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdi-llm"
+
+
+def _leave_with_stdin() -> None:
+    import signal
+
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

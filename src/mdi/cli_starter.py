@@ -1,0 +1,266 @@
+"""Run a model over a ring of nodes, from its first node: this one cuts the model, configures the secondaries, and
+generates.
+
+examples:
+  starter.py --ckpt checkpoints/org/model --nodes-config settings_distr/configuration.json --prompt "Who are you?"
+      three samples over the nodes of that file (start secondary.py on the others)
+  starter.py --ckpt checkpoints/org/model --nodes-config settings_distr/standalone.json --n-samples 1 --temperature 0
+      the same on this machine alone, the most probable text
+  starter.py ... --prompt FILE:questions.txt --n-tokens 500 --json
+      one sample per paragraph of a file; the result as one JSON object
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mdi.config import ClusterConfig
+    from mdi.metrics import RunMetrics
+    from mdi.node.starter import StarterNode
+
+DEFAULT_PROMPT = "Who are you?"
+DEFAULT_N_SAMPLES = 3
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags, default_nodes_config
+
+    add_model_flags(parser)
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument(
+        "--nodes-config", type=Path, metavar="FILE", default=default_nodes_config(), help="who the nodes are (%(default)s)"
+    )
+    nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    nodes.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
+    nodes.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries to appear (%(default)s)"
+    )
+    nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
+    add_generation_flags(parser, n_tokens=300)
+    add_output_flags(parser)
+    add_common_flags(parser)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
+    output.add_argument("--no-stream", action="store_true", help="print the texts when they are complete")
+    output.add_argument("-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)")
+    output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import default_ckpt_folder
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--ckpt", type=Path, metavar="DIR", help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()})"
+    )
+    model.add_argument("--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)")
+    model.add_argument(
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
+    )
+    model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    model.add_argument(
+        "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
+        "reach, prompt included (default: what the model was made for)",
+    )  # fmt: skip
+    model.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+
+
+def add_generation_flags(
+    parser: argparse.ArgumentParser, n_tokens: int, with_prompt: bool = True, n_samples: int | None = None
+) -> None:
+    generation = parser.add_argument_group("generation")
+    if with_prompt:
+        generation.add_argument(
+            "--prompt", action="append", metavar="TEXT", help="text to go on from, or FILE:path with one prompt per "
+            f"paragraph; may be repeated (default: {DEFAULT_PROMPT!r})",
+        )  # fmt: skip
+        generation.add_argument(
+            "--n-samples", type=int, default=n_samples, help="texts to generate at once (default: "
+            f"{n_samples or f'one per prompt; {DEFAULT_N_SAMPLES} of a single one'})",
+        )  # fmt: skip
+    generation.add_argument("--n-tokens", type=int, default=n_tokens, help="new tokens per sample (%(default)s)")
+    generation.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
+    generation.add_argument("--top-k", type=int, default=200, help="sample among the k best tokens; 0 is all (%(default)s)")
+    generation.add_argument("--top-p", type=float, default=1.0, help="... that have this probability (%(default)s)")
+    generation.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a sample here; repeatable")
+    generation.add_argument(
+        "--prompt-style", default="auto", metavar="auto|none|NAME", help="how a prompt is wrapped for the model (%(default)s: "
+        "as the checkpoint wants it)",
+    )  # fmt: skip
+    generation.add_argument("--seed", type=int, default=10137, help="%(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.config import load_cluster
+
+    return run_on(args, lambda: load_cluster(args.nodes_config))
+
+
+def run_on(args: argparse.Namespace, cluster_of: Callable[[], ClusterConfig]) -> int:
+    """One run on a cluster, from flags to report; also behind sample.py and local_ring.py."""
+    from mdi.errors import MdiError
+
+    try:
+        return _generate(args, cluster_of())
+    except (MdiError, KeyboardInterrupt) as e:
+        if args.json and not getattr(e, "is_reported", False):
+            _print_json({"error": str(e) or "interrupted", "samples": []})
+        raise
+
+
+def _generate(args: argparse.Namespace, cluster: ClusterConfig) -> int:
+    from mdi.errors import UsageError
+    from mdi.node.device import set_threads
+    from mdi.node.starter import StarterNode
+    from mdi.text import read_prompts
+
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads must be at least 1, got {args.threads}")
+    prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
+    params = sampling_params(args)
+    set_threads(args.threads or cluster.starter.threads)
+    node = StarterNode(cluster, starter_options(args))
+    try:
+        node.open()
+        encoded = encode_prompts(node, prompts)
+        node.prepare(max(map(len, encoded)) + args.n_tokens)
+        return _run(args, node, prompts, encoded, params)
+    finally:
+        node.close()
+
+
+def starter_options(args: argparse.Namespace) -> Any:
+    from mdi.node.starter import StarterOptions
+
+    return StarterOptions(
+        ckpt=args.ckpt,
+        chunk=getattr(args, "chunk", None),
+        layers=getattr(args, "layers", None),
+        device=args.device,
+        dtype=args.dtype,
+        sequence_length=args.sequence_length,
+        compile=args.compile,
+        prompt_style=args.prompt_style,
+        wait_s=getattr(args, "wait", 30.0),
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> Any:
+    from mdi.engine.sequence import SamplingParams
+    from mdi.errors import UsageError
+
+    if args.top_k < 0:
+        raise UsageError(f"--top-k must be 0 (all tokens) or more, got {args.top_k}")
+    if any(not stop for stop in args.stop):
+        raise UsageError("--stop: an empty text would end every sample at once")
+    return SamplingParams(
+        n_tokens=args.n_tokens, temperature=args.temperature, top_k=args.top_k or None, top_p=args.top_p, seed=args.seed
+    )
+
+
+def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
+    """Token ids of the prompts; UsageError if one does not fit the context."""
+    from mdi.errors import UsageError
+
+    encoded = [node.codec.encode_prompt(prompt) for prompt in prompts]
+    for i, ids in enumerate(encoded):
+        if not ids:
+            raise UsageError(f"prompt {i} has no tokens: give it some text")
+        if len(ids) > node.context_length:
+            raise UsageError(
+                f"prompt {i} has {len(ids)} tokens, but the context holds {node.context_length}: shorten it, or choose a "
+                "larger --sequence-length if the model allows it"
+            )
+    return encoded
+
+
+def _run(
+    args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any
+) -> int:
+    from mdi.display import Stream
+    from mdi.errors import MdiError, NodeLostError
+
+    is_streaming = not (args.json or args.no_stream)
+    stream = Stream(len(prompts))
+    on_text = (lambda sample, text: stream.show(sample.index, text)) if is_streaming else None
+    failure: BaseException | None = None
+    try:
+        node.start()
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            node.submit(prompt, ids, params, args.stop, on_text)
+        node.restart_clock()
+        node.generate()
+        node.stop(leave=getattr(args, "stop_nodes", False))
+    except (MdiError, KeyboardInterrupt) as e:
+        failure = e
+        if isinstance(e, NodeLostError):
+            node.mark_broken()
+        node.stop()
+    _report(args, node, failure, is_streaming)
+    if failure is not None:
+        failure.is_reported = True  # type: ignore[attr-defined]
+        raise failure
+    return 0
+
+
+def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
+    from mdi.metrics import format_report
+
+    metrics = node.metrics()
+
+    if args.json:
+        result = metrics.to_json()
+        _print_json(result if failure is None else {"error": str(failure) or "interrupted", "samples": result["samples"]})
+        return
+    if failure is not None:
+        print("\nwhat each sample had reached:")
+    if failure is not None or not was_streamed:
+        for i, sample in enumerate(metrics.samples):
+            print(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
+    if failure is None:
+        print("\n" + format_report(metrics))
+        _write_files(args, metrics, node.context_length)
+
+
+def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
+    from mdi.cli import output_dir
+    from mdi.metrics import append_time_run, tokens_over_time, write_tokens_csv
+
+    if args.plots:
+        from mdi.plots import plot_tokens_over_time
+
+        csv = write_tokens_csv(output_dir("logs"), metrics)
+        print(f"wrote {csv}")
+        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
+        series["all samples"] = tokens_over_time(metrics.samples)
+        image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
+        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
+        print(f"wrote {image}")
+    if args.time_run is not None:
+        append_time_run(
+            args.time_run,
+            n_samples=len(metrics.samples),
+            n_layers=max(node.layers[1] for node in metrics.nodes),
+            context_size=context_size,
+            gen_time_s=metrics.duration_s,
+        )
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    json.dump(result, sys.stdout, ensure_ascii=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()

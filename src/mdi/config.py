@@ -1,0 +1,202 @@
+"""Who the nodes are: the nodes file, read and checked once.
+
+The JSON form is the documented one of MDI-LLM (`nodes.starter`, `nodes.secondary[]`, or one secondary's entry alone).
+This module knows nothing of models, sockets or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import UsageError
+
+N_NODES_LIMIT = 1024
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """One node, as the nodes file describes it.
+
+    Attributes:
+        name: "starter" or "secondary<i>"; how errors and reports call the node.
+        addr: host name or address at which the other nodes reach it.
+        port: HTTP control port (0: any free one, for tests).
+        port_in: TCP port on which the previous node of the ring connects (0: any free one).
+        port_out: accepted for compatibility; outgoing links use any free port.
+        starter_addr: where a secondary expects its starter; informative.
+        device, dtype, threads: what the node computes with; None leaves the choice to the node.
+        bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
+    """
+
+    name: str
+    addr: str
+    port: int
+    port_in: int
+    port_out: int | None = None
+    starter_addr: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    bind: str | None = None
+
+    @property
+    def listen_addr(self) -> str:
+        return self.bind or self.addr
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """All nodes of a ring, in ring order: the starter, then the secondaries."""
+
+    starter: NodeConfig
+    secondaries: tuple[NodeConfig, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[NodeConfig, ...]:
+        return (self.starter, *self.secondaries)
+
+    @property
+    def n_nodes(self) -> int:
+        return 1 + len(self.secondaries)
+
+
+def standalone() -> ClusterConfig:
+    """A ring of one node, on loopback and free ports."""
+    return ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0))
+
+
+def load_cluster(path: str | Path) -> ClusterConfig:
+    """Read a whole network's nodes file.
+
+    Raises:
+        UsageError: the file is missing, no JSON, or a field is missing or wrong; the message names file and field.
+    """
+    data = read_json(path)
+    nodes = _field(data, "nodes", dict, str(path))
+    where = f"{path}: nodes"
+    starter = _node(_field(nodes, "starter", dict, where), "starter", f"{where}.starter")
+    listed = nodes.get("secondary", [])
+    if not isinstance(listed, list):
+        raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_kind(listed)}")
+    if len(listed) >= N_NODES_LIMIT:
+        raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
+    secondaries = tuple(_node(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed))
+    cluster = ClusterConfig(starter, secondaries)
+    _refuse_shared_ports(cluster, str(path))
+    return cluster
+
+
+def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
+    """Read the entry of one secondary: number `index` of a whole network's file, or a file that holds it alone.
+
+    Raises:
+        UsageError: as `load_cluster`; also an index out of range, or missing where the file holds several secondaries.
+    """
+    data = read_json(path)
+    if "nodes" not in data:
+        return _node(data, f"secondary{index or 0}", str(path))
+    secondaries = load_cluster(path).secondaries
+    if not secondaries:
+        raise UsageError(f"{path} lists no secondary node: it describes a standalone starter")
+    if index is None and len(secondaries) == 1:
+        index = 0
+    if index is None or not 0 <= index < len(secondaries):
+        raise UsageError(
+            f"{path} lists {len(secondaries)} secondary nodes: give the index of this one after the file, "
+            f"0 to {len(secondaries) - 1}" + ("" if index is None else f"; got {index}")
+        )
+    return secondaries[index]
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON file that must hold an object; UsageError says what is wrong and where."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"cannot read {path}: {e}") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise UsageError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {_kind(data)}")
+    return data
+
+
+def nearest_existing(path: str | Path) -> Path:
+    """The deepest existing parent of `path`, for error messages."""
+    p = Path(path).expanduser().absolute()
+    while not p.exists() and p != p.parent:
+        p = p.parent
+    return p
+
+
+def _node(entry: Any, name: str, where: str) -> NodeConfig:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{where}: expected an object that describes one node, found {_kind(entry)}")
+    communication = _field(entry, "communication", dict, where)
+    inference = _field(entry, "inference", dict, where)
+    return NodeConfig(
+        name=name,
+        addr=_field(entry, "addr", str, where),
+        port=_port(communication, "port", f"{where}.communication"),
+        port_in=_port(inference, "port_in", f"{where}.inference"),
+        port_out=_port(inference, "port_out", f"{where}.inference") if "port_out" in inference else None,
+        starter_addr=_optional(communication, "starter_addr", str, f"{where}.communication"),
+        device=_optional(entry, "device", str, where),
+        dtype=_optional(entry, "dtype", str, where),
+        threads=_threads(entry, where),
+        bind=_optional(entry, "bind", str, where),
+    )
+
+
+def _field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    if key not in data:
+        raise UsageError(f"{where}: the field {key!r} is missing")
+    value = _optional(data, key, kind, where)
+    if value is None or value == "":
+        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_kind(data[key])}")
+    return value
+
+
+def _optional(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    value = data.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_kind(value)}")
+    return value
+
+
+def _port(data: dict[str, Any], key: str, where: str) -> int:
+    port: int = _field(data, key, int, where)
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{where}.{key}: a port is a number from 0 to 65535, found {port}")
+    return port
+
+
+def _threads(entry: dict[str, Any], where: str) -> int | None:
+    threads: int | None = _optional(entry, "threads", int, where)
+    if threads is not None and threads < 1:
+        raise UsageError(f"{where}.threads: expected a number of threads from 1 on, found {threads}")
+    return threads
+
+
+def _refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for node in cluster.nodes:
+        for port, what in ((node.port, "communication port"), (node.port_in, "port_in")):
+            other = seen.setdefault((node.addr, port), f"{node.name}'s {what}")
+            if port and other != f"{node.name}'s {what}":
+                raise UsageError(f"{where}: {node.addr}:{port} is both {other} and {node.name}'s {what}")
+
+
+_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", type(None): "null"}
+    return names.get(type(value), f"{value!r}")

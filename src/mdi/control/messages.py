@@ -1,0 +1,160 @@
+"""What the starter tells a node, and what a node answers, as JSON. Checked field by field; stdlib only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mdi.errors import ControlError
+
+CONTROL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A part of the weights that a node needs: its name, the sha256 of its canonical bytes, and how many they are."""
+
+    name: str
+    sha256: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """Body of `POST /init`: everything that a secondary has to know about a run.
+
+    Attributes:
+        epoch: random 64-bit id of the run, as 16 hex digits.
+        index: the receiver's place in the ring; names[0] is the starter.
+        placement: hash of model, cut and ring.
+        next_addr, next_port: ring port of the next node.
+        config: litgpt Config as a plain object; `config_hash` is its hash.
+        blocks: (start, stop) of the receiver.
+        dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
+        max_length: tokens that a sequence may reach.
+    """
+
+    epoch: str
+    index: int
+    names: tuple[str, ...]
+    placement: str
+    next_addr: str
+    next_port: int
+    model: str
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+    blocks: tuple[int, int]
+    parts: tuple[PartSpec, ...]
+    max_length: int
+    dtype: str | None = None
+    compile: bool = False
+    control_version: int = CONTROL_VERSION
+    extensions: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> InitRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        if not isinstance(data, dict):
+            raise ControlError("the run configuration must be a JSON object", 400)
+        version = data.get("control_version")
+        if version != CONTROL_VERSION:
+            raise ControlError(
+                f"the starter speaks version {version} of the control protocol, this node version {CONTROL_VERSION}: "
+                "install the same version of MDI-LLM on both",
+                409,
+            )
+        get = _Fields(data)
+        names = tuple(get.strings("names"))
+        start, stop = get.pair("blocks")
+        request = cls(
+            epoch=get.hex("epoch", 16),
+            index=get.integer("index", 1, len(names) - 1),
+            names=names,
+            placement=get.string("placement"),
+            next_addr=get.string("next_addr"),
+            next_port=get.integer("next_port", 1, 65535),
+            model=get.string("model"),
+            config=get.object("config"),
+            config_hash=get.string("config_hash"),
+            stored_dtype=get.string("stored_dtype"),
+            blocks=(start, stop),
+            parts=tuple(get.parts("parts")),
+            max_length=get.integer("max_length", 1, 1 << 30),
+            dtype=None if data.get("dtype") is None else get.string("dtype"),
+            compile=data.get("compile") is True,
+            extensions=get.object("extensions"),
+        )
+        n_layer = data["config"].get("n_layer")
+        if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
+            raise ControlError(f"blocks [{start}, {stop}) are no blocks of a model of {n_layer} blocks", 400)
+        if [part.name for part in request.parts] != [f"block.{i}" for i in range(start, stop)]:
+            raise ControlError(f"the parts that are named are not those of blocks [{start}, {stop})", 400)
+        return request
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON from a peer; ControlError (400) if it is none."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
+
+
+class _Fields:
+    """Typed access to the fields of an object that came from a peer."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+
+    def _get(self, key: str, kind: type, what: str) -> Any:
+        value = self._data.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ControlError(f"field {key!r}: expected {what}, got {str(value)[:100]!r}", 400)
+        return value
+
+    def string(self, key: str) -> str:
+        value: str = self._get(key, str, "a string")
+        if len(value) > 1000:
+            raise ControlError(f"field {key!r}: a string of {len(value)} characters", 400)
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        values = self._get(key, list, "a list of strings")
+        if not values or not all(isinstance(v, str) and len(v) <= 1000 for v in values):
+            raise ControlError(f"field {key!r}: expected a list of strings", 400)
+        return values
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        value: int = self._get(key, int, "a whole number")
+        if not low <= value <= high:
+            raise ControlError(f"field {key!r}: {value} is not from {low} to {high}", 400)
+        return value
+
+    def hex(self, key: str, n_digits: int) -> str:
+        value = self.string(key)
+        if len(value) != n_digits or any(c not in "0123456789abcdef" for c in value):
+            raise ControlError(f"field {key!r}: expected {n_digits} hex digits", 400)
+        return value
+
+    def pair(self, key: str) -> tuple[int, int]:
+        values = self._get(key, list, "[start, stop]")
+        if len(values) != 2 or not all(type(v) is int for v in values):
+            raise ControlError(f"field {key!r}: expected [start, stop]", 400)
+        return values[0], values[1]
+
+    def object(self, key: str) -> dict[str, Any]:
+        return self._get(key, dict, "an object")
+
+    def parts(self, key: str) -> list[PartSpec]:
+        parts = []
+        for entry in self._get(key, list, "a list of parts"):
+            if not isinstance(entry, dict):
+                raise ControlError(f"field {key!r}: expected objects", 400)
+            fields = _Fields(entry)
+            parts.append(PartSpec(fields.string("name"), fields.hex("sha256", 64), fields.integer("n_bytes", 1, 1 << 45)))
+        return parts

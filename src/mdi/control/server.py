@@ -1,0 +1,178 @@
+"""The HTTP side of a node: parse, call, answer. What is to be done is the node's business (`Node`).
+
+One `cherrypy.Application` on its own cheroot server, because CherryPy's engine is global to a process; one request per
+connection, so that a body which is refused need not be read to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cherrypy
+from cheroot import wsgi
+
+from mdi.control.messages import InitRequest, parse_json
+from mdi.errors import ControlError, MdiError, UsageError
+
+JSON_LIMIT_BYTES = 4 << 20
+N_THREADS = 16
+REQUEST_TIMEOUT_S = 10
+
+logger = logging.getLogger(__name__)
+
+
+class Node(Protocol):
+    """What a node does when it is asked over HTTP. Each method may raise MdiError; a ControlError chooses the status."""
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        """Status of the node. `run` names the run on whose behalf it is asked: a sign of life of its starter."""
+
+    def init(self, request: InitRequest) -> dict[str, Any]:
+        """Take part in a run; the answer names the missing parts."""
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        """Take the bytes of a part from `offset` on; `read(n)` gives up to n of the `n_bytes` that are coming."""
+
+    def stop(self, run: str, leave: bool) -> None:
+        """End the run; with `leave`, the process as well."""
+
+
+class StatusOnly:
+    """Base for a node that answers `GET /` and nothing else: the starter."""
+
+    def init(self, request: InitRequest) -> dict[str, Any]:
+        raise ControlError("this node is a starter: it configures others", 409)
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        raise ControlError("this node is a starter: it takes no weights", 409)
+
+    def stop(self, run: str, leave: bool) -> None:
+        raise ControlError("a starter is stopped at its own keyboard", 409)
+
+
+def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
+    """Turn a handler's return value, or its MdiError, into a JSON answer."""
+
+    def answered(*args: Any, **kwargs: Any) -> bytes:
+        cherrypy.response.headers["Content-Type"] = "application/json"
+        try:
+            result = handler(*args, **kwargs)
+        except MdiError as e:
+            status = e.status if isinstance(e, ControlError) and e.status else 400 if isinstance(e, UsageError) else 500
+            cherrypy.response.status = status
+            result = {"error": str(e)}
+        return json.dumps(result).encode()
+
+    return answered
+
+
+def _allow(method: str) -> None:
+    if cherrypy.request.method != method:
+        cherrypy.response.headers["Allow"] = method
+        raise ControlError(f"{cherrypy.request.method} is not for this address; use {method}", 405)
+
+
+def _content_length() -> int:
+    value = cherrypy.request.headers.get("Content-Length", "")
+    if not value.isdigit():
+        raise ControlError("a request with a body must say its Content-Length", 411)
+    return int(value)
+
+
+def _read_json() -> Any:
+    n_bytes = _content_length()
+    if n_bytes > JSON_LIMIT_BYTES:
+        raise ControlError(f"a body of {n_bytes} bytes; at most {JSON_LIMIT_BYTES} are accepted here", 413)
+    body = cherrypy.request.rfile.read(n_bytes)
+    if len(body) != n_bytes:
+        raise ControlError("the body was cut off", 400)
+    return parse_json(body)
+
+
+class _Pages:
+    _cp_config = {"request.process_request_body": False}
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.index = cherrypy.expose(_answer(self._index))
+        self.init = cherrypy.expose(_answer(self._init))
+        self.stop = cherrypy.expose(_answer(self._stop))
+        self.parts = cherrypy.expose(_answer(self._parts))
+        self.default = cherrypy.expose(_answer(self._default))
+
+    def _index(self, run: str | None = None) -> dict[str, Any]:
+        _allow("GET")
+        return self._node.status(run)
+
+    def _init(self) -> dict[str, Any]:
+        _allow("POST")
+        return self._node.init(InitRequest.from_json(_read_json()))
+
+    def _stop(self) -> dict[str, Any]:
+        _allow("PUT")
+        body = _read_json()
+        if not isinstance(body, dict) or not isinstance(body.get("run"), str):
+            raise ControlError("field 'run': expected the id of the run that is to end", 400)
+        self._node.stop(body["run"], body.get("leave") is True)
+        return {}
+
+    def _parts(self, sha256: str = "", run: str = "", offset: str = "0") -> dict[str, Any]:
+        _allow("PUT")
+        if not offset.isdigit():
+            raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
+        self._node.receive_part(run, sha256, int(offset), _content_length(), cherrypy.request.rfile.read)
+        return {}
+
+    def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
+        raise ControlError("no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop", 404)
+
+
+def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:
+    cherrypy.response.headers["Content-Type"] = "application/json"
+    logger.debug("HTTP %s: %s\n%s", status, message, traceback)
+    return json.dumps({"error": f"{status}: {message}"}).encode()
+
+
+class ControlServer:
+    """Serves one node's control endpoints until `close`.
+
+    Args:
+        node: does what is asked.
+        addr, port: where to listen; port 0 takes any free one, see `port`.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+
+    def __init__(self, node: Node, addr: str, port: int, name: str) -> None:
+        app = cherrypy.Application(_Pages(node), "", {"/": {"error_page.default": _plain_error}})
+        app.log.screen = False
+        app.log.access_log.handlers = []
+        app.log.error_log.handlers = []
+        app.log.error_log.propagate = app.log.access_log.propagate = False
+        self._server = wsgi.Server(
+            (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2
+        )
+        self._server.keep_alive_conn_limit = 0
+        try:
+            self._server.prepare()
+        except OSError as e:
+            raise UsageError(
+                f"cannot listen on {addr}:{port} ({name}'s communication port): {e}. Is another node running there, or is "
+                "this not an address of this machine? Choose another port, or set `bind`, in the nodes file"
+            ) from None
+        self._thread = threading.Thread(target=self._server.serve, name="control", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        port: int = self._server.bind_addr[1]
+        return port
+
+    def close(self) -> None:
+        self._server.stop()
+        self._thread.join(10)

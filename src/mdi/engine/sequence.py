@@ -1,0 +1,101 @@
+"""A text in flight, as the engine knows it: token ids and how they are to be continued. No text, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mdi.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a sequence is continued.
+
+    Attributes:
+        n_tokens: new tokens at most.
+        temperature: 0 is greedy.
+        top_k: sample among the k most probable tokens; None is all.
+        top_p: sample among the smallest set of tokens that has this probability together.
+        seed: of the sequence's own random generator: its text does not depend on its company.
+        eos_ids: tokens that end the sequence and are not part of it.
+        stop_sequences: runs of tokens that do the same.
+    """
+
+    n_tokens: int = 300
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float = 1.0
+    seed: int = 10137
+    eos_ids: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.n_tokens < 1:
+            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}")
+        if not self.temperature >= 0:
+            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top-k must be at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}")
+
+
+@dataclass
+class Sequence:
+    """State of one sequence on the starter.
+
+    Attributes:
+        ids: prompt and generated tokens so far.
+        n_sent: positions whose rows have gone into the ring.
+        finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
+    """
+
+    seq_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_length: int
+    ids: list[int] = field(default_factory=list)
+    n_sent: int = 0
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            self.ids = list(self.prompt_ids)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.ids[self.n_prompt :]
+
+    @property
+    def n_to_send(self) -> int:
+        return len(self.ids) - self.n_sent
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.n_sent < self.n_prompt
+
+    @property
+    def n_positions(self) -> int:
+        """Cache positions that it can come to need: the last token is never sent."""
+        return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
+
+    def append(self, token: int) -> bool:
+        """Take a new token; False if it is an EOS, which is not kept. Sets `finish_reason` when this ends the sequence."""
+        if token in self.params.eos_ids:
+            self.finish_reason = "eos"
+            return False
+        self.ids.append(token)
+        for stop in self.params.stop_sequences:
+            n = len(stop)
+            if n <= len(self.ids) - self.n_prompt and tuple(self.ids[-n:]) == stop:
+                del self.ids[-n:]
+                self.finish_reason = "stop"
+                return True
+        n_new = len(self.ids) - self.n_prompt
+        if n_new >= self.params.n_tokens or len(self.ids) >= self.max_length:
+            self.finish_reason = "length"
+        return True

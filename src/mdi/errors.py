@@ -1,0 +1,74 @@
+"""Every error that this project raises on purpose.
+
+    MdiError
+    |-- UsageError            what the user typed or wrote: flags, JSON, prompts
+    |-- CheckpointError       a model on disk: missing, cut short, of another shape
+    |   `-- SplitError        a model that cannot be cut as asked
+    |-- DownloadError         the hub: unknown, gated, unreachable
+    |-- WireError             bytes on a ring link that are no frame of ours
+    |-- RingError             the ring could not be formed, or a link of it was lost
+    |   `-- NodeLostError     ... and we know which node it was
+    |-- ControlError          an HTTP exchange between two nodes
+    `-- EngineError           the generation loop, e.g. a slice for a cache that is gone
+
+Low-level exceptions (OSError, struct.error, requests') become one of these in the module that touched them. A message
+says what was found, what was expected, where, and if possible what to do; launchers print it as one line.
+"""
+
+from __future__ import annotations
+
+
+class MdiError(Exception):
+    """Base of all; its text is made for a person to read."""
+
+
+class UsageError(MdiError):
+    """The command line, a JSON file or a prompt cannot be used as it is."""
+
+
+class CheckpointError(MdiError):
+    """A checkpoint, chunk or block on disk is missing, damaged or not the one that was asked for."""
+
+
+class SplitError(CheckpointError):
+    """The model cannot be cut as asked."""
+
+
+class DownloadError(MdiError):
+    """The model hub did not give what was asked for."""
+
+
+class WireError(MdiError):
+    """What came in over a ring link is not a frame that this node may accept."""
+
+
+class RingError(MdiError):
+    """The ring could not be closed, or it broke."""
+
+
+class NodeLostError(RingError):
+    """A node of the ring died, stalled or answered garbage.
+
+    Attributes:
+        node: name of the node that was lost, as in the nodes file ("starter", "secondary0", ...).
+    """
+
+    def __init__(self, node: str, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class ControlError(MdiError):
+    """A control request to another node failed.
+
+    Attributes:
+        status: HTTP status of the answer; None if there was no answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineError(MdiError):
+    """The generation loop met a state that it cannot go on from."""

@@ -1,0 +1,389 @@
+"""What a run measured: per sample, per node and in total; as JSON, as CSV files and as the table that ends a run.
+
+It takes the measurements as they are given; how they were taken, and who draws them, is not its business.
+All times of tokens count from the moment the run was ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import ControlError, UsageError
+
+REPORT_COLUMNS = 100
+TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
+
+
+@dataclass(frozen=True)
+class NodeMetrics:
+    """What one node did in a run.
+
+    Attributes:
+        layers: its blocks, [start, stop) with global numbers.
+        compute_s, wait_s, send_s: computing, waiting for a frame, writing to the socket (in a thread of its own, so
+            the three may overlap).
+        bytes_sent: over its outgoing ring link, headers included.
+        frames: frames that it worked on.
+    """
+
+    name: str
+    layers: tuple[int, int]
+    peak_rss_bytes: int
+    compute_s: float
+    wait_s: float
+    send_s: float
+    bytes_sent: int
+    frames: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "node metrics") -> NodeMetrics:
+        """Read what another node sent.
+
+        Raises:
+            ControlError: a field of `to_json` is missing or of another kind; names `where` and the field.
+        """
+        if not isinstance(data, Mapping):
+            raise ControlError(f"{where}: expected an object, found {data!r:.60}")
+        layers = data.get("layers")
+        if not isinstance(layers, list | tuple) or len(layers) != 2 or not all(_is_count(n) for n in layers):
+            raise ControlError(f"{where}.layers: expected [start, stop], found {layers!r:.60}")
+        if layers[0] > layers[1]:
+            raise ControlError(f"{where}.layers: expected start <= stop, found {list(layers)}")
+        if not isinstance(data.get("name"), str) or not data["name"]:
+            raise ControlError(f"{where}.name: expected a string, found {data.get('name')!r:.60}")
+        return cls(
+            name=data["name"],
+            layers=(layers[0], layers[1]),
+            peak_rss_bytes=_count(data, "peak_rss_bytes", where),
+            compute_s=_time(data, "compute_s", where),
+            wait_s=_time(data, "wait_s", where),
+            send_s=_time(data, "send_s", where),
+            bytes_sent=_count(data, "bytes_sent", where),
+            frames=_count(data, "frames", where),
+        )
+
+
+@dataclass(frozen=True)
+class SampleMetrics:
+    """One sample: its text, and when its tokens came.
+
+    Attributes:
+        text: generated text, without the prompt.
+        token_ids: generated ids, without the EOS that ended them.
+        finish_reason: "eos", "stop", "length", or what else ended it; None if the run ended first.
+        ttft_s: time to first token; None if none came.
+        tokens_per_s: after the first token; 0 if there were fewer than two.
+        token_times_s: when each token came, rising; also of tokens that a stop sequence took back.
+    """
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    finish_reason: str | None
+    ttft_s: float | None
+    tokens_per_s: float
+    token_times_s: tuple[float, ...] = ()
+
+    @classmethod
+    def from_times(
+        cls,
+        prompt: str,
+        text: str,
+        token_ids: Iterable[int],
+        prompt_ids: Iterable[int],
+        finish_reason: str | None,
+        token_times_s: Iterable[float],
+    ) -> SampleMetrics:
+        """Work out `ttft_s` and `tokens_per_s` from the times of the tokens."""
+        times = tuple(token_times_s)
+        span_s = times[-1] - times[0] if times else 0.0
+        return cls(
+            prompt=prompt,
+            text=text,
+            token_ids=tuple(token_ids),
+            prompt_ids=tuple(prompt_ids),
+            finish_reason=finish_reason,
+            ttft_s=times[0] if times else None,
+            tokens_per_s=_rate(len(times) - 1, span_s),
+            token_times_s=times,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_ids": list(self.prompt_ids),
+            "finish_reason": self.finish_reason,
+            "ttft_s": self.ttft_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """A whole run.
+
+    Attributes:
+        model: name of the model.
+        nodes: in ring order, the starter first.
+        tokens_per_s: generated tokens of all samples over `duration_s`.
+        duration_s: wall time from the moment the run was ready to its last token.
+    """
+
+    model: str
+    samples: tuple[SampleMetrics, ...]
+    nodes: tuple[NodeMetrics, ...]
+    tokens_per_s: float
+    duration_s: float
+
+    @classmethod
+    def from_parts(
+        cls, model: str, samples: Iterable[SampleMetrics], nodes: Iterable[NodeMetrics], duration_s: float
+    ) -> RunMetrics:
+        """Work out `tokens_per_s`."""
+        samples = tuple(samples)
+        n_tokens = sum(len(sample.token_ids) for sample in samples)
+        return cls(model, samples, tuple(nodes), _rate(n_tokens, duration_s), duration_s)
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def n_tokens(self) -> int:
+        """Generated tokens of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def file_stem(self) -> str:
+        """`<N>nodes_<model>_<S>samples`, as in the names of a run's files."""
+        model = re.sub(r"[^\w.+-]+", "-", self.model).strip("-.") or "model"
+        return f"{self.n_nodes}nodes_{model}_{len(self.samples)}samples"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "samples": [sample.to_json() for sample in self.samples],
+            "tokens_per_s": self.tokens_per_s,
+            "n_nodes": self.n_nodes,
+            "nodes": [node.to_json() for node in self.nodes],
+            "model": self.model,
+        }
+
+
+def tokens_over_time(samples: Iterable[SampleMetrics]) -> list[tuple[float, int]]:
+    """(time_s, tokens of all samples until then) for every token, in the order of time."""
+    times = sorted(time_s for sample in samples for time_s in sample.token_times_s)
+    return [(time_s, n) for n, time_s in enumerate(times, start=1)]
+
+
+def write_tokens_csv(folder: str | Path, run: RunMetrics) -> Path:
+    """Write `tokens_time_samples_<N>nodes_<model>_<S>samples.csv` (header `time_s,tokens`) into `folder`; it is made.
+
+    Raises:
+        UsageError: it cannot be written; an older file of that name is then still whole.
+    """
+    path = Path(folder) / f"tokens_time_samples_{run.file_stem}.csv"
+    rows = "".join(f"{time_s:.6f},{n}\n" for time_s, n in tokens_over_time(run.samples))
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_text("time_s,tokens\n" + rows, encoding="utf-8", newline="\n")
+            os.replace(unfinished, path)
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+    except OSError as e:
+        raise UsageError(f"cannot write the tokens over time to {path}: {e.strerror or e}") from e
+    return path
+
+
+def append_time_run(
+    path: str | Path,
+    *,
+    n_samples: int,
+    n_layers: int,
+    context_size: int,
+    gen_time_s: float,
+    timestamp: datetime | None = None,
+) -> None:
+    """Append one row to the file of `--time-run`; a new file (and its folders) is made, with a header.
+
+    Args:
+        gen_time_s: duration of the generation, in seconds.
+        timestamp: of the run; now if None.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    moment = (timestamp or datetime.now()).isoformat(sep=" ", timespec="seconds")
+    row = f"{moment},{n_samples},{n_layers},{context_size},{gen_time_s:.6f}\n".encode()
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered and in one write, so that the rows of two runs that end together do not mix.
+        with open(path, "ab+", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end == 0:
+                row = f"{TIME_RUN_HEADER}\n".encode() + row
+            else:
+                file.seek(end - 1)
+                if file.read(1) != b"\n":
+                    row = b"\n" + row
+            if (file.write(row) or 0) < len(row):
+                raise OSError("the disk is full")
+    except OSError as e:
+        raise UsageError(f"cannot add this run's time to {path}: {e.strerror or e}") from e
+
+
+def format_report(run: RunMetrics) -> str:
+    """The tables printed when a run ends, at most 100 columns wide, without a final newline."""
+    n_nodes, n_samples = run.n_nodes, len(run.samples)
+    title = f"{run.model}: {_n(n_samples, 'sample')} on {_n(n_nodes, 'node')}, {_n(run.n_tokens, 'token')}"
+    head = _clip(f"{title} in {_seconds(run.duration_s)}, {run.tokens_per_s:.1f} tokens/s", REPORT_COLUMNS)
+    samples = _table(_sample_rows(run), left=(4, 5))
+    if not run.nodes:
+        return f"{head}\n\n{samples}"
+    return f"{head}\n\n{samples}\n\n{_table(_node_rows(run), left=(0,))}"
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    # getrusage's figure outlives exec on Linux: a small process started by a large one would report the large one's.
+    with contextlib.suppress(OSError):
+        found = re.search(rb"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _sample_rows(run: RunMetrics) -> list[list[str]]:
+    rows = [["sample", "tokens", "tokens/s", "first token", "ended by", "prompt"]]
+    for i, sample in enumerate(run.samples):
+        rows.append(
+            [
+                str(i),
+                str(len(sample.token_ids)),
+                f"{sample.tokens_per_s:.1f}",
+                _seconds(sample.ttft_s),
+                _clip(sample.finish_reason or "unfinished", 16),
+                _clip(sample.prompt, 36),
+            ]
+        )
+    known = [sample.ttft_s for sample in run.samples if sample.ttft_s is not None]
+    mean_ttft_s = sum(known) / len(known) if known else None
+    rows.append(
+        ["total", str(run.n_tokens), f"{run.tokens_per_s:.1f}", _seconds(mean_ttft_s), "", "(first token: mean)"]
+    )
+    return rows
+
+
+def _node_rows(run: RunMetrics) -> list[list[str]]:
+    rows = [["node", "blocks", "peak mem", "compute", "wait", "send", "frames", "sent/token"]]
+    for node in run.nodes:
+        rows.append(
+            [
+                _clip(node.name, 13),
+                f"[{node.layers[0]}, {node.layers[1]})",
+                _size(node.peak_rss_bytes),
+                *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s, node.send_s)),
+                str(node.frames),
+                _size(node.bytes_sent / run.n_tokens) if run.n_tokens else "-",
+            ]
+        )
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> str:
+    """Columns as wide as their widest cell; those in `left` begin, the others end together."""
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        pads = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
+        cells = [cell + pad if i in left else pad + cell for i, (cell, pad) in enumerate(zip(row, pads, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    """Columns on a terminal: wide East Asian characters take two, combining marks none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _clip(text: str, columns: int) -> str:
+    """One line of at most so many columns, without control characters: they would reach the terminal."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if _width(text) <= columns:
+        return text
+    while _width(text) > columns - 3:
+        text = text[: min(len(text) - 1, columns)]
+    return text + "..."
+
+
+def _n(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _seconds(time_s: float | None) -> str:
+    if time_s is None:
+        return "-"
+    if time_s < 0.9995:
+        return f"{time_s * 1000:.0f} ms"
+    return f"{time_s:.{1 if time_s < 100 else 0}f} s" if time_s < 10_000 else f"{time_s / 3600:.1f} h"
+
+
+def _shared(part_s: float, whole_s: float) -> str:
+    """A time and its share of the run: a node's times overlap, so shares need not add up to 100 %."""
+    return _seconds(part_s) + (f" {100 * part_s / whole_s:3.0f}%" if whole_s > 0 else "")
+
+
+def _size(n_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= size * 0.9995:
+            return f"{n_bytes / size:.{1 if n_bytes < 100 * size else 0}f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def _rate(count: int, time_s: float) -> float:
+    return count / time_s if count > 0 and time_s > 0 else 0.0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count(data: Mapping[str, Any], key: str, where: str) -> int:
+    value = data.get(key)
+    if not isinstance(value, int) or not _is_count(value):
+        raise ControlError(f"{where}.{key}: expected a whole number from 0 on, found {value!r:.60}")
+    return value
+
+
+def _time(data: Mapping[str, Any], key: str, where: str) -> float:
+    value = data.get(key)
+    # The comparison comes last and refuses nan; a huge int would not convert.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value > 1e15:
+        raise ControlError(f"{where}.{key}: expected a time in seconds, found {value!r:.60}")
+    return float(value)

@@ -1,0 +1,71 @@
+"""The rows of one frame, as the blocks of a stage see them: which rows belong to which sequence, at which positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mdi.model.cache import BlockCache, CacheStore
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [first_row, first_row + n_rows) of a batch: positions from `start` on of one sequence."""
+
+    first_row: int
+    n_rows: int
+    start: int
+    caches: list[BlockCache]
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first_row, self.first_row + self.n_rows)
+
+
+class Batch:
+    """A ragged batch.
+
+    Args:
+        slices: (seq_id, start, n_rows) in row order.
+        store: the stage's caches.
+        device: where the positions are needed.
+    """
+
+    def __init__(self, slices: Sequence[tuple[int, int, int]], store: CacheStore, device: torch.device) -> None:
+        self.rows: list[Rows] = []
+        positions: list[int] = []
+        for seq_id, start, n_rows in slices:
+            self.rows.append(Rows(len(positions), n_rows, start, store.of(seq_id)))
+            positions.extend(range(start, start + n_rows))
+        self.positions = torch.tensor(positions, device=device)  # (N,)
+        self._device = device
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+
+    @property
+    def n_rows(self) -> int:
+        return self.positions.numel()
+
+    def mask(self, rows: Rows, first: int, window: int | None, n_repeat: int) -> torch.Tensor | None:
+        """Which keys each row may see; None if all may see all.
+
+        Args:
+            first: position of the first key; the keys end at the last row's position.
+            window: how many positions back a row sees, itself included; None is all of them.
+            n_repeat: how often the rows stand below each other (the query heads of a group).
+
+        Returns:
+            (n_repeat * n_rows, n_keys) boolean, the same object for every block that asks the same.
+        """
+        if rows.n_rows == 1:  # the cache gives no key that a single row may not see
+            return None
+        key = (rows.first_row, first, n_repeat, window)
+        if key not in self._masks:
+            queries = torch.arange(rows.start, rows.start + rows.n_rows, device=self._device)[:, None]
+            keys = torch.arange(first, rows.start + rows.n_rows, device=self._device)[None, :]
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+            self._masks[key] = mask.repeat(n_repeat, 1)
+        return self._masks[key]

@@ -1,0 +1,149 @@
+"""A stage: the part of the model that one node holds, run over the rows of a frame.
+
+Blocks, norms and MLPs are litgpt's own, built with their global numbers (which decide about sliding windows, dual RoPE and
+dense layers) and named as in the full model, so that a chunk is a selection of its tensors. The stage knows no sockets,
+no text, and not what comes before or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+from litgpt.config import Config
+from litgpt.model import GPT, Block, do_softcapping
+
+from mdi.errors import CheckpointError
+from mdi.model.attention import cached
+from mdi.model.batch import Batch
+from mdi.model.cache import CacheStore
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Stage(nn.Module):
+    """Blocks [start, stop) of a model, on the meta device until `load` has given it all tensors."""
+
+    def __init__(self, config: Config, start: int, stop: int) -> None:
+        super().__init__()
+        self.config = config
+        self.start, self.stop = start, stop
+        with torch.device("meta"):
+            blocks = {str(i): Block(config, i) for i in range(start, stop)}
+        for layer, block in enumerate(blocks.values()):
+            block.attn = cached(block.attn, layer)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
+        self.eval().requires_grad_(False)
+
+    def load(
+        self, parts: Sequence[str], tensors: Callable[[str], Tensors], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Take the weights, part by part, so that only one part exists twice.
+
+        Args:
+            parts: names of the parts that make up this stage.
+            tensors: gives the tensors of a part, by their names in the full model.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown or of the wrong shape.
+        """
+        for part in parts:
+            given = {
+                name: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
+                for name, t in tensors(part).items()
+            }
+            self._check(part, given)
+            self.load_state_dict(given, strict=False, assign=True)
+        left = [name for name, t in self.state_dict().items() if t.is_meta]
+        if left:
+            raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
+        self.requires_grad_(False)
+
+    def _check(self, part: str, given: Tensors) -> None:
+        wanted = self.state_dict()
+        for name, tensor in given.items():
+            if name not in wanted:
+                raise CheckpointError(f"part {part!r} brings the tensor {name}, which this model does not have")
+            if tensor.shape != wanted[name].shape:
+                raise CheckpointError(
+                    f"tensor {name} has the shape {list(tensor.shape)}, expected {list(wanted[name].shape)}"
+                )
+
+    def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
+
+        Args:
+            max_length: tokens that a sequence may reach; at most config.block_size.
+            dtype: what the caches hold.
+        """
+        # litgpt's table builder is a method that reads just these two attributes.
+        spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
+        cos, sin = GPT.rope_cache(spec, device=device)
+        self.cos, self.sin = cos, sin  # (max_length, rope_n_elem), or (..., 2) with two kinds of layers
+        shapes = [block.attn.cache_shape for block in self.blocks]
+        self.caches = CacheStore(shapes, max_length, device, dtype)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self.transformer["h"].values())
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Run the blocks.
+
+        Args:
+            x: (N, n_embd), the rows of all slices.
+            slices: (seq_id, start position, n_rows), in row order.
+
+        Returns:
+            (N, n_embd)
+        """
+        batch = Batch(slices, self.caches, x.device)
+        cos, sin = self.cos[batch.positions][None], self.sin[batch.positions][None]
+        rope_indices = self.config.rope_indices
+        x = x[None]  # litgpt's blocks want a batch dimension
+        for i, block in enumerate(self.blocks, self.start):
+            if rope_indices is None:
+                x = block(x, cos, sin, batch)
+            else:
+                x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
+        return x[0]
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Compile what is worth it and has static control flow: the MLPs and norms. Attention reads ragged caches."""
+        for block in self.blocks:
+            block.mlp.compile(dynamic=True)
+
+
+class StarterStage(Stage):
+    """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
+
+    def __init__(self, config: Config, stop: int) -> None:
+        super().__init__(config, 0, stop)
+        with torch.device("meta"):
+            self.transformer["wte"] = nn.Embedding(config.padded_vocab_size, config.n_embd)
+            self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(N,) token ids -> (N, n_embd)"""
+        x = self.transformer["wte"](ids)
+        if self.config.scale_embeddings:
+            x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
+        return x
+
+    @torch.inference_mode()
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        if self.config.final_logit_softcapping is not None:
+            logits = do_softcapping(logits, self.config.final_logit_softcapping)
+        return logits
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

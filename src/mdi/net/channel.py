@@ -1,0 +1,67 @@
+"""A bounded queue between two threads that can be closed at any time, waking whoever waits. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """FIFO of at most `capacity` items.
+
+    `queue.Queue` has no portable way to wake a waiting reader for good, nor to pass the waiting items by; both are what
+    the end of a run needs.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.wait_s = 0.0  # time that get() spent waiting; written by the reader's thread only
+
+    def put(self, item: T) -> bool:
+        """Append, waiting while the channel is full. False if it is closed: the item was not taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self.capacity)
+            if self._closed:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def put_first(self, item: T) -> bool:
+        """Put an item before all others, whatever the capacity. False if the channel is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._items.appendleft(item)
+            self._changed.notify_all()
+            return True
+
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """The next item; None when the channel is closed, or after `timeout_s` without an item (see `closed`)."""
+        begin = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._items), timeout_s)
+            self.wait_s += time.perf_counter() - begin
+            if self._closed or not self._items:
+                return None
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        """Drop what is queued and wake everybody; get() gives None and put() False from now on."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed

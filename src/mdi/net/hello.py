@@ -1,0 +1,72 @@
+"""The first frame of a link: who connects, for which run, under which placement.
+
+Two nodes that disagree must say so at once, not produce nonsense later. Unknown extension keys are ignored, so that a
+later version can add some (keys, compression) without a new protocol version. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mdi.errors import WireError
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a node says when it connects to the next one; the answer is a HELLO of the other node, or an ERROR.
+
+    Attributes:
+        index: place of the sender in the ring, 0 is the starter.
+        n_nodes: length of the ring.
+        placement: hash of model, cut and ring that all nodes of a run share.
+        extensions: free for later use.
+    """
+
+    index: int
+    n_nodes: int
+    placement: str
+    extensions: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Hello:
+        try:
+            fields = json.loads(bytes(data))
+            hello = cls(fields["index"], fields["n_nodes"], fields["placement"], fields.get("extensions", {}))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise WireError("a HELLO that cannot be read") from None
+        if not (isinstance(hello.index, int) and isinstance(hello.n_nodes, int) and isinstance(hello.placement, str)):
+            raise WireError("a HELLO with fields of the wrong type")
+        return hello
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Payload of an ERROR frame: which node failed and how, in words.
+
+    Attributes:
+        node: the node that is lost or failed; "" if it is not known.
+        message: one line for a person.
+        reporter: the node that noticed.
+    """
+
+    node: str
+    message: str
+    reporter: str
+
+    def to_bytes(self) -> bytes:
+        # An escaped character takes up to 6 bytes; the whole must stay under the 4096 that a handshake accepts.
+        short = Fault(self.node[:40], self.message[:500], self.reporter[:40])
+        return json.dumps(asdict(short)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:
+        try:
+            fields = json.loads(bytes(data))
+            return cls(str(fields["node"]), str(fields["message"]), str(fields["reporter"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return cls("", "an error report that cannot be read", "")

@@ -1,0 +1,240 @@
+"""One link of the ring: one TCP direction, one socket, one thread, one bounded channel.
+
+`SendLink` owns the thread `ring-send`, `ReceiveLink` the thread `ring-recv`. Neither computes, so a stage that takes long
+for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass the channels by. Links move
+buffers; they know no tensors.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from mdi.errors import WireError
+from mdi.net.channel import Channel
+from mdi.net.wire import HEADER_BYTES, Frame, Kind, Limits, decode_frame, decode_header, encode_head
+
+PING_INTERVAL_S = 1.0
+SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead
+JOIN_S = 10.0
+
+
+class BufferPool:
+    """Receive buffers that are used again: a decoding frame comes a thousand times with the same size."""
+
+    def __init__(self, n_kept: int) -> None:
+        self._n_kept = n_kept
+        self._free: list[bytearray] = []
+        self._lock = threading.Lock()
+
+    def take(self, n_bytes: int) -> memoryview:
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if len(buffer) >= n_bytes:
+                    return memoryview(self._free.pop(i))[:n_bytes]
+        return memoryview(bytearray(max(n_bytes, 4096)))[:n_bytes]
+
+    def give_back(self, view: bytes | bytearray | memoryview) -> None:
+        """Return a view that `take` gave; nothing may read it any more."""
+        buffer = view.obj if isinstance(view, memoryview) else view
+        if not isinstance(buffer, bytearray):
+            return
+        with self._lock:
+            self._free.append(buffer)
+            self._free.sort(key=len)  # the smallest that fits is found first; the largest are the ones to keep
+            if len(self._free) > self._n_kept:
+                del self._free[0]
+
+
+def tune(sock: socket.socket) -> None:
+    """Options of every ring socket: a decoding frame is small and must not wait for the next one."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def send_frame(sock: socket.socket, frame: Frame) -> int:
+    """Write one frame, header and payload in one system call where there is one for it; returns the bytes written."""
+    head = encode_head(frame)
+    payload = memoryview(frame.payload).cast("B") if frame.n_rows else memoryview(b"")
+    if not hasattr(sock, "sendmsg"):  # Windows
+        sock.sendall(head)
+        sock.sendall(payload)
+        return len(head) + payload.nbytes
+    sent = sock.sendmsg([head, payload])
+    if sent < len(head):
+        sock.sendall(head[sent:])
+        sent = len(head)
+    if sent < len(head) + payload.nbytes:
+        sock.sendall(payload[sent - len(head) :])
+    return len(head) + payload.nbytes
+
+
+def read_frame(sock: socket.socket, limits: Limits, pool: BufferPool | None = None) -> Frame | None:
+    """Read one frame; None if the peer closed the connection between two frames.
+
+    Raises:
+        WireError: it closed in the middle of one, or what it sent is no frame that `limits` admit.
+        OSError: the socket's own errors, TimeoutError among them.
+    """
+    head = bytearray(HEADER_BYTES)
+    if not _read_exactly(sock, memoryview(head), may_end=True):
+        return None
+    header = decode_header(head, limits)
+    tables = bytearray(header.tables_bytes)
+    _read_exactly(sock, memoryview(tables))
+    payload = pool.take(header.payload_bytes) if pool else memoryview(bytearray(header.payload_bytes))
+    _read_exactly(sock, payload)
+    return decode_frame(header, tables, payload)
+
+
+def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) -> bool:
+    done = 0
+    while done < len(view):
+        n = sock.recv_into(view[done:])
+        if n == 0:
+            if may_end and done == 0:
+                return False
+            raise WireError(f"the connection was closed {len(view) - done} bytes before the end of a frame")
+        done += n
+    return True
+
+
+class SendLink:
+    """Outgoing link to the next node.
+
+    Args:
+        sock: connected, handshake done; the link owns it from here.
+        epoch: run id, for the PINGs.
+        capacity: frames that may wait to be sent.
+        on_lost: called once, from the link's thread, with the reason when sending fails.
+    """
+
+    def __init__(self, sock: socket.socket, epoch: int, capacity: int, on_lost: Callable[[str], None]) -> None:
+        self._sock = sock
+        self._epoch = epoch
+        self._channel: Channel[Frame] = Channel(capacity)
+        self._on_lost = on_lost
+        self.send_s = 0.0
+        self.bytes_sent = 0
+        self.n_frames = 0
+        sock.settimeout(None)
+        self._thread = threading.Thread(target=self._run, name="ring-send", daemon=True)
+        self._thread.start()
+
+    def put(self, frame: Frame) -> bool:
+        """Queue a frame; False if the link is closed or lost."""
+        return self._channel.put(frame)
+
+    def put_last(self, frame: Frame) -> None:
+        """Send a STOP or ERROR before whatever is queued, and nothing after it."""
+        self._channel.put_first(frame)
+
+    def _run(self) -> None:
+        try:
+            while not self._channel.closed:
+                frame = self._channel.get(PING_INTERVAL_S)
+                if frame is None:
+                    if self._channel.closed:
+                        return
+                    frame = Frame(Kind.PING, self._epoch)
+                begin = time.perf_counter()
+                self.bytes_sent += send_frame(self._sock, frame)
+                if frame.kind is Kind.BATCH:
+                    self.send_s += time.perf_counter() - begin
+                    self.n_frames += 1
+                elif frame.kind in (Kind.STOP, Kind.ERROR):
+                    self._sock.shutdown(socket.SHUT_WR)
+                    return
+        except OSError as e:
+            if not self._channel.closed:
+                self._on_lost(str(e))
+        finally:
+            self._channel.close()
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """End the thread and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
+        if flush_s:
+            self._thread.join(flush_s)
+        self._channel.close()
+        _shut(self._sock)
+        self._thread.join(JOIN_S)
+        self._sock.close()
+
+
+class ReceiveLink:
+    """Incoming link from the previous node.
+
+    Args:
+        sock: accepted, handshake done; the link owns it from here.
+        epoch: frames of another run end the link.
+        limits: what a frame may hold.
+        inbox: where BATCH frames go; must hold as many as can be in flight, so that this thread never waits there.
+        on_last: called from the link's thread with the STOP or ERROR frame that ends the run.
+        on_lost: called once, from the link's thread, with the reason when the previous node is lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        epoch: int,
+        limits: Limits,
+        inbox: Channel[Frame],
+        on_last: Callable[[Frame], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._sock = sock
+        self._epoch = epoch
+        self._limits = limits
+        self._inbox = inbox
+        self._on_last = on_last
+        self._on_lost = on_lost
+        self._closing = False
+        self.pool = BufferPool(inbox.capacity + 2)
+        sock.settimeout(SILENCE_S)
+        self._thread = threading.Thread(target=self._run, name="ring-recv", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except TimeoutError:
+            self._lost(f"nothing was heard for {SILENCE_S:.0f} s")
+        except OSError as e:
+            self._lost(f"the connection broke: {e}")
+        except WireError as e:
+            self._lost(str(e))
+
+    def _receive(self) -> None:
+        while True:
+            frame = read_frame(self._sock, self._limits, self.pool)
+            if frame is None:
+                return self._lost("it closed the connection")
+            if frame.epoch != self._epoch:
+                raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
+            if frame.kind is Kind.BATCH:
+                if not self._inbox.put(frame):
+                    return
+            elif frame.kind in (Kind.STOP, Kind.ERROR):
+                return self._on_last(frame)
+            elif frame.kind is not Kind.PING:
+                raise WireError(f"a {frame.kind.name} frame in the middle of a run")
+
+    def _lost(self, reason: str) -> None:
+        if not self._closing:
+            self._on_lost(reason)
+
+    def close(self) -> None:
+        self._closing = True
+        _shut(self._sock)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+        self._sock.close()
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the peer was faster

@@ -1,0 +1,229 @@
+"""The ring port of a node: open for the node's whole life, it lets the true neighbour in and drops everybody else.
+
+One thread, `ring-accept`, reads the first frame of every connection without ever waiting for a single one of them: a
+stranger, silent or talking, before the neighbour or after it, costs nothing but a place among the pending ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from mdi.errors import RingError, UsageError, WireError
+from mdi.net.hello import Fault, Hello
+from mdi.net.link import JOIN_S, send_frame, tune
+from mdi.net.wire import HANDSHAKE_LIMITS, HEADER_BYTES, Frame, Kind, decode_frame, decode_header
+
+HELLO_DEADLINE_S = 5.0
+N_PENDING_LIMIT = 64
+
+logger = logging.getLogger(__name__)
+
+
+def open_socket(addr: str, port: int, what: str) -> socket.socket:
+    """A listening TCP socket on addr:port (port 0: any free one); UsageError says why not."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as e:
+        raise UsageError(f"cannot find the address {addr!r} of the {what}: {e}") from None
+    try:
+        if os.name == "posix":  # elsewhere the option lets two processes share a port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(16)
+    except OSError as e:
+        sock.close()
+        raise UsageError(
+            f"cannot listen on {addr}:{port} ({what}): {e.strerror or e}. Is another node running there, or is this "
+            "not an address of this machine? Choose another port, or set `bind`, in the nodes file"
+        ) from None
+    return sock
+
+
+@dataclass
+class Expectation:
+    """The neighbour that a run waits for."""
+
+    epoch: int
+    hello: Hello
+    answer: Frame | None
+    accepted: queue.Queue[socket.socket | None] = field(default_factory=lambda: queue.Queue(2))
+    taken: bool = False
+
+    def wait(self, timeout_s: float) -> socket.socket | None:
+        """The neighbour's connection, HELLO read; None after `timeout_s`, or when the expectation was withdrawn."""
+        try:
+            return self.accepted.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+
+@dataclass
+class _Pending:
+    sock: socket.socket
+    peer: str
+    deadline: float
+    data: bytearray = field(default_factory=bytearray)
+
+
+class RingListener:
+    """Owns the ring port. `expect` names the neighbour of the next run; without one, every connection is dropped."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._sock = sock
+        self._name = name
+        self._sock.setblocking(False)
+        self._lock = threading.Lock()
+        self._expected: Expectation | None = None
+        self._waker, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ, None)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="ring-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        port: int = self._sock.getsockname()[1]
+        return port
+
+    def expect(self, epoch: int, hello: Hello, answer: Frame | None = None) -> Expectation:
+        """From now on, let in the one connection that says `hello` for run `epoch`.
+
+        Args:
+            answer: sent back at once if given; else whoever takes the connection answers.
+        """
+        expectation = Expectation(epoch, hello, answer)
+        with self._lock:
+            self._expected = expectation
+        return expectation
+
+    def forget(self, expectation: Expectation) -> None:
+        """Withdraw an expectation; a connection that nobody took is closed, a waiting thread wakes."""
+        with self._lock:
+            if self._expected is expectation:
+                self._expected = None
+        with contextlib.suppress(queue.Empty):
+            while (sock := expectation.accepted.get_nowait()) is not None:
+                sock.close()
+        expectation.accepted.put(None)
+
+    def close(self) -> None:
+        self._closing = True
+        self._waker.send(b"x")
+        self._thread.join(JOIN_S)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Pending):
+                key.data.sock.close()
+        self._selector.close()
+        for sock in (self._sock, self._waker, self._wake):
+            sock.close()
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(self._next_deadline()):
+                if key.fileobj is self._sock:
+                    self._accept()
+                elif isinstance(key.data, _Pending):
+                    self._read(key.data)
+            self._drop_late()
+
+    def _pending(self) -> list[_Pending]:
+        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Pending)]
+
+    def _next_deadline(self) -> float | None:
+        deadlines = [p.deadline for p in self._pending()]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._sock.accept()
+        except OSError:
+            return  # it went away again
+        sock.setblocking(False)
+        pending = self._pending()
+        if len(pending) >= N_PENDING_LIMIT:  # the oldest has had the most time to say who it is
+            self._drop(min(pending, key=lambda p: p.deadline), "too many connections wait here")
+        entry = _Pending(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_DEADLINE_S)
+        self._selector.register(sock, selectors.EVENT_READ, entry)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for pending in self._pending():
+            if pending.deadline <= now:
+                self._drop(pending, f"it said nothing for {HELLO_DEADLINE_S:.0f} s")
+
+    def _drop(self, pending: _Pending, why: str) -> None:
+        logger.info("%s: dropped a connection from %s: %s", self._name, pending.peer, why)
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
+
+    def _read(self, pending: _Pending) -> None:
+        try:
+            # Never read past the HELLO: what follows belongs to the link.
+            data = pending.sock.recv(self._missing(pending.data))
+            if not data:
+                return self._drop(pending, "it closed again")
+            pending.data += data
+            if self._missing(pending.data) == 0:
+                self._admit(pending)
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, WireError) as e:
+            self._drop(pending, str(e))
+
+    @staticmethod
+    def _missing(data: bytearray) -> int:
+        if len(data) < HEADER_BYTES:
+            return HEADER_BYTES - len(data)
+        header = decode_header(memoryview(data)[:HEADER_BYTES], HANDSHAKE_LIMITS)
+        return HEADER_BYTES + header.payload_bytes - len(data)
+
+    def _admit(self, pending: _Pending) -> None:
+        data = memoryview(pending.data)
+        header = decode_header(data[:HEADER_BYTES], HANDSHAKE_LIMITS)
+        frame = decode_frame(header, b"", data[HEADER_BYTES:])
+        if frame.kind is not Kind.HELLO:
+            raise WireError(f"a {frame.kind.name} frame where a HELLO was expected")
+        hello = Hello.from_bytes(frame.payload)
+        try:
+            expectation = self._match(frame.epoch, hello)
+        except RingError as e:
+            with contextlib.suppress(OSError):
+                fault = Fault("", str(e), self._name)
+                send_frame(pending.sock, Frame.message(Kind.ERROR, frame.epoch, fault.to_bytes()))
+            return self._drop(pending, str(e))
+        self._selector.unregister(pending.sock)
+        pending.sock.setblocking(True)
+        tune(pending.sock)
+        if expectation.answer is not None:
+            send_frame(pending.sock, expectation.answer)
+        expectation.accepted.put(pending.sock)
+
+    def _match(self, epoch: int, hello: Hello) -> Expectation:
+        with self._lock:
+            expected = self._expected
+            if expected is None or expected.epoch != epoch:
+                raise RingError(f"{self._name} knows nothing of run {epoch:016x}")
+            if expected.taken:
+                raise RingError(f"{self._name} already has its neighbour for this run")
+            ours, theirs = expected.hello, hello
+            if (ours.index, ours.n_nodes) != (theirs.index, theirs.n_nodes):
+                raise RingError(
+                    f"{self._name} expects node {ours.index} of {ours.n_nodes} here, "
+                    f"not node {theirs.index} of {theirs.n_nodes}"
+                )
+            if ours.placement != theirs.placement:
+                raise RingError(f"{self._name} and its neighbour disagree about the model or its cut")
+            expected.taken = True
+            return expected

@@ -1,0 +1,325 @@
+"""The ring as one node sees it: frames come in from the previous node and go out to the next.
+
+The ring is closed link by link: the starter connects to its next node, which connects to its own next one before it
+answers, and so on until the last connects to the starter. So the answer that reaches the starter means that every link
+stands, and an error on the way comes back to it in words (docs/protocol.md, "Closing the ring").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from mdi.errors import NodeLostError, RingError, WireError
+from mdi.net.channel import Channel
+from mdi.net.hello import Fault, Hello
+from mdi.net.link import SILENCE_S, ReceiveLink, SendLink, read_frame, send_frame, tune
+from mdi.net.listener import RingListener
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
+
+CONNECT_S = 8.0
+FLUSH_S = 2.0
+# After a failed send, how long to wait for the report that comes round the ring and knows more.
+REPORT_S = SILENCE_S + 2.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's place in the ring of one run."""
+
+    epoch: int
+    index: int
+    names: tuple[str, ...]
+    placement: str
+    next_addr: str
+    next_port: int
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.names)
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+    @property
+    def prev_name(self) -> str:
+        return self.names[self.index - 1]
+
+    @property
+    def next_name(self) -> str:
+        return self.names[(self.index + 1) % self.n_nodes]
+
+    @property
+    def prev_hello(self) -> Hello:
+        return Hello((self.index - 1) % self.n_nodes, self.n_nodes, self.placement)
+
+    @property
+    def hello(self) -> Frame:
+        return Frame.message(Kind.HELLO, self.epoch, Hello(self.index, self.n_nodes, self.placement).to_bytes())
+
+
+class Ring(Protocol):
+    """What the engine loops need of a ring."""
+
+    def send(self, frame: Frame) -> None:
+        """Hand a frame to the next node; does nothing once the ring is broken (recv tells)."""
+
+    def recv(self, timeout_s: float | None = None) -> Frame | None:
+        """The next frame; None when the run was stopped, or after `timeout_s` (see `ended`).
+
+        Raises:
+            NodeLostError, RingError: the ring broke.
+        """
+
+    def release(self, frame: Frame) -> None:
+        """Give a received frame's buffer back; its payload must not be read any more."""
+
+    def wake(self) -> None:
+        """Let a waiting recv() return None once."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over: stopped or broken."""
+
+
+_WAKE = Frame(Kind.PING, 0)
+
+
+class LoopbackRing:
+    """The ring of a single node: what it sends comes back, by reference."""
+
+    def __init__(self, capacity: int) -> None:
+        self.inbox: Channel[Frame] = Channel(capacity + 1)
+        self.send_s = 0.0
+        self.bytes_sent = 0
+        self.n_frames = 0
+
+    def send(self, frame: Frame) -> None:
+        self.n_frames += 1
+        self.inbox.put(frame)
+
+    def recv(self, timeout_s: float | None = None) -> Frame | None:
+        frame = self.inbox.get(timeout_s)
+        return None if frame is _WAKE else frame
+
+    def release(self, frame: Frame) -> None:
+        pass  # the payload belongs to a tensor
+
+    def wake(self) -> None:
+        self.inbox.put_first(_WAKE)
+
+    def stop(self, reason: str) -> None:
+        self.inbox.close()
+
+    def fail(self, fault: Fault) -> None:
+        self.inbox.close()
+
+    def close(self) -> None:
+        self.inbox.close()
+
+    @property
+    def ended(self) -> bool:
+        return self.inbox.closed
+
+
+class TcpRing:
+    """The two links of a node among others, and what happens when one of them ends."""
+
+    def __init__(
+        self, seat: Seat, sock_in: socket.socket, sock_out: socket.socket, capacity: int, limits: Limits
+    ) -> None:
+        self._seat = seat
+        self._fault: Fault | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._report_timer: threading.Timer | None = None
+        self.inbox: Channel[Frame] = Channel(capacity + 1)
+        self._out = SendLink(sock_out, seat.epoch, capacity + 1, self._next_lost)
+        self._in = ReceiveLink(sock_in, seat.epoch, limits, self.inbox, self._last_frame, self._prev_lost)
+
+    @property
+    def send_s(self) -> float:
+        return self._out.send_s
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._out.bytes_sent
+
+    @property
+    def n_frames(self) -> int:
+        return self._out.n_frames
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    def send(self, frame: Frame) -> None:
+        self._out.put(frame)
+
+    def recv(self, timeout_s: float | None = None) -> Frame | None:
+        frame = self.inbox.get(timeout_s)
+        if frame is None and self._over.is_set() and self._fault is not None:
+            raise _error_of(self._fault)
+        return None if frame is _WAKE else frame
+
+    def release(self, frame: Frame) -> None:
+        self._in.pool.give_back(frame.payload)
+
+    def wake(self) -> None:
+        self.inbox.put_first(_WAKE)
+
+    def stop(self, reason: str) -> None:
+        """End the run in good order, here and on every node."""
+        self._out.put_last(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
+        self._end(None)
+
+    def fail(self, fault: Fault) -> None:
+        """End the run here, and tell the nodes downstream why."""
+        self._out.put_last(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
+        self._end(fault)
+
+    def wait_end(self, timeout_s: float) -> bool:
+        """Wait for the run's end; False after `timeout_s`."""
+        return self._over.wait(timeout_s)
+
+    def close(self) -> None:
+        """Close both links; every thread of the ring has ended when this returns."""
+        with self._lock:
+            if self._report_timer is not None:
+                self._report_timer.cancel()
+        flush_s = FLUSH_S if self._over.is_set() else 0.0  # a STOP or ERROR may still be on its way out
+        self._end(None)
+        self._out.close(flush_s)
+        self._in.close()
+
+    def _end(self, fault: Fault | None) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._fault = fault
+                self._over.set()
+        self.inbox.close()
+
+    def _last_frame(self, frame: Frame) -> None:
+        if self._seat.index != 0:  # the starter began the STOP, or is the one an ERROR is meant for
+            self._out.put_last(frame)
+        self._end(Fault.from_bytes(frame.payload) if frame.kind is Kind.ERROR else None)
+
+    def _prev_lost(self, reason: str) -> None:
+        if self._over.is_set():
+            return
+        node = self._seat.prev_name
+        logger.debug("%s lost its previous node %s: %s", self._seat.name, node, reason)
+        self.fail(Fault(node, reason, self._seat.name))
+
+    def _next_lost(self, reason: str) -> None:
+        # The node after the lost one notices as well, and its report comes round the ring, where it is still whole.
+        # Only if nothing comes (the ring is broken in two places) is this node's own view the best there is.
+        with self._lock:
+            if self._over.is_set():
+                return
+            fault = Fault(self._seat.next_name, f"sending to it failed: {reason}", self._seat.name)
+            self._report_timer = threading.Timer(REPORT_S, self._end, (fault,))
+            self._report_timer.name = "ring-report"
+            self._report_timer.daemon = True
+            self._report_timer.start()
+
+
+def _error_of(fault: Fault) -> RingError:
+    if fault.node:
+        noticed = f" (noticed by {fault.reporter})" if fault.reporter and fault.reporter != fault.node else ""
+        return NodeLostError(fault.node, f"{fault.node} is lost: {fault.message}{noticed}")
+    return RingError(fault.message)
+
+
+def close_starter_ring(
+    listener: RingListener, seat: Seat, capacity: int, limits: Limits, timeout_s: float = 30.0
+) -> TcpRing:
+    """Form the ring, as its starter.
+
+    Raises:
+        NodeLostError, RingError: a link could not be made; the message names it.
+    """
+    expectation = listener.expect(seat.epoch, seat.prev_hello, answer=seat.hello)
+    sock_out: socket.socket | None = None
+    try:
+        sock_out = _connect(seat)
+        _read_answer(sock_out, seat, timeout_s)
+        sock_in = expectation.wait(CONNECT_S)
+        if sock_in is None:
+            raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
+        return TcpRing(seat, sock_in, sock_out, capacity, limits)
+    except BaseException:
+        if sock_out is not None:
+            sock_out.close()
+        raise
+    finally:
+        listener.forget(expectation)
+
+
+def join_ring(sock_in: socket.socket, seat: Seat, capacity: int, limits: Limits, timeout_s: float = 30.0) -> TcpRing:
+    """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
+
+    Raises:
+        RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
+    """
+    sock_out: socket.socket | None = None
+    try:
+        sock_out = _connect(seat)
+        _read_answer(sock_out, seat, timeout_s)
+        send_frame(sock_in, seat.hello)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits)
+    except (RingError, OSError) as e:
+        fault = Fault(e.node if isinstance(e, NodeLostError) else "", str(e), seat.name)
+        with contextlib.suppress(OSError):
+            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()))
+        sock_in.close()
+        if sock_out is not None:
+            sock_out.close()
+        if isinstance(e, OSError):
+            raise RingError(f"{seat.prev_name} went away while the ring was formed: {e}") from None
+        raise
+
+
+def _connect(seat: Seat) -> socket.socket:
+    where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
+    try:
+        sock = socket.create_connection((seat.next_addr, seat.next_port), CONNECT_S)
+    except (OSError, UnicodeError) as e:
+        raise NodeLostError(
+            seat.next_name, f"{seat.name} cannot reach the ring port of {where}: {e}. Check addr, port_in and firewall"
+        ) from None
+    try:
+        tune(sock)
+        send_frame(sock, seat.hello)
+    except OSError as e:
+        sock.close()
+        raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
+    return sock
+
+
+def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
+    """Wait for the next node's HELLO, which says that the ring is closed from there to the starter."""
+    sock.settimeout(timeout_s)
+    begin = time.monotonic()
+    try:
+        frame = read_frame(sock, HANDSHAKE_LIMITS)
+    except TimeoutError:
+        waited = time.monotonic() - begin
+        raise NodeLostError(seat.next_name, f"{seat.next_name} did not answer within {waited:.0f} s") from None
+    except (OSError, WireError) as e:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} broke off the handshake: {e}") from None
+    if frame is None:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} closed the connection in the handshake")
+    if frame.kind is Kind.ERROR:
+        fault = Fault.from_bytes(frame.payload)
+        raise NodeLostError(fault.node or seat.next_name, fault.message)
+    if frame.kind is not Kind.HELLO or frame.epoch != seat.epoch:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")

@@ -1,0 +1,79 @@
+"""Which device, number format and threads a node computes with."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mdi.engine.tensors import DTYPES
+from mdi.errors import UsageError
+
+_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
+
+
+def choose_device(wanted: str | None) -> torch.device:
+    """The device that was asked for, else a GPU if there is one (cuda, mps), else the CPU.
+
+    Raises:
+        UsageError: this machine does not have it.
+    """
+    if wanted is None or wanted == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UsageError(f"unknown device {wanted!r}: expected cpu, cuda, cuda:<n> or mps") from None
+    if device.type == "cuda":
+        n_devices = torch.cuda.device_count()
+        if (device.index or 0) >= n_devices:
+            raise UsageError(f"device {wanted!r}: this machine has {n_devices} CUDA devices that torch can use")
+    elif device.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise UsageError(f"device {wanted!r}: torch finds no Apple GPU on this machine")
+    elif device.type != "cpu":
+        raise UsageError(f"device {wanted!r} is not supported: expected cpu, cuda, cuda:<n> or mps")
+    return device
+
+
+def choose_dtype(wanted: str | None, stored: str, device: torch.device) -> torch.dtype:
+    """The number format to compute in.
+
+    Without a wish: on a GPU what the checkpoint is stored in; on a CPU, bfloat16 where the checkpoint is bfloat16 and the
+    processor multiplies it natively, else float32, which loses nothing and, where float16 is emulated, is faster.
+
+    Raises:
+        UsageError: unknown, or the device cannot compute in it.
+    """
+    if wanted is None or wanted == "auto":
+        if device.type == "cpu":
+            native = stored == "bfloat16" and cpu_multiplies_bfloat16()
+            return torch.bfloat16 if native else torch.float32
+        if stored == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16
+        return DTYPES.get(stored, torch.float32)
+    name = _ALIASES.get(wanted.lower(), wanted.lower())
+    if name not in DTYPES or name == "float64":
+        raise UsageError(f"unknown dtype {wanted!r}: expected float32, float16 or bfloat16")
+    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UsageError(f"the device {device} cannot compute in bfloat16: use float16 or float32")
+    return DTYPES[name]
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 matrix instructions that torch uses (AVX512-BF16, AMX, Arm BF16)."""
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    if check is not None and check():
+        return True
+    arm = getattr(torch.cpu, "_is_arm_bf16_supported", None)  # absent in some releases
+    return bool(arm is not None and arm())
+
+
+def set_threads(n_threads: int | None) -> None:
+    """Limit torch to `n_threads`; and let the ring's threads in quickly while Python computes."""
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+    # The default of 5 ms is what a ring thread would wait for the interpreter each time.
+    sys.setswitchinterval(0.0005)

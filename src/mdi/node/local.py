@@ -1,0 +1,128 @@
+"""Secondaries as child processes on this machine, and their certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mdi.config import ClusterConfig, load_cluster
+from mdi.errors import UsageError
+
+END_S = 10.0
+
+
+class LocalRing:
+    """A context in which N - 1 secondaries run as processes; the caller is the starter.
+
+    The children hold one end of a pipe as their stdin and end when it closes: however this process ends, they follow.
+
+    Args:
+        devices: "cuda:0,cuda:1", one for each node; None leaves the choice to the nodes.
+        n_threads: CPU threads per node; None divides the cores among the nodes.
+        ckpt: read by the secondaries themselves, so that nothing has to be sent.
+    """
+
+    def __init__(
+        self, n_nodes: int, devices: str | None, n_threads: int | None, ckpt: Path | None, verbose: bool, debug: bool
+    ) -> None:
+        if n_nodes < 1:
+            raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
+        names = devices.split(",") if devices else [None] * n_nodes
+        if len(names) != n_nodes:
+            raise UsageError(f"--devices names {len(names)} devices for {n_nodes} nodes")
+        if n_threads is not None and n_threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {n_threads}")
+        self._devices = names
+        self._n_nodes = n_nodes
+        self.threads_of_starter = n_threads or max(1, available_cores() // n_nodes)
+        self._ckpt = ckpt
+        self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> LocalRing:
+        self._folder = tempfile.TemporaryDirectory(prefix="mdi-ring-")
+        path = Path(self._folder.name) / "nodes.json"
+        path.write_text(json.dumps(self._nodes()), encoding="utf-8")
+        try:
+            self.cluster: ClusterConfig = load_cluster(path)
+            for index in range(self._n_nodes - 1):
+                self._children.append(self._spawn(path, index))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for child in self._children:
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+            with contextlib.suppress(OSError):
+                child.terminate()
+        for child in self._children:
+            try:
+                child.wait(END_S)
+            except subprocess.TimeoutExpired:  # stopped, or stuck in a driver
+                child.kill()
+                child.wait(END_S)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _nodes(self) -> dict[str, Any]:
+        ports = iter(free_ports(2 * self._n_nodes))
+        entries = []
+        for device in self._devices:
+            entry: dict[str, Any] = {
+                "addr": "127.0.0.1",
+                "communication": {"port": next(ports)},
+                "inference": {"port_in": next(ports)},
+                "threads": self.threads_of_starter,
+            }
+            if device:
+                entry["device"] = device
+            entries.append(entry)
+        return {"nodes": {"starter": entries[0], "secondary": entries[1:]}}
+
+    def _spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+        assert self._folder is not None
+        command = [sys.executable, "-m", "mdi.cli", "secondary", "--nodes-config", str(nodes), str(index)]
+        command += ["--until-stdin-closes", "--cache-dir", str(Path(self._folder.name) / f"cache{index}"), *self._flags]
+        if not self._flags:
+            command.append("--quiet")
+        if self._ckpt is not None:
+            command += ["--ckpt", str(self._ckpt)]
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads_of_starter)}
+        # A group of its own: Ctrl-C is for the starter, which ends the run on all nodes in good order.
+        group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {
+            "start_new_session": True
+        }  # fmt: skip
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **group)  # type: ignore[call-overload,no-any-return]
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_ports(n: int) -> list[int]:
+    """`n` different ports that are free on loopback at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]

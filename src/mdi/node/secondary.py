@@ -1,0 +1,390 @@
+"""A secondary node: waits to be configured, takes its weights, runs its stage in the ring, and waits again.
+
+Its life is IDLE -> LOADING -> READY -> RUNNING -> READY ...; any failure leads to IDLE with the error in its status, never to
+a dead or half-configured process. The main thread does the work; HTTP threads only hand it a job and answer questions.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from litgpt.config import Config
+
+import mdi
+from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.store import BlockStore
+from mdi.config import NodeConfig
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.server import ControlServer
+from mdi.engine.secondary import SecondaryLoop
+from mdi.errors import ControlError, MdiError, RingError
+from mdi.metrics import peak_rss_bytes
+from mdi.model.stage import Stage
+from mdi.net.hello import Fault
+from mdi.net.listener import RingListener, open_socket
+from mdi.net.ring import Seat, TcpRing, join_ring
+from mdi.net.wire import Limits
+from mdi.node.device import choose_device, choose_dtype
+
+LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
+
+logger = logging.getLogger("mdi")
+
+
+class _Abandoned(MdiError):
+    """The run ended before it began."""
+
+
+class _Job:
+    """One run that this node was asked to take part in."""
+
+    def __init__(self, request: InitRequest, missing: list[PartSpec]) -> None:
+        self.request = request
+        self.missing = {part.sha256: part for part in missing}
+        self.total_bytes = sum(part.n_bytes for part in missing)
+        self.received_bytes = 0
+        self.changed = threading.Condition()
+        self.stopped = False
+        self._last_sign = time.monotonic()
+
+    def touch(self) -> None:
+        self._last_sign = time.monotonic()
+
+    @property
+    def run(self) -> str:
+        return self.request.epoch
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.stopped or time.monotonic() - self._last_sign > LEASE_S
+
+    def check(self) -> None:
+        if self.stopped:
+            raise _Abandoned("the starter ended the run before it began")
+        if self.is_abandoned:
+            raise _Abandoned(f"the starter has been silent for {LEASE_S:.0f} s: given up")
+
+
+class SecondaryNode:
+    """See the module. `open` binds the ports, `run` works until `close` or a `PUT /stop` that ends the process.
+
+    Args:
+        config: this node's entry of the nodes file.
+        weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
+        cache_dir: where parts that were received are kept.
+        device, dtype: what the user asked for; None leaves it to the nodes file, then to the starter.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        weights: WeightSource | None,
+        cache_dir: Path,
+        device: str | None = None,
+        dtype: str | None = None,
+        compile_stage: bool = False,
+    ) -> None:
+        self.config = config
+        self._weights = weights
+        self._store = BlockStore(cache_dir)
+        self._device = choose_device(device or config.device)
+        self._dtype = dtype or config.dtype
+        choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
+        self._compile = compile_stage
+        self._lock = threading.Lock()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._job: _Job | None = None
+        self._last_run = ""
+        self._state = "IDLE"
+        self._error: str | None = None
+        self._stage: Stage | None = None
+        self._stage_key: tuple[Any, ...] | None = None
+        self._blocks: tuple[int, int] | None = None
+        self._model: str | None = None
+        self._metrics: dict[str, Any] | None = None
+        self._ring: TcpRing | None = None
+        self._leave = False
+
+    def open(self) -> None:
+        """Bind both ports; UsageError if that is not possible."""
+        name = self.config.name
+        sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
+        self._listener = RingListener(sock, name)
+        try:
+            self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
+        except BaseException:
+            self._listener.close()
+            raise
+        logger.info(
+            "%s waits for its starter on %s:%d (ring port %d, device %s)",
+            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._device),
+        )
+
+    @property
+    def control_port(self) -> int:
+        return self._control.port
+
+    @property
+    def ring_port(self) -> int:
+        return self._listener.port
+
+    def run(self) -> None:
+        """Work on one run after the other."""
+        while not self._leave:
+            job = self._jobs.get()
+            if job is None:
+                return
+            self._work(job)
+
+    def close(self) -> None:
+        """End a run that is under way, let `run` return, and give the ports back."""
+        self._leave = True
+        with self._lock:
+            job, ring = self._job, self._ring
+        if job is not None:
+            self._end(job, ring)
+        self._jobs.put(None)
+        self._control.close()
+        self._listener.close()
+
+    # What the control server calls, from its threads
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        with self._lock:
+            job = self._job
+            if job is not None and run == job.run:
+                job.touch()
+            progress = {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None
+            return {
+                "name": self.config.name,
+                "version": mdi.__version__,
+                "control_version": CONTROL_VERSION,
+                "state": self._state,
+                "error": self._error,
+                "model": self._model,
+                "blocks": self._blocks,
+                "device": str(self._device),
+                "memory": {
+                    "rss_bytes": psutil.Process().memory_info().rss,
+                    "peak_rss_bytes": peak_rss_bytes(),
+                    "available_bytes": psutil.virtual_memory().available,
+                },
+                "disk_free_bytes": self._store.free_bytes(),
+                "progress": progress,
+                # Only who knows the run's id is told about it: the id is what /stop asks for.
+                "metrics": self._metrics if run and run == self._last_run else None,
+            }
+
+    def init(self, request: InitRequest) -> dict[str, Any]:
+        self._refuse_misfit_chunk(request)
+        with self._lock:
+            if self._job is not None and not (self._state == "LOADING" and self._job.is_abandoned):
+                raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+            self._error, self._metrics = None, None
+            missing = self._missing(request)
+            self._check_disk(missing)
+            job = _Job(request, missing)
+            self._job, self._state, self._last_run = job, "LOADING", request.epoch
+        self._jobs.put(job)
+        return {"missing": [{"name": p.name, "sha256": p.sha256, "n_bytes": p.n_bytes,
+                             "have_bytes": self._store.partial_bytes(p.sha256)} for p in missing]}  # fmt: skip
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        with self._lock:
+            job = self._job
+            if job is None or job.run != run:
+                raise ControlError(f"{self.config.name} takes part in no such run", 409)
+        part = job.missing.get(sha256)
+        if part is None:
+            raise ControlError("this part was not asked for", 409)
+        if n_bytes != part.n_bytes - offset:
+            raise ControlError(f"{n_bytes} bytes from {offset} on do not make up part {part.name}", 400)
+
+        def count(n: int) -> None:
+            job.touch()
+            job.received_bytes += n
+            if job.stopped:
+                raise ControlError("the run was ended", 409)
+
+        self._store.receive(part, offset, read, count)
+        with job.changed:
+            del job.missing[sha256]
+            job.changed.notify_all()
+
+    def stop(self, run: str, leave: bool) -> None:
+        with self._lock:
+            if run != self._last_run:
+                raise ControlError(f"{self.config.name} takes part in no such run", 409)
+            job, ring = self._job, self._ring
+        if job is not None:
+            self._end(job, ring)
+        if leave:
+            self._leave = True
+            self._jobs.put(None)
+
+    # The work, on the main thread
+
+    def _work(self, job: _Job) -> None:
+        error = None
+        try:
+            self._serve(job)
+        except _Abandoned as e:
+            logger.info("%s: %s", self.config.name, e)
+            error = str(e)
+        except RingError as e:
+            error = f"the run ended: {e}"
+            logger.warning("%s: %s", self.config.name, error)
+        except Exception as e:  # whatever it is, this node must be ready for the next run
+            error = str(e) if isinstance(e, MdiError) else f"{type(e).__name__}: {e}"
+            logger.error("%s: %s", self.config.name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
+        with self._lock:
+            self._job, self._ring = None, None
+            self._state, self._error = ("IDLE", error) if error else ("READY", None)
+        logger.info("%s waits for the next run", self.config.name)
+
+    def _serve(self, job: _Job) -> None:
+        self._wait_for_parts(job)
+        device, dtype, stage = self._load(job)
+        request = job.request
+        stage.prepare(request.max_length, device, dtype)
+        seat = Seat(
+            int(request.epoch, 16), request.index, request.names, request.placement, request.next_addr, request.next_port
+        )
+        expectation = self._listener.expect(seat.epoch, seat.prev_hello)
+        try:
+            with self._lock:
+                self._state = "READY"
+            logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
+            sock = None
+            while sock is None:
+                job.check()
+                sock = expectation.wait(0.5)
+        finally:
+            self._listener.forget(expectation)
+        ring = join_ring(sock, seat, seat.n_nodes, Limits(max_cols=stage.config.n_embd))
+        with self._lock:
+            self._ring, self._state = ring, "RUNNING"
+        try:
+            if job.stopped:
+                ring.stop("ended before it began")
+            self._run_stage(stage, ring, seat, device, dtype)
+        finally:
+            ring.close()
+            stage.caches.clear()
+
+    def _run_stage(
+        self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype)
+        try:
+            loop.run()
+        except RingError:
+            raise
+        except Exception as e:
+            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name))
+            raise
+        finally:
+            with self._lock:
+                self._metrics = {
+                    "peak_rss_bytes": peak_rss_bytes(),
+                    "compute_s": loop.compute_s,
+                    "wait_s": ring.inbox.wait_s,
+                    "send_s": ring.send_s,
+                    "bytes_sent": ring.bytes_sent,
+                    "frames": ring.n_frames,
+                }
+            logger.info(
+                "%s: %d frames, %.2f s computing, %.2f s waiting", seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s
+            )
+
+    def _wait_for_parts(self, job: _Job) -> None:
+        if job.missing:
+            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, job.total_bytes / 1e6)
+        next_report = time.monotonic() + 2
+        while True:
+            with job.changed:
+                if job.changed.wait_for(lambda: not job.missing or job.stopped, 0.5) and not job.missing:
+                    return
+            job.check()
+            if time.monotonic() > next_report:
+                next_report += 2
+                logger.info("%s: %.1f of %.1f MB", self.config.name, job.received_bytes / 1e6, job.total_bytes / 1e6)
+
+    def _load(self, job: _Job) -> tuple[torch.device, torch.dtype, Stage]:
+        """The stage of a run; the one in memory, if it is the same."""
+        request = job.request
+        device = self._device
+        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device)
+        compiled = self._compile or request.compile
+        key = (request.config_hash, request.blocks, tuple(p.sha256 for p in request.parts), dtype, device, compiled)
+        if self._stage is not None and self._stage_key == key:
+            return device, dtype, self._stage
+        self._stage = self._stage_key = None  # give the memory back before the next one takes it
+        stage = Stage(Config(**request.config), *request.blocks)
+        shas = {part.name: part.sha256 for part in request.parts}
+
+        def tensors(name: str) -> dict[str, torch.Tensor]:
+            job.check()
+            source = self._weights
+            if source is not None and name in source.part_names() and source.info(name).sha256 == shas[name]:
+                return source.tensors(name)
+            return self._store.tensors(shas[name])
+
+        stage.load(list(shas), tensors, device, dtype)
+        if compiled:
+            stage.compile()
+        self._stage, self._stage_key = stage, key
+        self._blocks, self._model = request.blocks, request.model
+        return device, dtype, stage
+
+    def _missing(self, request: InitRequest) -> list[PartSpec]:
+        source = self._weights
+        own: set[str] = set()
+        if source is not None and source.config_hash == request.config_hash:
+            own = {source.info(p.name).sha256 for p in request.parts if p.name in source.part_names()}
+        return [p for p in request.parts if p.sha256 not in own and not self._store.has(p.sha256)]
+
+    def _refuse_misfit_chunk(self, request: InitRequest) -> None:
+        """A chunk that was named on the command line is a promise; a checkpoint is only a convenience."""
+        chunk = self._weights
+        if not isinstance(chunk, ChunkFile):
+            return
+        name = self.config.name
+        start, stop = chunk.manifest.blocks
+        advice = "start it with the right chunk, or without --chunk to have the weights sent"
+        if chunk.config_hash != request.config_hash:
+            raise ControlError(
+                f"{name} was started with a chunk of {chunk.model}, but this run is of {request.model}: {advice}", 409
+            )
+        if not (start <= request.blocks[0] and request.blocks[1] <= stop):
+            raise ControlError(
+                f"{name} was started with a chunk of blocks [{start}, {stop}), but is to hold blocks "
+                f"[{request.blocks[0]}, {request.blocks[1]}): {advice}",
+                409,
+            )
+
+    def _check_disk(self, missing: list[PartSpec]) -> None:
+        needed = sum(part.n_bytes - self._store.partial_bytes(part.sha256) for part in missing)
+        free = self._store.free_bytes()
+        if needed > free:
+            raise ControlError(
+                f"{self.config.name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
+                "weights would come: free some space, or choose another place with --cache-dir",
+                507,
+            )
+
+    @staticmethod
+    def _end(job: _Job, ring: TcpRing | None) -> None:
+        with job.changed:
+            job.stopped = True
+            job.changed.notify_all()
+        if ring is not None:
+            ring.stop("the starter ended the run")

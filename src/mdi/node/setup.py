@@ -1,0 +1,187 @@
+"""Getting one secondary ready for a run: reach it, configure it, send what it lacks, watch that it stays alive."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+from mdi.checkpoint.parts import serialize
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.node.weights import StarterWeights
+
+POLL_S = 0.2
+BUSY_S = 3.0  # a node that has just ended another run needs a moment
+REPORT_S = 2.0
+
+logger = logging.getLogger("mdi")
+
+
+class SecondarySetup:
+    """Works in the threads `setup-<node>` and `watch-<node>`; `wait` tells the outcome.
+
+    Args:
+        client: of the node.
+        request: what it is to do.
+        weights: where its parts come from.
+        wait_s: how long to wait for a node that does not answer yet.
+    """
+
+    def __init__(self, client: ControlClient, request: InitRequest, weights: StarterWeights, wait_s: float) -> None:
+        self._client = client
+        self._request = request
+        self._weights = weights
+        self._wait_s = wait_s
+        self._done = threading.Event()
+        self._cancelled = threading.Event()
+        self.error: MdiError | None = None
+        self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
+        self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
+        self._setup.start()
+
+    @property
+    def name(self) -> str:
+        return self._client.node.name
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the node is ready, or has failed (see `error`), by now."""
+        return self._done.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def join(self, timeout_s: float) -> None:
+        for thread in (self._setup, self._watch):
+            if thread.ident is not None:
+                thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._reach()
+            missing = self._configure()
+            self._watch.start()
+            self._send(missing)
+            self._wait_ready()
+        except MdiError as e:
+            self._fail(e)
+        except Exception as e:
+            logger.debug("setup of %s failed", self.name, exc_info=True)
+            self._fail(RingError(f"setting up {self.name} failed: {type(e).__name__}: {e}"))
+        finally:
+            self._done.set()
+
+    def _fail(self, error: MdiError) -> None:
+        if self.error is None and not self._cancelled.is_set():
+            self.error = error
+        self._done.set()
+
+    def _check(self) -> None:
+        if self._cancelled.is_set() or self.error is not None:
+            raise RingError("the set-up was broken off")
+
+    def _reach(self) -> None:
+        """Wait until the node answers; a starter may well be started before its secondaries."""
+        deadline = time.monotonic() + self._wait_s
+        for attempt in itertools.count():
+            self._check()
+            try:
+                status = self._client.status()
+                break
+            except ControlError as e:
+                if e.status is not None:
+                    raise
+                if time.monotonic() > deadline:
+                    raise NodeLostError(
+                        self.name, f"{e}: is secondary.py running there, and are address and communication port right?"
+                    ) from None
+                if attempt == 2:
+                    logger.info("waiting for %s (up to %.0f s): %s", self.name, self._wait_s, e)
+                self._cancelled.wait(0.5)
+        if status.get("control_version") != CONTROL_VERSION:
+            raise RingError(
+                f"{self._client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
+                f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
+            )
+
+    def _configure(self) -> list[tuple[PartSpec, int]]:
+        """Send the run configuration; what is missing, and how many bytes of it are there already."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            self._check()
+            try:
+                answer = self._client.init(self._request)
+                break
+            except ControlError as e:
+                if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
+                    raise
+                self._cancelled.wait(POLL_S)
+        specs = {part.sha256: part for part in self._request.parts}
+        try:
+            return [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in answer["missing"]]
+        except (KeyError, TypeError, ValueError):
+            raise ControlError(f"{self._client.where} gave an answer to /init that cannot be read") from None
+
+    def _send(self, missing: list[tuple[PartSpec, int]]) -> None:
+        total = sum(part.n_bytes - have for part, have in missing)
+        if not missing:
+            return
+        logger.info("sending %.1f MB of weights to %s", total / 1e6, self.name)
+        begin = last = time.monotonic()
+        sent = 0
+
+        def counted(pieces: Iterator[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
+            nonlocal sent, last
+            for piece in pieces:
+                if skip >= len(piece):
+                    skip -= len(piece)
+                    continue
+                piece, skip = piece[skip:], 0
+                self._check()
+                yield piece
+                sent += len(piece)
+                if time.monotonic() - last > REPORT_S:
+                    last = time.monotonic()
+                    rate = sent / (last - begin)
+                    left_s = (total - sent) / rate
+                    logger.info(
+                        "%s: %.1f of %.1f MB sent, %.1f MB/s, %.0f s left",
+                        *(self.name, sent / 1e6, total / 1e6, rate / 1e6, left_s),
+                    )
+
+        for part, have in missing:
+            pieces = counted(iter(serialize(self._weights.tensors(part.name))), have)
+            try:
+                self._client.send_part(part, self._request.epoch, have, pieces)
+            except ControlError as e:
+                if e.status is None:
+                    raise NodeLostError(self.name, f"{self.name} was lost while {part.name} was sent to it: {e}") from None
+                raise
+
+    def _wait_ready(self) -> None:
+        while True:
+            self._check()
+            status = self._status()
+            if status["state"] == "READY":
+                return
+            if status["state"] != "LOADING":
+                raise RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
+            self._cancelled.wait(POLL_S)
+
+    def _watch_node(self) -> None:
+        """Ask for a sign of life while the other thread sends, or waits for a disk: this needs no answer from those."""
+        while not self._done.is_set() and not self._cancelled.is_set():
+            try:
+                self._status()
+            except MdiError as e:
+                return self._fail(e)
+            self._done.wait(1.0)
+
+    def _status(self) -> dict[str, object]:
+        try:
+            return self._client.status(self._request.epoch)
+        except ControlError as e:
+            raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None

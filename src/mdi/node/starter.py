@@ -1,0 +1,360 @@
+"""The starter node: cuts the model, configures the secondaries, closes the ring and drives the generation.
+
+One `StarterNode` is one run: `open`, `prepare`, `start`, then `submit` and `generate` as often as one likes, `stop`, `close`.
+A ring of one node goes the same way, only without ports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from litgpt.config import Config
+
+import mdi
+from mdi.checkpoint.parts import stage_parts
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION, InitRequest
+from mdi.control.server import ControlServer, StatusOnly
+from mdi.engine.sampling import seed_of
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.starter import StarterEngine
+from mdi.errors import ControlError, MdiError, UsageError
+from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
+from mdi.model.stage import StarterStage
+from mdi.net.listener import RingListener, open_socket
+from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
+from mdi.net.wire import Limits
+from mdi.node.device import choose_device, choose_dtype
+from mdi.node.sample import OnText, Sample
+from mdi.node.setup import SecondarySetup
+from mdi.node.weights import StarterWeights
+from mdi.text import TextCodec
+
+METRICS_DEADLINE_S = 5.0
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class StarterOptions:
+    """What the user chose; see the flags of starter.py."""
+
+    ckpt: Path | None = None
+    chunk: Path | None = None
+    layers: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    sequence_length: int | None = None
+    compile: bool = False
+    prompt_style: str = "auto"
+    wait_s: float = 30.0
+
+
+class StarterNode(StatusOnly):
+    """See the module."""
+
+    def __init__(self, cluster: ClusterConfig, options: StarterOptions) -> None:
+        self.cluster = cluster
+        self._options = options
+        self._device = choose_device(options.device or cluster.starter.device)
+        self._wished_dtype = options.dtype or cluster.starter.dtype
+        choose_dtype(self._wished_dtype, "float32", self._device)
+        self._epoch = secrets.randbits(64)
+        self._clients = [ControlClient(node) for node in cluster.secondaries]
+        self._listener: RingListener | None = None
+        self._control: ControlServer | None = None
+        self._weights: StarterWeights | None = None
+        self._ring: TcpRing | LoopbackRing | None = None
+        self._configured = False
+        self._state = "IDLE"
+        self.samples: list[Sample] = []
+        self.secondary_metrics: list[dict[str, Any]] = []
+        self._failure: MdiError | None = None
+        self._begin = 0.0
+        self._end = 0.0
+
+    @property
+    def _run_id(self) -> str:
+        return f"{self._epoch:016x}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.cluster.nodes)
+
+    def open(self) -> None:
+        """Bind the ports (none for a ring of one node) and find the weights; everything wrong with them is told here.
+
+        Raises:
+            MdiError
+        """
+        node = self.cluster.starter
+        if self.cluster.secondaries:
+            sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
+            self._listener = RingListener(sock, node.name)
+            self._control = ControlServer(self, node.listen_addr, node.port, node.name)
+        options = self._options
+        self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
+        self.config = Config(**self._weights.config)
+        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device)
+        self.codec = TextCodec.from_checkpoint(self._weights.directory, options.prompt_style)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a sequence may have: what the user asked for, else what the model was made for."""
+        wanted = self._options.sequence_length
+        if wanted is None:
+            return int(self.config.block_size)
+        if not 1 <= wanted <= self.config.block_size:
+            raise UsageError(
+                f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size} tokens"
+            )
+        return wanted
+
+    def prepare(self, max_length: int) -> None:
+        """Get all nodes ready: weights where they belong, stages built.
+
+        Args:
+            max_length: tokens that the longest sequence of the run can reach.
+
+        Raises:
+            MdiError: a node is not there or cannot; those that are have been told that the run is off.
+        """
+        assert self._weights is not None
+        self._state = "LOADING"
+        self.max_length = min(max_length, self.context_length)
+        setups = self._configure_secondaries()
+        try:
+            self._load_stage()
+            while not all(setup.wait(0.1) for setup in setups):
+                self._raise_first(setups)
+            self._raise_first(setups)
+        finally:
+            for setup in setups:
+                setup.cancel()
+        for setup in setups:
+            setup.join(1.0)
+        self._state = "READY"
+
+    def start(self) -> None:
+        """Close the ring; from here on sequences can be submitted."""
+        n_nodes = self.cluster.n_nodes
+        if self._listener is None:
+            self._ring = LoopbackRing(n_nodes)
+        else:
+            first = self.cluster.secondaries[0]
+            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in)
+            self._ring = close_starter_ring(self._listener, seat, n_nodes, Limits(max_cols=self.config.n_embd))
+        self.engine = StarterEngine(
+            self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype
+        )
+        self._state = "RUNNING"
+        self._begin = time.perf_counter()
+
+    def submit(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
+        on_text: OnText | None = None,
+    ) -> Sample:  # fmt: skip
+        """Queue a sample; its own generator is seeded by params.seed and its number in this run."""
+        index = len(self.samples)
+        sample = Sample(index, prompt, prompt_ids, self.codec, stop, self._begin, on_text)
+        params = replace(
+            params,
+            seed=seed_of(params.seed, index),
+            eos_ids=self.codec.eos_ids,
+            stop_sequences=tuple(tuple(s) for s in self.codec.stop_sequences),
+        )
+        seq_id = self.engine.submit(prompt_ids, params, sample.take)
+        sample.cancel = lambda reason: self.engine.cancel(seq_id, reason)
+        self.samples.append(sample)
+        return sample
+
+    def generate(self) -> None:
+        """Run until all submitted samples have ended; RingError if the ring breaks before."""
+        try:
+            self.engine.run()
+        finally:
+            self._end = time.perf_counter()
+
+    def serve(self) -> None:
+        """Run until `engine.close()`, whatever comes in between; a failure is kept for `raise_failure`."""
+        try:
+            self.engine.run(until_idle=False)
+        except MdiError as e:
+            self._failure = e
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what ended `serve`, if it was an error."""
+        if self._failure is not None:
+            self.mark_broken()
+            raise self._failure
+
+    def restart_clock(self) -> None:
+        """Count times from now on: the run is ready, and what comes next is generation."""
+        self._begin = time.perf_counter()
+
+    def stop(self, leave: bool = False) -> None:
+        """End the run on all nodes and collect what they measured; with `leave`, end the secondaries' processes too."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.stop("the run is over")
+            ring.close()
+            self._own = (self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames)
+        if self._configured:
+            self._configured = False
+            broken = self._state == "BROKEN"
+            self.secondary_metrics = [{} for _ in self._clients]
+            self._for_each_secondary(lambda i: self._dismiss(i, leave, patient=not broken))
+        self._state = "IDLE"
+
+    def close(self) -> None:
+        """Give everything back; harmless if repeated."""
+        if self._ring is not None or self._configured:
+            self._state = "BROKEN"
+            self.stop()
+        if self._control is not None:
+            self._control.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._weights is not None:
+            self._weights.close()
+        self._control = self._listener = self._weights = None
+
+    def mark_broken(self) -> None:
+        """A node was lost: do not wait long for any of them."""
+        self._state = "BROKEN"
+
+    def metrics(self) -> RunMetrics:
+        """What the run measured, so far or in all."""
+        end = self._end or time.perf_counter()
+        model = self._weights.model if self._weights else ""
+        samples = [sample.metrics() for sample in self.samples]
+        return RunMetrics.from_parts(model, samples, self._node_metrics(), max(end - self._begin, 1e-9))
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {
+            "name": self.cluster.starter.name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "state": self._state,
+            "model": self._weights.model if self._weights else None,
+            "n_nodes": self.cluster.n_nodes,
+            "samples": [
+                {"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)
+            ],
+        }
+
+    def _configure_secondaries(self) -> list[SecondarySetup]:
+        weights = self._weights
+        assert weights is not None
+        if not self._clients:
+            self._placement = ""
+            return []
+        nodes = self.cluster.nodes
+        if weights.is_checkpoint:
+            logger.info("computing the hashes of the model's blocks (remembered for the next time)")
+        parts = [
+            [weights.spec(part) for part in stage_parts(start, stop, starter=False)]
+            for start, stop in weights.blocks[1:]
+        ]
+        identity = [weights.config_hash, weights.blocks, self.names, [[p.sha256 for p in node] for node in parts]]
+        self._placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        setups = []
+        self._configured = True
+        for index, (client, blocks) in enumerate(zip(self._clients, weights.blocks[1:], strict=True), 1):
+            following = nodes[(index + 1) % len(nodes)]
+            port_in = following.port_in
+            if index == len(nodes) - 1:
+                assert self._listener is not None
+                port_in = self._listener.port
+            request = InitRequest(
+                epoch=self._run_id,
+                index=index,
+                names=self.names,
+                placement=self._placement,
+                next_addr=following.addr,
+                next_port=port_in,
+                model=weights.model,
+                config=weights.config,
+                config_hash=weights.config_hash,
+                stored_dtype=weights.dtype,
+                blocks=blocks,
+                parts=tuple(parts[index - 1]),
+                max_length=self.max_length,
+                dtype=self._options.dtype,
+                compile=self._options.compile,
+            )
+            setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
+        return setups
+
+    def _load_stage(self) -> None:
+        weights = self._weights
+        assert weights is not None
+        stop = weights.blocks[0][1]
+        self._stage = StarterStage(self.config, stop)
+        self._stage.load(stage_parts(0, stop, starter=True), weights.tensors, self._device, self._dtype)
+        self._stage.prepare(self.max_length, self._device, self._dtype)
+        if self._options.compile:
+            self._stage.compile()
+
+    @staticmethod
+    def _raise_first(setups: list[SecondarySetup]) -> None:
+        for setup in setups:
+            if setup.error is not None:
+                raise setup.error
+
+    def _for_each_secondary(self, call: Any) -> None:
+        threads = [
+            threading.Thread(target=call, args=(i,), name=f"dismiss-{client.node.name}", daemon=True)
+            for i, client in enumerate(self._clients)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(METRICS_DEADLINE_S * 3)
+
+    def _dismiss(self, i: int, leave: bool, patient: bool) -> None:
+        """Let secondary `i` go, after it has told what it measured."""
+        client = self._clients[i]
+        timeout_s = METRICS_DEADLINE_S if patient else 1.5
+        try:
+            deadline = time.monotonic() + timeout_s
+            while patient and time.monotonic() < deadline:
+                status = client.status(self._run_id, timeout_s)
+                if status["state"] != "RUNNING":
+                    self.secondary_metrics[i] = status.get("metrics") or {}
+                    break
+                threading.Event().wait(0.05)
+            if leave or not patient:
+                client.stop(self._run_id, leave, timeout_s)
+        except ControlError as e:
+            logger.debug("dismissing %s: %s", client.node.name, e)
+
+    def _node_metrics(self) -> list[NodeMetrics]:
+        if self._weights is None:
+            return []
+        compute_s, wait_s, send_s, bytes_sent, frames = getattr(self, "_own", (0.0, 0.0, 0.0, 0, 0))
+        start, stop = self._weights.blocks[0]
+        nodes = [NodeMetrics("starter", (start, stop), peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)]
+        for name, blocks, measured in zip(
+            self.names[1:], self._weights.blocks[1:], self.secondary_metrics or [{}] * len(self._clients), strict=True
+        ):
+            nodes.append(NodeMetrics.from_json({"name": name, "layers": list(blocks), **_ZERO, **measured}))
+        return nodes
+
+
+_ZERO = {"peak_rss_bytes": 0, "compute_s": 0.0, "wait_s": 0.0, "send_s": 0.0, "bytes_sent": 0, "frames": 0}

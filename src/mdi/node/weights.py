@@ -1,0 +1,145 @@
+"""Where the starter finds every part of the model, and how the model is cut: chunks on disk, or the checkpoint itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mdi.checkpoint.chunks import find_chunk, siblings
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import ChunkFile, LitCheckpoint, WeightSource, open_source
+from mdi.checkpoint.split import default_split, parse_layers, ranges
+from mdi.control.messages import PartSpec
+from mdi.errors import CheckpointError, UsageError
+
+logger = logging.getLogger("mdi")
+
+
+class StarterWeights:
+    """All parts that the starter holds or can send, and the cut.
+
+    Args:
+        ckpt: directory of a LitGPT checkpoint, or None.
+        chunk: the starter's chunk, or None; the other nodes' chunks are looked for beside it.
+        n_nodes: length of the ring.
+        layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
+
+    Raises:
+        UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
+    """
+
+    def __init__(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+        self._sources: list[WeightSource] = []
+        self._chunks: dict[str, ChunkFile] = {}
+        try:
+            self._find(ckpt, chunk, n_nodes, layers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+        if chunk is not None:
+            self._take_chunks(self._starter_chunk(chunk, n_nodes), n_nodes)
+            self.directory = ckpt or Path(chunk).absolute().parent.parent.parent
+        elif ckpt is not None:
+            self.directory = ckpt
+            self._try_chunks(ckpt, n_nodes)
+        else:
+            raise UsageError("give the model: --ckpt DIRECTORY, or --chunk FILE")
+        if ckpt is not None and not self._covers(n_nodes, layers):
+            self._sources.append(open_source(ckpt))
+        if not self._sources:
+            raise CheckpointError(f"no weights found for {n_nodes} nodes")
+        first = self._sources[0]
+        self.model, self.config, self.config_hash, self.dtype = (
+            first.model,
+            first.config_dict,
+            first.config_hash,
+            first.dtype,
+        )
+        self.blocks = self._cut(n_nodes, layers)
+        for node, (start, stop) in enumerate(self.blocks):
+            for part in stage_parts(start, stop, starter=node == 0):
+                self._source_of(part)  # complain now, not in the middle of a transfer
+
+    def _starter_chunk(self, chunk: Path, n_nodes: int) -> ChunkFile:
+        source = open_source(chunk)
+        self._sources.append(source)
+        if not isinstance(source, ChunkFile):
+            raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
+        manifest = source.manifest
+        if manifest.node != "starter":
+            raise UsageError(f"{chunk} is the chunk of {manifest.node}; the starter needs model_starter.safetensors")
+        if manifest.n_nodes != n_nodes:
+            raise UsageError(
+                f"{chunk} belongs to a cut over {manifest.n_nodes} nodes, but the nodes file lists {n_nodes} "
+                f"(prepare_model.py MODEL --n-nodes {n_nodes} makes the chunks for it)"
+            )
+        return source
+
+    def _take_chunks(self, starter: ChunkFile, n_nodes: int) -> None:
+        self._chunks = {"starter": starter}
+        for node, path in siblings(starter.path).items():
+            if node != "starter":
+                source = ChunkFile(path)
+                self._sources.append(source)
+                if source.config_hash == starter.config_hash and source.manifest.n_nodes == n_nodes:
+                    self._chunks[node] = source
+
+    def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
+        """Use the chunks beside a checkpoint if they are there, whole, and not older than it."""
+        path = find_chunk(ckpt, n_nodes, "starter")
+        weights = ckpt / "lit_model.pth"
+        if not path.is_file() or (weights.is_file() and weights.stat().st_mtime > path.stat().st_mtime):
+            return
+        try:
+            source = ChunkFile(path)
+            self._sources.append(source)
+            self._take_chunks(source, n_nodes)
+        except CheckpointError as e:
+            logger.warning("the chunks in %s are not used: %s", path.parent, e)
+            self.close()
+            self._chunks, self._sources = {}, []
+
+    def _covers(self, n_nodes: int, layers: str | None) -> bool:
+        return len(self._chunks) == n_nodes and layers is None
+
+    def _cut(self, n_nodes: int, layers: str | None) -> list[tuple[int, int]]:
+        n_layer = self.config["n_layer"]
+        if layers is not None:
+            return ranges(parse_layers(layers, n_layer, n_nodes))
+        names = ["starter"] + [f"secondary{i}" for i in range(n_nodes - 1)]
+        if all(name in self._chunks for name in names):
+            blocks = [self._chunks[name].manifest.blocks for name in names]
+            if [b for pair in blocks for b in pair] != [0, *(b for _, b in blocks[:-1] for b in (b, b)), n_layer]:
+                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not add up: {blocks}")
+            return blocks
+        return ranges(default_split(self.config, n_nodes))
+
+    def _source_of(self, part: str) -> WeightSource:
+        for source in self._sources:
+            if source.config_hash == self.config_hash and part in source.part_names():
+                return source
+        raise CheckpointError(
+            f"the weights of {part} are in none of the starter's files: give the whole checkpoint with --ckpt, or put all "
+            "chunks of the cut beside the starter's"
+        )
+
+    def spec(self, part: str) -> PartSpec:
+        info = self._source_of(part).info(part)
+        return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
+        return self._source_of(part).tensors(part)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether hashes have to be computed, which takes a while the first time."""
+        return any(isinstance(source, LitCheckpoint) for source in self._sources)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()

@@ -1,0 +1,117 @@
+"""Figures of what was measured: the only module that imports matplotlib, and only when a figure is asked for.
+
+It draws the series that it is given, into files; it opens no window and knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import UsageError
+from mdi.metrics import SampleMetrics, tokens_over_time
+
+TOTAL = "total"
+_LEGEND_LINES = 12  # more would cover the picture
+_LINE_STYLES = ("-", "--", ":", "-.")  # there are ten colours
+
+
+def sample_series(samples: Sequence[SampleMetrics]) -> dict[str, list[tuple[float, int]]]:
+    """What to plot for the samples of a run: the total, and each sample if there are several."""
+    series = {TOTAL: tokens_over_time(samples)}
+    if len(samples) > 1:
+        series |= {f"sample {i}": tokens_over_time([sample]) for i, sample in enumerate(samples)}
+    return series
+
+
+def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[float, int]]], title: str = "") -> Path:
+    """Draw tokens (upwards) over time (to the right) as a PNG file; missing folders are made.
+
+    Args:
+        path: of the picture; one that is there is replaced.
+        series: name -> (time_s, tokens until then), rising. "total" is drawn as the main line.
+        title: above the picture; none if empty.
+
+    Returns:
+        The path written.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    for i, (name, points) in enumerate(series.items()):
+        # Every line starts in the origin: nothing has been generated when the run becomes ready.
+        times_s, counts = zip((0.0, 0), *points, strict=True)
+        main = name == TOTAL or len(series) == 1
+        label = _plain(f"{name}: {counts[-1]} tokens") if i < _LEGEND_LINES else None
+        color = "black" if main else f"C{i % 10}"
+        axes.step(
+            times_s,
+            counts,
+            where="post",
+            label=label,
+            color=color,
+            linestyle="-" if main else _LINE_STYLES[i // 10 % len(_LINE_STYLES)],
+            linewidth=2.2 if main else 1.2,
+            zorder=3 if main else 2,
+        )
+    _dress(axes, title, n_series=len(series))
+    return _save(figure, Path(path))
+
+
+def _figure(path: str | Path) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise UsageError(
+            f"the figure {path} cannot be drawn: matplotlib is not installed ({e}); run `pip install matplotlib`"
+        ) from None
+    # Without pyplot: no global state, and no window system even where one is set up.
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _dress(axes: Any, title: str, n_series: int) -> None:
+    axes.set_xlabel("time since the run was ready (s)")
+    axes.set_ylabel("generated tokens")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.grid(True, color="0.88", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    if n_series > _LEGEND_LINES:
+        axes.plot([], [], " ", label=f"and {n_series - _LEGEND_LINES} more")
+    if n_series:
+        axes.legend(loc="upper left", fontsize=9, framealpha=0.9, edgecolor="none")
+
+
+def _plain(text: str) -> str:
+    """matplotlib takes what stands between dollars for a formula."""
+    return text.replace("$", r"\$")
+
+
+def _save(figure: Any, path: Path) -> Path:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a title in another script
+                figure.savefig(unfinished, format="png", dpi=150)
+            os.replace(unfinished, path)
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+    except OSError as e:
+        raise UsageError(f"cannot write the figure {path}: {e.strerror or e}") from e
+    return path

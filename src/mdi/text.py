@@ -1,0 +1,450 @@
+"""Between words and token ids: prompts, prompt styles, the tokenizer, and text as it grows token by token.
+
+It knows nothing of models, sockets or who generates the ids. litgpt (and with it torch) is imported only in functions.
+Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError, UsageError
+
+DEFAULT_PROMPT = "Who are you?"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
+# Names that litgpt's table takes for chat models although they are (also) those of base models.
+_BASE_MODEL = re.compile(
+    r"Qwen2\.5-(?!.*Instruct)|Qwen3-.*-Base$|OLMo-.*(?<!Instruct)-hf$|CodeLlama-\d+b-(Python-)?hf$"
+)
+_UNDECIDED = "\ufffd"  # what bytes that are no complete character (yet) decode to
+
+_log = logging.getLogger(__name__)
+
+
+class TextCodec:
+    """The tokenizer and the prompt style of a checkpoint.
+
+    Attributes:
+        vocab_size: one more than the tokenizer's largest id (the model's own vocabulary may be padded beyond).
+        eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
+        stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
+        prompt_style: litgpt's object; None for the raw text.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: Any = None) -> None:
+        """Use `from_checkpoint`; this takes a litgpt Tokenizer that has been read already."""
+        self._tokenizer = tokenizer
+        self._processor = tokenizer.processor
+        self.vocab_size, self._silent_ids, self.byte_ids = _special_ids(tokenizer)
+        own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.eos_ids = frozenset(own) | frozenset(eos_ids)
+        self.prompt_style = prompt_style
+        self.stop_sequences = _stop_sequences(prompt_style, tokenizer, self.eos_ids)
+        self._anchor = self._find_anchor()
+        self._anchor_chars = len(self._processor.decode(self._anchor))
+
+    @classmethod
+    def from_checkpoint(
+        cls, ckpt_dir: str | Path, prompt_style: str = "auto", config_name: str | None = None
+    ) -> TextCodec:
+        """Read the tokenizer of a LitGPT checkpoint.
+
+        Args:
+            prompt_style: see `resolve_prompt_style`.
+            config_name: name of the model; None takes the one in model_config.yaml, else that of the directory.
+
+        Raises:
+            CheckpointError: no tokenizer is there, or it or a file beside it is damaged.
+            UsageError: the prompt style is not known.
+        """
+        ckpt_dir = Path(ckpt_dir)
+        tokenizer = _load_tokenizer(ckpt_dir)
+        eos_ids = _id_list(_read_object(ckpt_dir / "generation_config.json").get("eos_token_id"))
+        if isinstance(tokenizer.eos_id, list):  # litgpt hands on generation_config.json's as it is
+            tokenizer.eos_id = next(iter(_id_list(tokenizer.eos_id)), None)
+        name = config_name if config_name is not None else _config_name(ckpt_dir)
+        return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, behind the beginning-of-text id if the model wants one; of "" that id alone, or none.
+
+        Raises:
+            UsageError: `text` holds surrogates, i.e. it came from bytes that were not UTF-8.
+        """
+        _refuse_surrogates(text, "a prompt")
+        ids: list[int] = self._tokenizer.encode(text).tolist()
+        return ids
+
+    def encode_prompt(self, user_text: str) -> list[int]:
+        """Ids of `user_text` in the prompt style."""
+        if self.prompt_style is None:
+            return self.encode(user_text)
+        ids = self.encode(self.prompt_style.apply(user_text))
+        # Styles that write the beginning of the text themselves meet tokenizers that put it there as well.
+        bos_id = self._tokenizer.bos_id
+        return ids[1:] if bos_id is not None and ids[:2] == [bos_id, bos_id] else ids
+
+    def decode(self, ids: Sequence[int], continues: bool = False) -> str:
+        """Text of `ids`; special tokens, and ids that the tokenizer does not have, are nothing.
+
+        Args:
+            continues: the text goes on after other text: Llama's tokenizers then keep a space before the first word,
+                which they drop at the beginning.
+        """
+        return self.decode_visible(self.visible(ids), continues)
+
+    def visible(self, ids: Iterable[int]) -> list[int]:
+        """`ids` without those that are no text."""
+        return [i for i in ids if 0 <= i < self.vocab_size and i not in self._silent_ids]
+
+    def decode_visible(self, ids: list[int], continues: bool = False) -> str:
+        """`decode` of ids that `visible` gave."""
+        if not continues:
+            return str(self._processor.decode(ids))
+        return str(self._processor.decode(self._anchor + ids))[self._anchor_chars :]
+
+    def _find_anchor(self) -> list[int]:
+        """A token that stands for "there is text before this": it reads as itself, alone and before others."""
+        for i in (self._piece_id("a"), *range(self.vocab_size)):
+            if i is not None and i not in self._silent_ids and i not in self.byte_ids:
+                text = self._processor.decode([i])
+                if text and text.isascii() and text.isalnum() and self._processor.decode([i, i]).startswith(text):
+                    return [i]
+        return []
+
+    def _piece_id(self, piece: str) -> int | None:
+        if self._tokenizer.backend == "huggingface":
+            found: int | None = self._processor.token_to_id(piece)
+            return found
+        return int(self._processor.piece_to_id(piece))
+
+
+class Detokenizer:
+    """Text from ids that come a few at a time.
+
+    All that `push` and `flush` return, joined, is `codec.decode(ids, continues)` of all ids. What the next id may still
+    change is held back: an incomplete character, or a run of single-byte tokens. Each id is decoded with the few before
+    it that are needed, so its cost does not grow with the text.
+
+    Args:
+        continues: as for `TextCodec.decode`.
+    """
+
+    _WINDOW = 16
+    _KEPT = 8  # tokens, i.e. at least as many bytes: UTF-8 finds its way again within four
+
+    def __init__(self, codec: TextCodec, continues: bool = False) -> None:
+        self._codec = codec
+        self._continues = continues
+        self._window: list[int] = []  # ids whose text is not all given out, and some before them
+        self._n_shown = 0  # characters of the window's text that have been given out
+        self._n_open = 0  # single-byte tokens at the window's end: one more may change how all of them read
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids; returns the text that has become final, often one token late, maybe empty."""
+        for i in self._codec.visible(ids):
+            self._window.append(i)
+            self._n_open = self._n_open + 1 if i in self._codec.byte_ids else 0
+        n_closed = len(self._window) - self._n_open
+        if n_closed == 0:
+            return ""
+        closed, opened = self._window[:n_closed], self._window[n_closed:]
+        text = self._codec.decode_visible(closed, self._continues)
+        n_final = len(text) - text.endswith(_UNDECIDED)
+        new = text[self._n_shown : n_final]
+        if n_final == len(text):
+            # Leading blanks that came to nothing stay at the beginning; one of them is as good as many.
+            closed = closed[:1] if not text and not self._continues else []
+            self._continues = self._continues or bool(text)
+            self._n_shown = 0
+        else:
+            self._n_shown = n_final
+            if n_closed > self._WINDOW:
+                closed = closed[-self._KEPT :]
+                self._continues = True
+                self._n_shown = len(self._codec.decode_visible(closed, True)) - 1
+        self._window = closed + opened
+        return new
+
+    def flush(self) -> str:
+        """What was held back, as it is, because no more ids come."""
+        rest = self._codec.decode_visible(self._window, self._continues)[self._n_shown :]
+        self._window, self._n_shown, self._n_open = [], 0, 0
+        return rest
+
+
+class StopMatcher:
+    """Cuts a growing text where a stop string first becomes complete, however the text comes in pieces.
+
+    Raises:
+        UsageError: a stop string is empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        if any(not s for s in stop):
+            raise UsageError("a stop string must not be empty (--stop)")
+        self._stop = tuple(stop)
+        self._held = ""
+        self._met = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take the next text.
+
+        Returns:
+            The text that is safe to show, and whether a stop string has been met; it and all after it are cut off.
+        """
+        if self._met:
+            return "", True
+        text = self._held + text
+        found = [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]
+        if found:
+            self._met, self._held = True, ""
+            return text[: min(found)[1]], True
+        longest = max((len(s) for s in self._stop), default=1)
+        for start in range(max(0, len(text) - longest + 1), len(text)):
+            if any(s.startswith(text[start:]) for s in self._stop):
+                self._held = text[start:]
+                return text[:start], False
+        self._held = ""
+        return text, False
+
+    def flush(self) -> str:
+        """The beginning of a stop string that was held back and did not become one."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> Any:
+    """The prompt style to use, an object of litgpt's; None for the raw text.
+
+    Args:
+        name: "none"; "auto": the checkpoint's own, i.e. that of prompt_style.yaml, else the one that litgpt knows for a
+            chat model of this name, else none; or one of litgpt's styles.
+
+    Raises:
+        UsageError: there is no such style, on the command line or in prompt_style.yaml.
+        CheckpointError: prompt_style.yaml is damaged.
+    """
+    if name == "none":
+        return None
+    if name != "auto":
+        style = _known_styles().get(name.lower())
+        if style is None:
+            raise UsageError(f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}")
+        return style()
+    path = Path(ckpt_dir) / "prompt_style.yaml"
+    if path.is_file():
+        return _style_from_file(path)
+    if _BASE_MODEL.search(config_name):
+        return None
+    from litgpt.prompts import Default, model_name_to_prompt_style
+
+    style = model_name_to_prompt_style(config_name)
+    return None if isinstance(style, Default) else style
+
+
+def read_prompts(values: Sequence[str], n_samples: int | None = None, default: int = 3) -> list[str]:
+    """One prompt per sample.
+
+    Args:
+        values: texts, or `FILE:path` for a text file with a prompt per paragraph; none is "Who are you?".
+        n_samples: prompts are cycled over or, with a warning in the log, left out to give so many. None: one sample per
+            prompt, but `default` samples of a single prompt.
+
+    Raises:
+        UsageError: a prompt is empty, a file cannot be used, or `n_samples` is under 1.
+    """
+    if n_samples is not None and n_samples < 1:
+        raise UsageError(f"the number of samples must be at least 1, got {n_samples}")
+    prompts: list[str] = []
+    for value in values or (DEFAULT_PROMPT,):
+        prompts += _paragraphs(value[len("FILE:") :]) if value.startswith("FILE:") else [_checked(value)]
+    if n_samples is None:
+        n_samples = default if len(prompts) == 1 else len(prompts)
+    if n_samples < len(prompts):
+        _log.warning("%d prompts for %d samples: only the first %d are used", len(prompts), n_samples, n_samples)
+    return [prompts[i % len(prompts)] for i in range(n_samples)]
+
+
+def _checked(prompt: str) -> str:
+    if not prompt:
+        raise UsageError("the prompt is empty: give some text, or FILE:path for a file of prompts")
+    _refuse_surrogates(prompt, "the prompt")
+    return prompt
+
+
+def _paragraphs(name: str) -> list[str]:
+    if not name:
+        raise UsageError("FILE: needs the path of a text file right after the colon")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory: expected a text file with a prompt per paragraph")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"no such prompt file: {path} (the nearest that exists is {nearest_existing(path)})") from None
+    except UnicodeDecodeError as e:
+        raise UsageError(
+            f"the prompt file {path} is not UTF-8 text: byte {e.start} is {e.object[e.start]:#04x}"
+        ) from None
+    except (OSError, ValueError) as e:
+        raise UsageError(f"cannot read the prompt file {path}: {e}") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    prompts = [p.strip() for p in re.split(r"\n[^\S\n]*\n", text) if p.strip()]
+    if not prompts:
+        raise UsageError(f"the prompt file {path} is empty: expected one prompt per paragraph")
+    return prompts
+
+
+def _refuse_surrogates(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UsageError(f"{what} is not valid Unicode text: found {text[e.start]!r} at character {e.start}") from None
+
+
+def _known_styles() -> dict[str, Callable[[], Any]]:
+    """litgpt's styles by lower-case name: those of its table and, for styles that it has no name for, of the class."""
+    from litgpt import prompts
+
+    classes = {
+        key.lower(): value
+        for key, value in vars(prompts).items()
+        if isinstance(value, type) and issubclass(value, prompts.PromptStyle) and value is not prompts.PromptStyle
+    }
+    return {**classes, **prompts.prompt_styles}
+
+
+def _style_names() -> str:
+    from litgpt import prompts
+
+    named = set(prompts.prompt_styles.values())
+    unnamed = {key for key, style in _known_styles().items() if style not in named} - {"default", "chatml"}
+    return ", ".join(sorted({*prompts.prompt_styles, *unnamed}))
+
+
+def _style_from_file(path: Path) -> Any:
+    """The style that prompt_style.yaml names as `class_path: litgpt.prompts.<class>`."""
+    import yaml
+    from litgpt.prompts import Default
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(e).split())}") from None
+    class_path = data.get("class_path") if isinstance(data, dict) else None
+    if not isinstance(class_path, str):
+        raise CheckpointError(f"{path}: expected `class_path: litgpt.prompts.<style>`, found {data!r:.80}")
+    module, _, name = class_path.rpartition(".")
+    style = _known_styles().get(name.lower()) if module in ("", "litgpt.prompts", "lit_gpt.prompts") else None
+    if style is None:
+        raise UsageError(
+            f"{path} names the prompt style {class_path!r}, which is not one of litgpt's and is not imported: give "
+            f"--prompt-style none, or one of {_style_names()}"
+        )
+    return None if style is Default else style()
+
+
+def _load_tokenizer(ckpt_dir: Path) -> Any:
+    """litgpt's Tokenizer, with what it stumbles over put right."""
+    name = next((n for n in TOKENIZER_NAMES if (ckpt_dir / n).is_file()), None)
+    if name is None:
+        found = (
+            "nothing of the kind" if ckpt_dir.is_dir() else f"no such directory; {nearest_existing(ckpt_dir)} exists"
+        )
+        raise CheckpointError(f"no tokenizer in {ckpt_dir}: expected {' or '.join(TOKENIZER_NAMES)}, found {found}")
+    config = _read_object(ckpt_dir / "tokenizer_config.json")
+    from litgpt.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a generation_config.json that litgpt then repairs
+            tokenizer.__init__(ckpt_dir)
+    except Exception as e:  # tokenizers raises bare Exception
+        # The last thing that the constructor does is to look up a class name, which need not be there.
+        if config.get("tokenizer_class") is not None or not hasattr(tokenizer, "apply_decoding_fix"):
+            raise CheckpointError(f"the tokenizer {ckpt_dir / name} cannot be used: {' '.join(str(e).split())}") from e
+    if tokenizer.backend == "sentencepiece":  # which says -1 for "none"
+        tokenizer.bos_id, tokenizer.eos_id = (i if i >= 0 else None for i in (tokenizer.bos_id, tokenizer.eos_id))
+    elif "add_bos_token" not in config and tokenizer.bos_id is not None:
+        # litgpt goes by the directory's name; a tokenizer that puts the id there by itself says it better.
+        tokenizer.use_bos = tokenizer.use_bos or tokenizer.processor.encode("").ids[:1] == [tokenizer.bos_id]
+    if tokenizer.backend == "huggingface":  # settings left over from training would cut or fill up prompts in silence
+        tokenizer.processor.no_truncation()
+        tokenizer.processor.no_padding()
+    tokenizer.use_bos = bool(tokenizer.use_bos) and tokenizer.bos_id is not None
+    return tokenizer
+
+
+def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
+    """One more than the largest id; the ids that are no text; the `<0x..>` ids, which are a byte each."""
+    processor = tokenizer.processor
+    if tokenizer.backend == "huggingface":
+        size = max(processor.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        silent = {i for i, token in processor.get_added_tokens_decoder().items() if token.special}
+        of_bytes = {processor.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
+        return size, frozenset(silent), frozenset(of_bytes)
+    ids = range(processor.vocab_size())
+    silent = {i for i in ids if processor.is_control(i)}
+    return len(ids), frozenset(silent), frozenset(i for i in ids if processor.is_byte(i))
+
+
+def _stop_sequences(style: Any, tokenizer: Any, eos_ids: frozenset[int]) -> list[list[int]]:
+    if style is None:
+        return []
+    try:
+        stops = style.stop_tokens(tokenizer)
+    except ValueError as e:  # a style of another tokenizer's: still a way to write prompts
+        _log.warning("the prompt style %s has stop tokens that this tokenizer lacks: %s", type(style).__name__, e)
+        return []
+    # sentencepiece gives its unknown id for what it does not have.
+    unknown = tokenizer.processor.unk_id() if tokenizer.backend == "sentencepiece" else None
+    usable = [list(s) for s in stops if s and not any(i is None or i == unknown for i in s)]
+    return [s for s in usable if not (len(s) == 1 and s[0] in eos_ids)]
+
+
+def _id_list(value: Any) -> list[int]:
+    """The ids of a field that may be absent, a number or a list of numbers."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError:
+            from litgpt.utils import fix_and_load_json  # some models were published with a comma too few or too many
+
+            data = fix_and_load_json(text)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {data!r:.60}")
+    return data
+
+
+def _config_name(ckpt_dir: Path) -> str:
+    import yaml
+
+    path = ckpt_dir / "model_config.yaml"
+    if not path.is_file():
+        return ckpt_dir.absolute().name
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(e).split())}") from None
+    name = data.get("name") if isinstance(data, dict) else None
+    return name if isinstance(name, str) else ckpt_dir.absolute().name

@@ -1,0 +1,67 @@
+import struct
+import sys
+
+import pytest
+
+from mdi.errors import UsageError
+from mdi.metrics import SampleMetrics
+from mdi.plots import plot_tokens_over_time, sample_series
+
+
+def sample(*times_s):
+    return SampleMetrics.from_times("p", "t", range(len(times_s)), [1], "length", times_s)
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_series_are_the_total_and_each_sample():
+    series = sample_series([sample(0.1, 0.3), sample(0.2)])
+    assert series == {
+        "total": [(0.1, 1), (0.2, 2), (0.3, 3)],
+        "sample 0": [(0.1, 1), (0.3, 2)],
+        "sample 1": [(0.2, 1)],
+    }
+    assert list(sample_series([sample(0.5)])) == ["total"]
+
+
+@pytest.mark.parametrize("n_samples", [0, 1, 3, 30])
+def test_draws_a_png_and_makes_its_folder(tmp_path, n_samples):
+    path = tmp_path / "img" / "run.png"
+    series = sample_series([sample(0.1 * (i + 1), 0.2 * (i + 1)) for i in range(n_samples)])
+    assert plot_tokens_over_time(path, series, "a run") == path
+    assert png_size(path) == (1200, 750)
+    assert [p.name for p in path.parent.iterdir()] == ["run.png"]
+
+
+def test_draws_nothing_at_all_and_odd_names(tmp_path):
+    plot_tokens_over_time(tmp_path / "none.png", {})
+    plot_tokens_over_time(tmp_path / "odd.png", {"$x": [], "_y": [(1.0, 1)]}, "\u6f22 $ 5 $\\frac")
+    assert png_size(tmp_path / "odd.png")
+
+
+def test_leaves_pyplot_and_its_backend_alone(tmp_path):
+    before = "matplotlib.pyplot" in sys.modules
+    plot_tokens_over_time(tmp_path / "a.png", {"total": [(1.0, 1)]})
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_says_that_matplotlib_is_missing(tmp_path, monkeypatch):
+    for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"a\.png.*matplotlib is not installed.*pip install"):
+        plot_tokens_over_time(tmp_path / "a.png", {})
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write the figure .*a\.png"):
+        plot_tokens_over_time(tmp_path / "file" / "a.png", {})
+    (tmp_path / "dir.png").mkdir()
+    with pytest.raises(UsageError, match=r"dir\.png"):
+        plot_tokens_over_time(tmp_path / "dir.png", {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dir.png", "file"]

@@ -1,0 +1,360 @@
+"""Training: the schedule, the windows, a loss reached from a fixed seed, and checkpoints that litgpt loads."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from litgpt.config import Config
+from litgpt.model import GPT
+
+from mdi import cli_data, cli_train
+from mdi.errors import CheckpointError, MdiError, UsageError
+from mdi.training.loop import Progress, Report, Trainer, make_optimizer
+from mdi.training.schedule import learning_rate
+from mdi.training.settings import TrainingSettings
+from mdi.training.shape import load_shape, new_model, save_checkpoint
+from mdi.training.windows import Windows
+
+SHAPE = dict(
+    name="tiny",
+    block_size=32,
+    vocab_size=320,
+    padded_vocab_size=320,
+    n_layer=2,
+    n_embd=32,
+    n_head=4,
+    head_size=8,
+    n_query_groups=2,
+    intermediate_size=64,
+    norm_class_name="RMSNorm",
+    mlp_class_name="LLaMAMLP",
+    rotary_percentage=1.0,
+    parallel_residual=False,
+    bias=False,
+)
+ROOT = Path(__file__).parent.parent
+
+
+def grammar_text(n_sentences: int, seed: int = 1) -> str:
+    """Speeches of a small grammar: twelve equally likely ones, about nine tokens each."""
+    rng = random.Random(seed)
+    names, verbs, things = ("Anna", "Bob"), ("sees", "likes"), ("tree", "house", "river")
+    return "".join(
+        f"{(name := rng.choice(names))}:\n{name} {rng.choice(verbs)} the {rng.choice(things)}.\n\n"
+        for _ in range(n_sentences)
+    )
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(grammar_text(400))
+    parser = argparse.ArgumentParser()
+    cli_data.add_arguments(parser)
+    args = parser.parse_args([str(tmp_path / "text.txt"), "--out", str(tmp_path / "data"), "--vocab-size", "320"])
+    assert cli_data.run(args) == 0
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(SHAPE))
+    return folder
+
+
+def train(ckpt: Path, dataset: Path, *more: object) -> int:
+    parser = argparse.ArgumentParser()
+    cli_train.add_arguments(parser)
+    flags = "--device cpu --batch-size 8 --grad-acc-steps 1 --max-iters 60 --lr 1e-2 --min-lr 1e-3 --warmup-iters 5"
+    argv = ["--ckpt", str(ckpt), "--dataset", str(dataset), *flags.split(), *map(str, more)]
+    return cli_train.run(parser.parse_args(argv))
+
+
+def losses(ckpt: Path) -> list[dict[str, str]]:
+    with open(ckpt / "losses.csv", newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def val_losses(ckpt: Path) -> list[float]:
+    return [float(row["val_loss"]) for row in losses(ckpt) if row["val_loss"]]
+
+
+def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
+    rates = [learning_rate(i, peak=1.0, floor=0.1, n_warmup=4, n_steps=15) for i in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and rates[9] == pytest.approx(0.55)
+    assert rates[14:] == [pytest.approx(0.1)] * 6
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert learning_rate(0, peak=1.0, floor=0.1, n_warmup=0, n_steps=1) == pytest.approx(0.1)
+
+
+def test_an_epoch_sees_each_window_once_and_targets_are_one_ahead() -> None:
+    ids = np.arange(1000, dtype=np.uint16)
+    windows = Windows(ids, 16, seed=3)
+    starts = [windows.start(i) for i in range(windows.n_per_epoch)]
+    assert sorted(b - a for a, b in zip(sorted(starts), sorted(starts)[1:], strict=False)) == [16] * (len(starts) - 1)
+    assert starts != sorted(starts)
+    again = [windows.start(windows.n_per_epoch + i) for i in range(windows.n_per_epoch)]
+    assert again != starts
+    inputs, targets = windows.batch(5, 3)
+    assert inputs.shape == targets.shape == (3, 16) and inputs.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)
+    # The order depends on seed and position alone, whatever was asked before.
+    assert [Windows(ids, 16, seed=3).start(i) for i in (70, 5)] == [windows.start(70), windows.start(5)]
+
+
+@pytest.mark.parametrize("n_ids", [17, 18, 31, 32, 33, 63])
+def test_windows_stay_inside_short_files(n_ids: int) -> None:
+    windows = Windows(np.arange(n_ids, dtype=np.uint16), 16, seed=0)
+    for i in range(50):
+        assert 0 <= windows.start(i) <= n_ids - 17
+    assert sum(len(inputs) for inputs, _ in windows.in_order(2, 100)) == (n_ids - 1) // 16
+    with pytest.raises(UsageError, match="16 tokens, too few for one window of 16"):
+        Windows(np.arange(16, dtype=np.uint16), 16, seed=0)
+
+
+def test_evaluation_windows_are_the_same_and_spread_over_the_file() -> None:
+    windows = Windows(np.arange(1601, dtype=np.uint16), 16, seed=0)
+    first = [inputs[:, 0].tolist() for inputs, _ in windows.in_order(2, 5)]
+    assert first == [inputs[:, 0].tolist() for inputs, _ in windows.in_order(2, 5)]
+    assert first == [[0, 160], [320, 480], [640, 800], [960, 1120], [1280, 1440]]
+
+
+def test_a_stated_loss_is_reached_and_litgpt_loads_the_result(
+    ckpt: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(ckpt, dataset, "--max-iters", 150, "--ckpt-interval", 50) == 0
+    found = val_losses(ckpt)
+    # The text has ln 12 = 2.48 nats of choice in about nine tokens, 0.28 each; guessing would cost ln 320 = 5.77.
+    assert len(found) == 3 and found[-1] < 0.4 and found[-1] < found[0]
+    out = capsys.readouterr().out
+    assert "step 150/150" in out and "tokens/s" in out and "left" in out and "done after 150 steps" in out
+
+    state = torch.load(ckpt / "lit_model.pth", weights_only=True)
+    model = GPT(Config.from_file(ckpt / "model_config.yaml"))
+    model.load_state_dict(state, strict=True)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    from litgpt.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(ckpt)
+    ids = tokenizer.encode("Anna:\n")
+    for _ in range(2):
+        ids = torch.cat([ids, model(ids[None])[0, -1].argmax()[None]])
+    assert tokenizer.decode(ids).startswith("Anna:\nAnna ")
+
+
+def test_the_same_seed_gives_the_same_weights(ckpt: Path, dataset: Path) -> None:
+    saved = []
+    for seed in (1, 1, 2):
+        assert train(ckpt, dataset, "--max-iters", 3, "--seed", seed, "--overwrite", "--save-dtype", "float16") == 0
+        saved.append(torch.load(ckpt / "lit_model.pth", weights_only=True))
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert not all(torch.equal(saved[0][name], saved[2][name]) for name in saved[0])
+    assert {tensor.dtype for tensor in saved[0].values()} == {torch.float16}
+
+
+def test_making_a_model_leaves_the_global_random_state(ckpt: Path) -> None:
+    before = torch.random.get_rng_state()
+    new_model(load_shape(ckpt), seed=4)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def make_trainer(settings: TrainingSettings, n_ids: int = 400) -> Trainer:
+    ids = np.random.default_rng(0).integers(0, 320, n_ids).astype(np.uint16)
+    windows = Windows(ids, settings.sequence_length, settings.seed)
+    return Trainer(new_model(Config(**SHAPE), settings.seed), windows, windows, settings)
+
+
+def test_accumulated_gradients_are_those_of_one_large_batch() -> None:
+    whole = make_trainer(TrainingSettings(sequence_length=8, batch_size=6, grad_acc_steps=1, max_iters=4))
+    parts = make_trainer(TrainingSettings(sequence_length=8, batch_size=2, grad_acc_steps=3, max_iters=4))
+    for _ in range(3):
+        assert whole.step()[1] == pytest.approx(parts.step()[1], abs=1e-5)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+
+
+def test_a_run_goes_on_from_its_progress_and_optimizer() -> None:
+    settings = TrainingSettings(sequence_length=8, batch_size=2, grad_acc_steps=2, max_iters=6)
+    straight = make_trainer(settings)
+    expected = [straight.step()[1] for _ in range(6)]
+    first = make_trainer(settings)
+    for _ in range(3):
+        first.step()
+    second = Trainer(
+        first.model,
+        first._train,
+        first._val,
+        settings,
+        optimizer=first.optimizer,
+        progress=Progress(n_steps=first.progress.n_steps),
+    )
+    assert [second.step()[1] for _ in range(3)] == expected[3:]
+
+
+def test_weight_decay_is_for_matrices_only() -> None:
+    model = new_model(Config(**{**SHAPE, "bias": True}), seed=0)
+    decayed, free = make_optimizer(model, TrainingSettings(sequence_length=8, weight_decay=0.3)).param_groups
+    assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0.0
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in free["params"])
+    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+
+
+def scripted(val: list[float]) -> Callable[[], float]:
+    script = iter(val)
+    return lambda: next(script)
+
+
+def test_only_better_weights_are_saved_and_patience_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrainingSettings(
+        sequence_length=8, batch_size=1, grad_acc_steps=1, max_iters=20, ckpt_interval=1, patience=2
+    )
+    trainer = make_trainer(settings)
+    monkeypatch.setattr(trainer, "evaluate", scripted([3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 0.1]))
+    reports: list[Report] = []
+    saves: list[int] = []
+    progress = trainer.run(reports.append, lambda: saves.append(trainer.progress.n_steps))
+    assert saves == [1, 2, 4]
+    assert progress == Progress(n_steps=6, best_val_loss=1.5, n_worse=2)
+    assert [report.val_loss for report in reports] == [3.0, 2.0, 2.5, 1.5, 1.6, 1.7]
+
+
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    trainer = make_trainer(TrainingSettings(sequence_length=8, batch_size=1, grad_acc_steps=1))
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(MdiError, match="became nan at step 0; use a smaller --lr"):
+        trainer.step()
+
+
+def test_an_interrupted_save_leaves_the_last_good_checkpoint(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = new_model(load_shape(ckpt), seed=1)
+    save_checkpoint(good, ckpt, torch.float32, {})
+    before = (ckpt / "lit_model.pth").read_bytes()
+    whole_save = torch.save
+
+    def cut_off(state: object, handle: object) -> None:
+        whole_save(state, handle)  # type: ignore[arg-type]
+        handle.truncate(1000)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(new_model(load_shape(ckpt), seed=2), ckpt, torch.float32, {})
+    assert (ckpt / "lit_model.pth").read_bytes() == before
+    assert sorted(p.name for p in ckpt.iterdir()) == ["lit_model.pth", "model_config.yaml"]
+
+
+def test_a_save_that_the_system_refuses_is_one_line(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(state: object, handle: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="lit_model.pth could not be written: No space left"):
+        save_checkpoint(new_model(load_shape(ckpt), seed=2), ckpt, torch.float32, {})
+
+
+def test_ctrl_c_keeps_the_best_weights(
+    ckpt: Path, dataset: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def interrupted(self: Trainer) -> tuple[float, float]:
+        if self.progress.n_steps == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(ckpt, dataset, "--ckpt-interval", 2)
+    assert "interrupted after 4 steps" in capsys.readouterr().out
+    GPT(load_shape(ckpt)).load_state_dict(torch.load(ckpt / "lit_model.pth", weights_only=True), strict=True)
+
+
+def test_bfloat16_trains_too(ckpt: Path, dataset: Path) -> None:
+    assert train(ckpt, dataset, "--max-iters", 10, "--dtype", "bfloat16") == 0
+    assert val_losses(ckpt)[-1] < 5.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--batch-size", 0), "--batch-size 0: expected at least 1"),
+        (("--lr", 0), "--lr 0.0: expected more than 0"),
+        (("--min-lr", 1), "--min-lr 1.0: expected from 0 to --lr"),
+        (("--beta2", 1), "--beta2 1.0: expected"),
+        (("--patience", 0), "--patience 0: expected at least 1"),
+        (("--threads", 0), "--threads 0: expected at least 1"),
+        (("--sequence-length", 64), "--sequence-length 64 is more than the model's context of 32"),
+        (("--dtype", "float16"), "--dtype float16 trains on cuda only"),
+        (("--device", "cuda:99"), "--device cuda:99: this machine"),
+        (("--device", "toaster"), "--device toaster: this machine"),
+    ],
+)
+def test_bad_flags_are_one_line(ckpt: Path, dataset: Path, flags: tuple[object, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        train(ckpt, dataset, *flags)
+    assert "\n" not in str(caught.value)
+    assert not (ckpt / "lit_model.pth").exists()
+
+
+def test_bad_folders_are_one_line(ckpt: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the checkpoint folder .* does not exist"):
+        train(tmp_path / "none", dataset)
+    with pytest.raises(UsageError, match="the data set .* does not exist"):
+        train(ckpt, tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no model_config.yaml"):
+        train(tmp_path / "empty", dataset)
+    for text in ("n_layer: [", "", "n_layers: 3\n", "- 1\n", "n_embd: 7\nn_head: 2\n"):
+        (tmp_path / "empty" / "model_config.yaml").write_text(text)
+        with pytest.raises(CheckpointError, match="does not describe a litgpt model"):
+            train(tmp_path / "empty", dataset)
+    (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "vocab_size": 64, "padded_vocab_size": 64}))
+    with pytest.raises(UsageError, match="token ids, but the model in .* has room for 64"):
+        train(ckpt, dataset)
+    (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "block_size": 100_000}))
+    with pytest.raises(UsageError, match="too few for one window of 100000"):
+        train(ckpt, dataset)
+
+
+def test_weights_are_not_overwritten_unasked(ckpt: Path, dataset: Path) -> None:
+    (ckpt / "lit_model.pth").write_bytes(b"precious")
+    with pytest.raises(UsageError, match="exists already; --overwrite"):
+        train(ckpt, dataset)
+    assert (ckpt / "lit_model.pth").read_bytes() == b"precious"
+
+
+def test_nano_llama_of_the_thesis_has_304_million_parameters() -> None:
+    config = load_shape(ROOT / "assets" / "configs" / "NanoLlama")
+    with torch.device("meta"):
+        model = GPT(config)
+    assert sum(p.numel() for p in model.parameters()) == 304_636_928
+    assert dataclasses.asdict(config)["n_layer"] == 12 and config.block_size == 2048
+
+
+def test_the_embedded_model_is_small_and_loads() -> None:
+    from litgpt.tokenizer import Tokenizer
+
+    folder = ROOT / "assets" / "nano-llama"
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 8_000_000
+    state = torch.load(folder / "lit_model.pth", weights_only=True)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+    model = GPT(load_shape(folder))
+    model.load_state_dict(state, strict=True)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.eos_id is not None and tokenizer.decode(tokenizer.encode(grammar_text(3))) == grammar_text(3)
+    # Well-known words of the corpus; nothing near the ln 1536 = 7.3 of a model that knows nothing.
+    ids = tokenizer.encode("KING RICHARD III:\nNow is the time, my lord; I will go to the king.\n\n").long()
+    loss = torch.nn.functional.cross_entropy(model(ids[None, :-1])[0], ids[1:])
+    assert loss.item() < 4.5
