@@ -1,9 +1,9 @@
-"""Turn text into what train.py reads: train.bin (the first nine tenths), val.bin (the rest), meta.json and the tokenizer.
+"""Turn text into what train.py reads: train.bin (the first nine tenths), val.bin (the rest), meta.json, the tokenizer.
 
 Give --vocab-size to train a byte-level BPE tokenizer on the text itself, or --tokenizer to use that of a model.
 
 examples:
-  prepare_data.py shakespeare.txt --out data/shakespeare --vocab-size 1024
+  prepare_data.py shakespeare.txt --out data/shakespeare --vocab-size 2048
   prepare_data.py my-texts/ --out data/mine --tokenizer checkpoints/TinyLlama/TinyLlama-1.1B-Chat-v1.0
 """
 

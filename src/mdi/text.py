@@ -65,8 +65,8 @@ class TextCodec:
             UsageError: the prompt style is not known.
         """
         ckpt_dir = Path(ckpt_dir)
-        tokenizer = _load_tokenizer(ckpt_dir)
         eos_ids = _id_list(_read_object(ckpt_dir / "generation_config.json").get("eos_token_id"))
+        tokenizer = _load_tokenizer(ckpt_dir)
         if isinstance(tokenizer.eos_id, list):  # litgpt hands on generation_config.json's as it is
             tokenizer.eos_id = next(iter(_id_list(tokenizer.eos_id)), None)
         name = config_name if config_name is not None else _config_name(ckpt_dir)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from litgpt.config import Config
 from litgpt.model import GPT, Block, do_softcapping
 
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheStore
@@ -81,6 +81,7 @@ class Stage(nn.Module):
         # litgpt's table builder is a method that reads just these two attributes.
         spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
         cos, sin = GPT.rope_cache(spec, device=device)
+        self.max_length = max_length
         self.cos, self.sin = cos, sin  # (max_length, rope_n_elem), or (..., 2) with two kinds of layers
         shapes = [block.attn.cache_shape for block in self.blocks]
         self.caches = CacheStore(shapes, max_length, device, dtype)
@@ -99,7 +100,15 @@ class Stage(nn.Module):
 
         Returns:
             (N, n_embd)
+
+        Raises:
+            EngineError: a slice that fits neither the run's length nor its sequence's cache.
         """
+        for seq_id, first, n_rows in slices:
+            if first + n_rows > self.max_length:
+                raise EngineError(
+                    f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
+                )
         batch = Batch(slices, self.caches, x.device)
         cos, sin = self.cos[batch.positions][None], self.sin[batch.positions][None]
         rope_indices = self.config.rope_indices

@@ -86,7 +86,7 @@ class Trainer:
         self.progress = progress or Progress()
         self.optimizer = optimizer or make_optimizer(model, settings)
         self._train, self._val = train, val
-        self._forward = forward or model
+        self._forward = model if forward is None else forward
         self._device = next(model.parameters()).device
         # float16 gradients underflow without scaling; for the other types the scaler does nothing.
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=settings.dtype == "float16")

@@ -1,0 +1,165 @@
+"""Chunks: one safetensors file per node with the tensors of its stage and the manifest, in <checkpoint>/chunks/<N>nodes/.
+
+Written tensor by tensor: no stage and no block is ever in memory as a whole. Knows no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
+from mdi.checkpoint.manifest import METADATA_KEY, Manifest
+from mdi.checkpoint.parts import PartInfo, part_of, replacing, spec_bytes, stage_parts, tensor_bytes
+from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.split import ranges
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+_NAME = re.compile(r"model_(starter|secondary(?:0|[1-9][0-9]*))\.safetensors")
+
+
+def node_names(n_nodes: int) -> list[str]:
+    return ["starter", *(f"secondary{i}" for i in range(n_nodes - 1))]
+
+
+def find_chunk(ckpt_dir: str | Path, n_nodes: int, node: str) -> Path:
+    """Where a node's chunk is, or would be."""
+    return Path(ckpt_dir) / "chunks" / f"{n_nodes}nodes" / f"model_{node}.safetensors"
+
+
+def siblings(chunk_path: str | Path) -> dict[str, Path]:
+    """The chunks in the same directory, by node."""
+    found = {m[1]: path for path in Path(chunk_path).absolute().parent.iterdir() if (m := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def write_chunks(
+    source: WeightSource, ckpt_dir: str | Path, counts: Sequence[int], progress: Progress | None = None
+) -> list[Path]:
+    """Cut a model. Chunks that are there already and hold just these weights are kept.
+
+    Args:
+        source: the whole model.
+        ckpt_dir: where the directory chunks/ is or will be.
+        counts: blocks per node, starter first.
+        progress: told how many bytes have been read so far, and of how many.
+
+    Returns:
+        The files, in ring order.
+
+    Raises:
+        CheckpointError: the disk is too small, or a file cannot be read or written. Chunks are there whole or not at all.
+    """
+    manifests = [_plan(source, counts, node) for node in range(len(counts))]
+    paths = [find_chunk(ckpt_dir, len(counts), manifest.node) for manifest in manifests]
+    todo = [(path, manifest) for path, manifest in zip(paths, manifests, strict=True) if not _is_current(path, manifest, source)]
+    _check_disk(todo)
+    tally = _Tally(sum(part.n_bytes for _, manifest in todo for part in manifest.parts), progress)
+    for path, manifest in todo:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"cannot make the directory {path.parent}: {e.strerror or e}") from None
+        for info in _write(source, path, manifest, tally):
+            source.remember(info)
+    return paths
+
+
+def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
+    """The manifest of a node's chunk, with hashes yet to be filled in."""
+    start, stop = ranges(counts)[node]
+    names = stage_parts(start, stop, starter=node == 0)
+    return Manifest(
+        model=source.model,
+        config=source.config_dict,
+        config_hash=source.config_hash,
+        dtype=source.dtype,
+        n_nodes=len(counts),
+        node=node_names(len(counts))[node],
+        blocks=(start, stop),
+        n_layer=source.config_dict["n_layer"],
+        parts=tuple(PartInfo(name, "0" * 64, spec_bytes(source.part_specs(name))) for name in names),
+    )
+
+
+def _is_current(path: Path, plan: Manifest, source: WeightSource) -> bool:
+    """Whether the chunk on disk is the one that would be written, as far as can be told without reading the weights."""
+    if not path.is_file():
+        return False
+    try:
+        found = ChunkFile(path).manifest
+    except CheckpointError:
+        return False
+    same = (found.model, found.config_hash, found.node, found.blocks) == (plan.model, plan.config_hash, plan.node, plan.blocks)
+    return same and all(source.known(part.name) == part for part in found.parts)
+
+
+def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> tuple[PartInfo, ...]:
+    specs: dict[str, TensorSpec] = {}
+    digests: dict[str, Any] = {}
+    for part in plan.parts:
+        of_part = source.part_specs(part.name)
+        specs.update(of_part)
+        digests[part.name] = hashlib.sha256(header_bytes(of_part, ordered(of_part)))
+    # The order of parts, but wide types first over all, so that every tensor is aligned. Within a part this is the
+    # canonical order, so that the hashes can be taken in passing.
+    place = {part.name: i for i, part in enumerate(plan.parts)}
+    order = sorted(ordered(specs), key=lambda name: (-specs[name].dtype.itemsize, place[part_of(name)]))
+    head = _head(plan, specs, order)
+    with replacing(path) as file:
+        file.write(head)
+        last = None
+        for name in order:
+            part_name = part_of(name)
+            if part_name != last:
+                source.release()
+                last = part_name
+            for piece in tensor_bytes(source.tensor(name)):
+                digests[part_name].update(piece)
+                file.write(piece)
+                tally.add(len(piece))
+        parts = tuple(PartInfo(part.name, digests[part.name].hexdigest(), part.n_bytes) for part in plan.parts)
+        final = _head(_with_parts(plan, parts), specs, order)
+        assert len(final) == len(head)  # hashes have a fixed length
+        file.seek(0)
+        file.write(final)
+    source.release()
+    return parts
+
+
+def _head(manifest: Manifest, specs: dict[str, TensorSpec], order: Sequence[str]) -> bytes:
+    return header_bytes(specs, order, {METADATA_KEY: manifest.to_json()})
+
+
+def _check_disk(todo: Sequence[tuple[Path, Manifest]]) -> None:
+    """Each file is written beside the one that it then replaces."""
+    if not todo:
+        return
+    held = peak = 0
+    for path, manifest in todo:
+        n_bytes = sum(part.n_bytes for part in manifest.parts)
+        peak = max(peak, held + n_bytes)
+        held += n_bytes - (path.stat().st_size if path.is_file() else 0)
+    where = nearest_existing(todo[0][0])
+    free = shutil.disk_usage(where).free
+    if peak > free:
+        raise CheckpointError(
+            f"the chunks need {peak / 1e9:.2f} GB in {todo[0][0].parent}, but only {free / 1e9:.2f} GB are free there"
+        )
+
+
+class _Tally:
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total_bytes, progress
+
+    def add(self, n_bytes: int) -> None:
+        self._done += n_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)

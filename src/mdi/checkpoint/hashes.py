@@ -1,0 +1,82 @@
+"""Hashes of a checkpoint's parts, kept beside it so that they are computed once.
+
+Best effort: a place that cannot be written to will do. Knows nothing of what is hashed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mdi.checkpoint.parts import PartInfo
+
+FORMAT_VERSION = 1
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class HashCache:
+    """`parts.json`: valid as long as size and time of the weight file are those it was made for.
+
+    Args:
+        path: of the cache.
+        weights: the weight file whose parts they are.
+        config_hash: of the model.
+    """
+
+    def __init__(self, path: Path, weights: Path, config_hash: str) -> None:
+        self._path = path
+        stat = weights.stat()
+        self._stamp = {
+            "format_version": FORMAT_VERSION,
+            "file": weights.name,
+            "n_bytes": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+            "config_hash": config_hash,
+        }
+        self._infos: dict[str, dict[str, PartInfo]] = self._read()
+
+    def get(self, form: str, part: str) -> PartInfo | None:
+        """The part's hash in one form: "stored", or the name of a dtype that the weights are cast to."""
+        return self._infos.get(form, {}).get(part)
+
+    def put(self, form: str, info: PartInfo) -> None:
+        if self.get(form, info.name) != info:
+            self._infos.setdefault(form, {})[info.name] = info
+            self._write()
+
+    def _read(self) -> dict[str, dict[str, PartInfo]]:
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            if {key: data[key] for key in self._stamp} != self._stamp:
+                return {}
+            return {
+                form: {name: _info(name, entry) for name, entry in entries.items()}
+                for form, entries in data["parts"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _write(self) -> None:
+        parts = {
+            form: {name: [info.sha256, info.n_bytes] for name, info in infos.items()}
+            for form, infos in self._infos.items()
+        }
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            try:
+                temporary.write_text(json.dumps({**self._stamp, "parts": parts}, indent=1), encoding="utf-8")
+                os.replace(temporary, self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _info(name: str, entry: Any) -> PartInfo:
+    sha256, n_bytes = entry
+    if not _SHA256.fullmatch(sha256) or type(n_bytes) is not int:
+        raise ValueError("not a hash")
+    return PartInfo(name, sha256, n_bytes)

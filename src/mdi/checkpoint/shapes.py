@@ -1,0 +1,74 @@
+"""Which tensors a model must have, by litgpt's own GPT built without memory. Knows no files, except by name in messages."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.parts import part_of
+from mdi.errors import CheckpointError
+
+
+def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A litgpt Config as a plain dict, with every default filled in.
+
+    Raises:
+        CheckpointError: an unknown setting, one of the wrong kind, or ones that do not fit each other.
+    """
+    from litgpt.config import Config
+
+    try:
+        config = asdict(Config(**settings))
+    except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ZeroDivisionError) as e:
+        raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
+    for key, default in asdict(Config()).items():
+        value = config[key]
+        if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
+            raise CheckpointError(f"{where}: {key}: expected a number such as {default}, found {value!r}")
+    if config["n_layer"] < 1:
+        raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")
+    return config
+
+
+def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts: Iterable[str], where: str) -> None:
+    """Check that the tensors are just those of these parts of the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape.
+    """
+    names = set(parts)
+    wanted = {name: shape for name, shape in model_shapes(config, where).items() if part_of(name) in names}
+    for name, shape in wanted.items():
+        if name not in specs:
+            raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}")
+        if specs[name].shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} by the model's config"
+            )
+    for name in specs:
+        if name not in wanted:
+            raise CheckpointError(f"{where} holds the tensor {name}, which the model's config does not ask for")
+
+
+def model_shapes(config: dict[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the model. Raises CheckpointError if litgpt cannot build it."""
+    return _model_shapes(json.dumps(config, sort_keys=True), where)
+
+
+@functools.lru_cache(maxsize=4)
+def _model_shapes(config_json: str, where: str) -> dict[str, tuple[int, ...]]:
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    try:
+        with torch.device("meta"):
+            model = GPT(Config(**json.loads(config_json)))
+    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
+        raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

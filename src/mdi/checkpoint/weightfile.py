@@ -1,0 +1,114 @@
+"""One file of weights, read tensor by tensor without executing anything in it: .safetensors, or .pth and .bin.
+
+Knows nothing of models: names are the file's own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mdi.checkpoint.layout import TensorSpec, read_header
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError
+
+
+class WeightFile(Protocol):
+    """Attributes:
+    path: of the file.
+    specs: type and shape of each tensor in it.
+    """
+
+    path: Path
+    specs: dict[str, TensorSpec]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, mapped from the file where possible."""
+
+    def release(self) -> None:
+        """Let go of the mapping, so that pages read so far do not count as ours; the next `tensor` maps anew."""
+
+
+def open_weight_file(path: Path) -> WeightFile:
+    """Open by suffix.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, damaged, or holds anything else than tensors.
+    """
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+
+
+class SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_header(path)
+        self.metadata = header.metadata
+        self.specs = header.specs
+        self._file: Any = None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if self._file is None:
+                self._file = safe_open(self.path, framework="pt")
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"cannot read {name} from {self.path}: {e}") from None
+        return tensor
+
+    def release(self) -> None:
+        self._file = None
+
+
+class PickledFile:
+    """torch.save's format, with torch's restricted unpickler, which builds tensors and containers only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self.specs = {name: TensorSpec.of(tensor) for name, tensor in self._load().items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._load()[name]
+
+    def release(self) -> None:
+        self._tensors = None
+
+    def _load(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            self._tensors = self._checked(_torch_load(self.path))
+        return self._tensors
+
+    def _checked(self, state: Any) -> dict[str, torch.Tensor]:
+        if isinstance(state, dict) and isinstance(state.get("model"), dict):  # litgpt's pretraining nests it
+            state = state["model"]
+        if not isinstance(state, dict) or not state:
+            raise CheckpointError(f"{self.path} holds no state dict but a {type(state).__name__}")
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                raise CheckpointError(f"{self.path}: {name!r} is no plain tensor but a {type(value).__name__}")
+        return state
+
+
+def _torch_load(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as e:
+            if "mmap can only be used" not in str(e):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # the format of torch before 1.6
+    except FileNotFoundError:
+        raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
+    except pickle.UnpicklingError as e:
+        reason = str(e).splitlines()[0][:200]
+        raise CheckpointError(
+            f"{path} is refused: it is damaged, or holds more than weights, which could run code when read ({reason})"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {reason}") from None

@@ -1,0 +1,32 @@
+"""Fixtures for all tests, and the rule that a test leaves no thread behind."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import threading  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+
+DAEMONS_OF_LIBRARIES = ("tqdm", "pytest_timeout", "pytest-timeout", "Thread-tqdm", "InductorSubproc")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        left = [t for t in threading.enumerate() if t not in before and not _is_library_thread(t)]
+        if not left:
+            return
+        left[0].join(0.2)
+    raise AssertionError(f"threads left behind: {[t.name for t in left]}")
+
+
+def _is_library_thread(thread: threading.Thread) -> bool:
+    return any(name in thread.name or name in type(thread).__module__ for name in DAEMONS_OF_LIBRARIES)

@@ -1,0 +1,174 @@
+"""Stages against litgpt's own model, for every family: logits, and that each peculiarity of a family is really there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
+from litgpt.config import Config
+from litgpt.model import GPT
+
+from mdi.errors import CheckpointError, EngineError
+from mdi.model.stage import Stage, StarterStage
+
+CPU = torch.device("cpu")
+
+
+def stages_of(gpt: GPT, cuts: tuple[int, ...], config: Config | None = None) -> list[Stage]:
+    """The model in stages that end at `cuts`."""
+    config = config or gpt.config
+    bounds = (0, *cuts, config.n_layer)
+    stages: list[Stage] = [StarterStage(config, bounds[1])]
+    stages += [Stage(config, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
+    weights = gpt.state_dict()
+    for stage in stages:
+        wanted = stage.state_dict().keys()
+        stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
+        stage.prepare(CONTEXT, CPU, torch.float32)
+    return stages
+
+
+def run_staggered(stages: list[Stage], texts: list[list[int]], seed: int) -> list[torch.Tensor]:
+    """All logits of several texts that travel together in pieces of random length."""
+    rng = random.Random(seed)
+    done = [0] * len(texts)
+    logits: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+        slices, ids = [], []
+        for i, text in enumerate(texts):
+            n = min(rng.choice([0, 1, 1, 2, 13, 40]), len(text) - done[i])
+            if n:
+                slices.append((i, done[i], n))
+                ids += text[done[i] : done[i] + n]
+                done[i] += n
+        if not slices:
+            continue
+        x = stages[0].embed(torch.tensor(ids))
+        for stage in stages:
+            x = stage(x, slices)
+        row = 0
+        for i, _, n in slices:
+            logits[i].append(stages[0].head(x[row : row + n]))
+            row += n
+    return [torch.cat(parts) for parts in logits]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_uncached_model(family: str) -> None:
+    gpt = model_of(family)
+    texts = [prompt(CONTEXT, 1), prompt(1, 2), prompt(70, 3)]
+    logits = run_staggered(stages_of(gpt, (1, 3)), texts, seed=4)
+    for text, found in zip(texts, logits, strict=True):
+        torch.testing.assert_close(found, gpt(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+
+
+# What would be lost if a stage ignored it: the logits must then differ.
+PECULIARITIES = [
+    ("Llama-3.1-8B", {"rope_adjustments": None}),
+    ("deepseek-v3-shape", {"rope_adjustments": None}),
+    ("deepseek-v3-shape", {"routed_scaling_factor": 1.0}),
+    ("Gemma-2-9b", {"attention_logit_softcapping": None}),
+    ("Gemma-2-9b", {"final_logit_softcapping": None}),
+    ("Gemma-2-9b", {"sliding_window_size": None}),
+    ("Gemma-2-9b", {"attention_scores_scalar": None}),
+    ("Gemma-2-9b", {"scale_embeddings": False}),
+    ("Gemma-3-1b-it", {"rope_local_base_freq": None, "rope_indices": None}),
+    ("Gemma-3-1b-it", {"rope_adjustments": None}),
+    ("Gemma-3-1b-it", {"sliding_window_size": None}),
+    ("pythia-14m", {"parallel_residual": False}),
+    ("pythia-14m", {"rotary_percentage": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), PECULIARITIES)
+def test_a_peculiarity_left_out_is_noticed(family: str, change: dict) -> None:
+    gpt = model_of(family)
+    text = prompt(80, 5)
+    without = run_staggered(stages_of(gpt, (2,), config_of(family, **change)), [text], seed=6)[0]
+    assert (without - gpt(torch.tensor([text]))[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["OLMo-2-1124-7B", "Gemma-2-9b", "Qwen3-0.6B", "deepseek-v3-shape"])
+def test_every_norm_weight_matters(family: str) -> None:
+    gpt = random_gpt(config_of(family), seed=7)
+    text = prompt(30, 8)
+    expected = gpt(torch.tensor([text]))[0]
+    norms = [name for name, t in gpt.state_dict().items() if t.dim() == 1 and name.endswith("weight")]
+    assert norms
+    for name in norms:
+        weight = gpt.state_dict()[name]
+        kept = weight.clone()
+        weight.fill_(1.0)
+        found = run_staggered(stages_of(gpt, (2,)), [text], seed=9)[0]
+        weight.copy_(kept)
+        assert (found - expected).abs().max() > 1e-3, name
+
+
+def test_a_slice_that_starts_earlier_truncates() -> None:
+    gpt = model_of("Llama-3.1-8B")
+    stage = stages_of(gpt, ())[0]
+    assert isinstance(stage, StarterStage)
+    first, second = prompt(50, 10), prompt(20, 11)
+    stage(stage.embed(torch.tensor(first)), [(0, 0, 50)])
+    again = stage.head(stage(stage.embed(torch.tensor(second)), [(0, 30, 20)]))
+    whole = gpt(torch.tensor([first[:30] + second]))[0, 30:]
+    torch.testing.assert_close(again, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_copied_cache_goes_its_own_way() -> None:
+    gpt = model_of("Gemma-2-9b")
+    stage = stages_of(gpt, ())[0]
+    assert isinstance(stage, StarterStage)
+    shared, one, other = prompt(40, 12), prompt(9, 13), prompt(9, 14)
+    stage(stage.embed(torch.tensor(shared)), [(0, 0, 40)])
+    stage.caches.copy(0, 1)
+    x = stage(stage.embed(torch.tensor(one + other)), [(0, 40, 9), (1, 40, 9)])
+    for rows, text in ((x[:9], one), (x[9:], other)):
+        torch.testing.assert_close(stage.head(rows), gpt(torch.tensor([shared + text]))[0, 40:], atol=1e-4, rtol=1e-4)
+
+
+def test_caches_grow_with_the_tokens_and_are_freed() -> None:
+    stage = stages_of(model_of("Gemma-2-9b"), ())[0]
+    assert isinstance(stage, StarterStage)
+    config = stage.config
+    text = prompt(CONTEXT, 15)
+    for start in range(0, CONTEXT, 8):
+        stage(stage.embed(torch.tensor(text[start : start + 8])), [(3, start, 8)])
+    per_position = 2 * config.n_query_groups * config.head_size * 4
+    n_full = sum(1 for i in range(config.n_layer) if not config.sliding_window_indices[i])
+    n_windowed = config.n_layer - n_full
+    # A windowed block keeps its window, the slack and one chunk, in a buffer that doubles.
+    assert stage.caches.n_bytes <= per_position * (n_full * CONTEXT + n_windowed * 128)
+    stage.caches.free(3)
+    stage.caches.free(99)
+    assert len(stage.caches) == 0 and stage.caches.n_bytes == 0
+
+
+def test_a_gap_and_a_cut_beyond_the_window_are_refused() -> None:
+    stage = stages_of(model_of("Gemma-2-9b"), ())[0]
+    assert isinstance(stage, StarterStage)
+    with pytest.raises(EngineError, match="starts at position 5"):
+        stage(stage.embed(torch.tensor(prompt(2, 0))), [(0, 5, 2)])
+    for start in range(0, CONTEXT, 32):
+        stage(stage.embed(torch.tensor(prompt(32, start))), [(1, start, 32)])
+    with pytest.raises(EngineError, match="the window kept only"):
+        stage(stage.embed(torch.tensor(prompt(1, 0))), [(1, 20, 1)])
+    with pytest.raises(EngineError, match="sequences of this run end at"):
+        stage(stage.embed(torch.tensor(prompt(1, 0))), [(1, CONTEXT, 1)])
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
+    gpt = model_of("Llama-3.1-8B")
+    weights = dict(gpt.state_dict())
+    config = gpt.config
+    of_block = {k: v for k, v in weights.items() if k.startswith("transformer.h.2.")}
+    with pytest.raises(CheckpointError, match="mlp.proj.weight"):
+        lacking = {k: v for k, v in of_block.items() if not k.endswith("mlp.proj.weight")}
+        Stage(config, 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
+    with pytest.raises(CheckpointError, match="lm_head.weight"):
+        Stage(config, 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
+    with pytest.raises(CheckpointError, match="shape"):
+        wrong = {**of_block, "transformer.h.2.attn.proj.weight": torch.zeros(3, VOCAB)}
+        Stage(config, 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
