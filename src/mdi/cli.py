@@ -7,6 +7,7 @@ and a missing library is told in one line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
@@ -143,10 +144,8 @@ def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet
 
 
 def _on_sigterm(handler: object) -> None:
-    try:
+    with contextlib.suppress(ValueError):  # not in the main thread, as in tests
         signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
-    except ValueError:
-        pass  # not in the main thread, as in tests
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             node.engine.close()
             engine.join(10)
         node.raise_failure()
-        node.stop(leave=args.stop_nodes)
+        node.end(leave=args.stop_nodes)
     finally:
         node.close()
     return 0

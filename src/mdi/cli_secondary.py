@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)")
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
+    )
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )

@@ -38,12 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument(
-        "--nodes-config", type=Path, metavar="FILE", default=default_nodes_config(), help="who the nodes are (%(default)s)"
+        "--nodes-config",
+        type=Path,
+        metavar="FILE",
+        default=default_nodes_config(),
+        help="who the nodes are (%(default)s)",
     )
     nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
     nodes.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
     nodes.add_argument(
-        "--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries to appear (%(default)s)"
+        "--wait",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait for secondaries to appear (%(default)s)",
     )
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
     add_generation_flags(parser, n_tokens=300)
@@ -55,7 +63,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
     output.add_argument("--no-stream", action="store_true", help="print the texts when they are complete")
-    output.add_argument("-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)")
+    output.add_argument(
+        "-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)"
+    )
     output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
 
 
@@ -66,7 +76,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--ckpt", type=Path, metavar="DIR", help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()})"
     )
-    model.add_argument("--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)")
+    model.add_argument(
+        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
+    )
     model.add_argument(
         "--dtype",
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
@@ -94,7 +106,9 @@ def add_generation_flags(
         )  # fmt: skip
     generation.add_argument("--n-tokens", type=int, default=n_tokens, help="new tokens per sample (%(default)s)")
     generation.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
-    generation.add_argument("--top-k", type=int, default=200, help="sample among the k best tokens; 0 is all (%(default)s)")
+    generation.add_argument(
+        "--top-k", type=int, default=200, help="sample among the k best tokens; 0 is all (%(default)s)"
+    )
     generation.add_argument("--top-p", type=float, default=1.0, help="... that have this probability (%(default)s)")
     generation.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a sample here; repeatable")
     generation.add_argument(
@@ -188,9 +202,7 @@ def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
     return encoded
 
 
-def _run(
-    args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any
-) -> int:
+def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any) -> int:
     from mdi.display import Stream
     from mdi.errors import MdiError, NodeLostError
 
@@ -201,15 +213,17 @@ def _run(
     try:
         node.start()
         for prompt, ids in zip(prompts, encoded, strict=True):
-            node.submit(prompt, ids, params, args.stop, on_text)
+            sample = node.submit(prompt, ids, params, args.stop, on_text)
+            if is_streaming:
+                stream.show(sample.index, prompt + ("" if node.codec.prompt_style is None else "\n"))
         node.restart_clock()
         node.generate()
-        node.stop(leave=getattr(args, "stop_nodes", False))
+        node.end(leave=getattr(args, "stop_nodes", False))
     except (MdiError, KeyboardInterrupt) as e:
         failure = e
         if isinstance(e, NodeLostError):
             node.mark_broken()
-        node.stop()
+        node.end()
     _report(args, node, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
@@ -224,7 +238,9 @@ def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException 
 
     if args.json:
         result = metrics.to_json()
-        _print_json(result if failure is None else {"error": str(failure) or "interrupted", "samples": result["samples"]})
+        _print_json(
+            result if failure is None else {"error": str(failure) or "interrupted", "samples": result["samples"]}
+        )
         return
     if failure is not None:
         print("\nwhat each sample had reached:")

@@ -82,14 +82,40 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text).tolist()
         return ids
 
-    def encode_prompt(self, user_text: str) -> list[int]:
-        """Ids of `user_text` in the prompt style."""
+    def encode_prompt(self, user_text: str | list[dict[str, str]]) -> list[int]:
+        """Ids of `user_text` in the prompt style; a list of messages only for styles that know conversations."""
         if self.prompt_style is None:
-            return self.encode(user_text)
+            return self.encode(str(user_text))
         ids = self.encode(self.prompt_style.apply(user_text))
         # Styles that write the beginning of the text themselves meet tokenizers that put it there as well.
         bos_id = self._tokenizer.bos_id
         return ids[1:] if bos_id is not None and ids[:2] == [bos_id, bos_id] else ids
+
+    def encode_chat(self, history: Sequence[tuple[str, str]], question: str) -> list[int]:
+        """Ids of a conversation that waits for the answer to `question`.
+
+        Styles of litgpt that know whole conversations get one; with the others the turns follow each other, each answer
+        closed by the token that the model itself ends it with. Without a style the turns are lines of one text.
+
+        Args:
+            history: (question, answer) of the turns before.
+        """
+        if self.prompt_style is None:
+            return self.encode("".join(f"{asked}\n{answer}\n" for asked, answer in history) + question + "\n")
+        if history and type(self.prompt_style).__name__ in ("Llama3", "R1Base"):
+            messages = []
+            for asked, answer in history:
+                messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            return self.encode_prompt([*messages, {"role": "user", "content": question}])
+        closing = self.stop_sequences[0] if self.stop_sequences else sorted(self.eos_ids)[:1]
+        ids: list[int] = []
+        for asked, answer in history:
+            ids += self.encode_prompt(asked) + self._without_bos(self.encode(answer)) + closing
+        last = self.encode_prompt(question)
+        return ids + (self._without_bos(last) if ids else last)
+
+    def _without_bos(self, ids: list[int]) -> list[int]:
+        return ids[1:] if ids and ids[0] == self._tokenizer.bos_id else ids
 
     def decode(self, ids: Sequence[int], continues: bool = False) -> str:
         """Text of `ids`; special tokens, and ids that the tokenizer does not have, are nothing.

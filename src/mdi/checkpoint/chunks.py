@@ -59,7 +59,11 @@ def write_chunks(
     """
     manifests = [_plan(source, counts, node) for node in range(len(counts))]
     paths = [find_chunk(ckpt_dir, len(counts), manifest.node) for manifest in manifests]
-    todo = [(path, manifest) for path, manifest in zip(paths, manifests, strict=True) if not _is_current(path, manifest, source)]
+    todo = [
+        (path, manifest)
+        for path, manifest in zip(paths, manifests, strict=True)
+        if not _is_current(path, manifest, source)
+    ]
     _check_disk(todo)
     tally = _Tally(sum(part.n_bytes for _, manifest in todo for part in manifest.parts), progress)
     for path, manifest in todo:
@@ -97,7 +101,12 @@ def _is_current(path: Path, plan: Manifest, source: WeightSource) -> bool:
         found = ChunkFile(path).manifest
     except CheckpointError:
         return False
-    same = (found.model, found.config_hash, found.node, found.blocks) == (plan.model, plan.config_hash, plan.node, plan.blocks)
+    same = (found.model, found.config_hash, found.node, found.blocks) == (
+        plan.model,
+        plan.config_hash,
+        plan.node,
+        plan.blocks,
+    )
     return same and all(source.known(part.name) == part for part in found.parts)
 
 

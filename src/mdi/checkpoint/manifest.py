@@ -1,20 +1,29 @@
-"""The manifest of a chunk: of which model it is, which blocks it holds, and the hash of each part.
+"""What a chunk says about itself: model, cut, and the sha256 of every part.
 
-It is stored in the chunk's own safetensors metadata, so that a chunk which is copied alone says what it is.
+Stored in the chunk's own metadata, so that a chunk copied alone says what it is. Checked field by field. Knows no tensors
+and no files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from typing import Any
 
-from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mdi_manifest"
+N_LAYER_LIMIT = 10_000
+
+_NOT_DEFINING = ("name", "hf_config", "padding_multiple")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NODE = re.compile(r"starter|secondary(0|[1-9][0-9]*)")
+_KINDS = {str: "a string", int: "a whole number", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,13 @@ class Manifest:
     """See the module.
 
     Attributes:
-        model: name of the model.
-        config: litgpt Config as a plain object; `config_hash` is its hash.
-        dtype: of the stored weights.
-        node: "starter" or "secondary<i>" of a cut over `n_nodes` nodes.
-        blocks: (start, stop), global block numbers.
+        model: name of the model, as in its litgpt Config.
+        config: litgpt Config as a plain dict; `config_hash` is its hash.
+        dtype: what the weights are stored in, e.g. "bfloat16".
+        n_nodes: length of the ring that the model was cut for.
+        node: "starter" or "secondary<i>".
+        blocks: (start, stop), global and half-open.
+        parts: in the order of `stage_parts`.
     """
 
     model: str
@@ -40,41 +51,117 @@ class Manifest:
     parts: tuple[PartInfo, ...]
     format_version: int = FORMAT_VERSION
 
+    @property
+    def is_starter(self) -> bool:
+        return self.node == "starter"
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Raises CheckpointError naming the field that is missing or wrong."""
+    def from_json(cls, text: str) -> Manifest:
+        """Raises CheckpointError naming the field that is missing, wrong, or does not fit the others."""
         try:
             data = json.loads(text)
-            version = data["format_version"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise CheckpointError(f"{where}: its manifest cannot be read") from None
+        except (ValueError, RecursionError) as e:
+            raise CheckpointError(f"the manifest is not valid JSON: {e}") from None
+        if not isinstance(data, dict):
+            raise CheckpointError("the manifest is not a JSON object")
+        version = data.get("format_version")
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"{where}: manifest version {version!r}, this program reads version {FORMAT_VERSION}")
-        kinds = {"model": str, "config": dict, "config_hash": str, "dtype": str, "n_nodes": int, "node": str,
-                 "blocks": list, "n_layer": int, "parts": list}  # fmt: skip
-        for key, kind in kinds.items():
-            if not isinstance(data.get(key), kind):
-                raise CheckpointError(f"{where}: the manifest's field {key!r} is missing or wrong")
-        try:
-            parts = tuple(PartInfo(str(p["name"]), str(p["sha256"]), int(p["n_bytes"])) for p in data["parts"])
-            start, stop = (int(b) for b in data["blocks"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{where}: the manifest's parts or blocks are wrong") from None
-        if not 0 <= start <= stop <= data["n_layer"]:
-            raise CheckpointError(f"{where}: blocks [{start}, {stop}) of a model of {data['n_layer']} blocks")
-        fields = {key: data[key] for key in kinds if key not in ("blocks", "parts")}
-        return cls(**fields, blocks=(start, stop), parts=parts)
+            raise CheckpointError(
+                f"the manifest is of format_version {version!r}, this program reads {FORMAT_VERSION}: "
+                "make the chunks again with prepare_model.py of this version"
+            )
+        manifest = cls(
+            model=_get(data, "model", str),
+            config=_get(data, "config", dict),
+            config_hash=_get(data, "config_hash", str),
+            dtype=_get(data, "dtype", str),
+            n_nodes=_get(data, "n_nodes", int),
+            node=_get(data, "node", str),
+            blocks=_blocks(_get(data, "blocks", list)),
+            n_layer=_get(data, "n_layer", int),
+            parts=tuple(_part(entry) for entry in _get(data, "parts", list)),
+        )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        start, stop = self.blocks
+        if not 1 <= self.n_layer <= N_LAYER_LIMIT or self.n_layer != self.config.get("n_layer"):
+            raise _error("n_layer", f"the n_layer of its config, {self.config.get('n_layer')!r}", self.n_layer)
+        if not 1 <= self.n_nodes <= self.n_layer + 1:
+            raise _error("n_nodes", f"a number from 1 to {self.n_layer + 1}", self.n_nodes)
+        if self._index() >= self.n_nodes:
+            raise _error("node", f"a node of a ring of {self.n_nodes}", self.node)
+        # only a starter may be without a block, and its blocks are the first ones
+        if not 0 <= start <= stop <= self.n_layer or (start > 0 if self.is_starter else start == stop):
+            raise _error("blocks", f"a range that {self.node} can hold of {self.n_layer} blocks", list(self.blocks))
+        if self.config_hash != config_hash(self.config):
+            raise _error("config_hash", f"{config_hash(self.config)}, the hash of its config", self.config_hash)
+        names, expected = [part.name for part in self.parts], stage_parts(start, stop, starter=self.is_starter)
+        if names != expected:
+            raise _error("parts", f"{expected}, as its blocks say", names)
+
+    def _index(self) -> int:
+        match = _NODE.fullmatch(self.node)
+        if match is None:
+            raise _error("node", "'starter' or 'secondary<i>'", self.node)
+        return 0 if match[1] is None else 1 + int(match[1])
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Hash of what makes two models the same kind: all of litgpt's Config but the names.
+    """sha256 of what defines the model in a litgpt Config (as a plain dict), in hex.
 
-    Of the name only what litgpt derives from it counts: Gemma's norms add one to their weights, OLMo's first ones have none.
+    Names do not count, except where litgpt's behaviour hangs on them: "Gemma" adds one to norm weights, "OLMo" with
+    LayerNorm has none.
     """
-    kept = {key: value for key, value in config.items() if key not in ("name", "hf_config")}
     name = str(config.get("name", ""))
-    kept["_family"] = [family for family in ("Gemma", "OLMo") if family in name]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=list).encode()).hexdigest()
+    defining = {key: value for key, value in config.items() if key not in _NOT_DEFINING}
+    defining["name_says"] = [word for word in ("Gemma", "OLMo") if word in name]
+    text = json.dumps(_plain(defining), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """10000.0 and 10000 are the same setting, a tuple and a list as well."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _get(data: dict[str, Any], key: str, kind: type) -> Any:
+    if key not in data:
+        raise CheckpointError(f"the manifest lacks the field {key!r}")
+    value = data[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _error(key, _KINDS[kind], value)
+    return value
+
+
+def _blocks(value: list[Any]) -> tuple[int, int]:
+    if len(value) != 2 or any(type(n) is not int for n in value):
+        raise _error("blocks", "[start, stop]", value)
+    return value[0], value[1]
+
+
+def _part(entry: Any) -> PartInfo:
+    if not isinstance(entry, dict):
+        raise _error("parts", "a list of objects", entry)
+    part = PartInfo(_get(entry, "name", str), _get(entry, "sha256", str), _get(entry, "n_bytes", int))
+    if not _SHA256.fullmatch(part.sha256):
+        raise _error("sha256", "64 hexadecimal digits", part.sha256)
+    if part.n_bytes < 1:
+        raise _error("n_bytes", "a number of bytes", part.n_bytes)
+    return part
+
+
+def _error(field: str, expected: str, found: Any) -> CheckpointError:
+    text = repr(found)
+    found_text = text if len(text) < 200 else text[:200] + "..."
+    return CheckpointError(f"the manifest's field {field!r}: expected {expected}, found {found_text}")

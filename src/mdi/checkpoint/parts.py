@@ -1,44 +1,45 @@
-"""Parts: the pieces in which a model is cut, stored, hashed and sent.
+"""A model as parts: "embedding", "block.<i>" and "head", each with canonical bytes and their sha256.
 
-A part is the embedding, one block, or final norm and head, with its tensors under their names in the full model. Its
-canonical bytes are those of a safetensors file that holds just its tensors, names sorted, without metadata: any
-safetensors reader opens it, and its sha256 says which weights it holds, wherever they came from.
+The canonical bytes of a part are those of a safetensors file with just its tensors and no metadata: names in LitGPT's
+global form, wide types first and then by name, so that equal weights have equal bytes everywhere (little-endian, as all
+machines that torch runs on in practice). Knows nothing of configurations, nor of where tensors come from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.errors import CheckpointError
 
 PIECE_BYTES = 4 << 20
-EMBEDDING, HEAD = "embedding", "head"
 
-# torch dtype -> its name in a safetensors header
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_BLOCK = re.compile(r"transformer\.h\.(0|[1-9][0-9]*)\.")
+
+
+class Part(Protocol):
+    """What is needed to ask for a part, and to check what comes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def n_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class PartInfo:
-    """Name of a part, sha256 (64 hex digits) and length of its canonical bytes."""
+    """A part's name, the sha256 (64 hex digits) of its canonical bytes, and how many bytes those are."""
 
     name: str
     sha256: str
@@ -46,93 +47,95 @@ class PartInfo:
 
 
 def part_of(tensor_name: str) -> str:
-    """The part that a tensor of litgpt's GPT belongs to; CheckpointError if it is no such tensor."""
-    if tensor_name.startswith("transformer.h."):
-        number = tensor_name.split(".")[2]
-        if number.isdigit():
-            return f"block.{int(number)}"
+    """The part that a tensor of a LitGPT model belongs to.
+
+    Raises:
+        CheckpointError: no LitGPT model has a tensor of this name.
+    """
+    if match := _BLOCK.match(tensor_name):
+        return f"block.{match[1]}"
     if tensor_name.startswith("transformer.wte."):
-        return EMBEDDING
+        return "embedding"
     if tensor_name.startswith(("transformer.ln_f.", "lm_head.")):
-        return HEAD
-    raise CheckpointError(f"{tensor_name!r} is no tensor of a LitGPT model")
+        return "head"
+    raise CheckpointError(f"{tensor_name} is not the name of a tensor of a LitGPT model")
 
 
 def stage_parts(start: int, stop: int, *, starter: bool) -> list[str]:
-    """Parts of the stage with blocks [start, stop); the starter's has embedding and head as well."""
+    """Parts of a stage with the blocks [start, stop), in the order in which they are computed."""
     blocks = [f"block.{i}" for i in range(start, stop)]
-    return [EMBEDDING, *blocks, HEAD] if starter else blocks
-
-
-def header(shapes: Mapping[str, tuple[str, list[int], int]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors header, its length included.
-
-    Args:
-        shapes: tensor name -> (safetensors dtype, shape, bytes), in the order in which their data follow.
-        metadata: strings to store beside them.
-    """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape, n_bytes) in shapes.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + n_bytes]}
-        offset += n_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
-    return len(text).to_bytes(8, "little") + text
-
-
-def entry(tensor: torch.Tensor) -> tuple[str, list[int], int]:
-    """What `header` needs to know of a tensor."""
-    if tensor.dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"weights of type {tensor.dtype} cannot be stored")
-    return SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape), tensor.numel() * tensor.element_size()
-
-
-def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, in pieces of at most PIECE_BYTES."""
-    if tensor.numel() == 0:
-        return
-    view = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    for i in range(0, len(view), PIECE_BYTES):
-        yield view[i : i + PIECE_BYTES]
+    return ["embedding", *blocks, "head"] if starter else blocks
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The canonical bytes of a part, piece by piece, one tensor in memory at a time."""
-    names = sorted(tensors)
-    yield header({name: entry(tensors[name]) for name in names})
-    for name in names:
-        yield from pieces(tensors[name])
+    """The canonical bytes, in pieces of at most 4 MiB. Tensors are fetched from the mapping one after the other."""
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    order = ordered(specs)
+    yield from _cut(memoryview(header_bytes(specs, order)))
+    for name in order:
+        yield from tensor_bytes(tensors[name])
 
 
 def serialized_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Length of the canonical bytes."""
-    shapes = {name: entry(tensors[name]) for name in sorted(tensors)}
-    return len(header(shapes)) + sum(n_bytes for _, _, n_bytes in shapes.values())
+    return spec_bytes({name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+
+
+def spec_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Length of the canonical bytes of tensors that need not be in memory."""
+    return len(header_bytes(specs, ordered(specs))) + sum(spec.n_bytes for spec in specs.values())
 
 
 def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash of the canonical bytes."""
     digest = hashlib.sha256()
     for piece in serialize(tensors):
         digest.update(piece)
     return digest.hexdigest()
 
 
-def write_part(path: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> PartInfo:
-    """Write the canonical bytes to a file, whole or not at all."""
-    digest = hashlib.sha256()
-    unfinished = path.with_name(path.name + ".part")
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The raw data of one tensor, in pieces of at most 4 MiB."""
+    if tensor.numel():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data: Any = flat.view(torch.uint8).numpy()  # as bytes, because numpy has no bfloat16
+        yield from _cut(memoryview(data))
+
+
+def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> PartInfo:
+    """Write the canonical bytes to a file, which appears whole or not at all. The part's name is the file's stem.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
+    digest, n_bytes = hashlib.sha256(), 0
+    with replacing(path) as file:
+        for piece in serialize(tensors):
+            digest.update(piece)
+            file.write(piece)
+            n_bytes += len(piece)
+    return PartInfo(path.stem, digest.hexdigest(), n_bytes)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A binary file to write, which takes the place of `path` when the block ends well, and else is removed.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
     try:
-        with open(unfinished, "wb") as file:
-            for piece in serialize(tensors):
-                digest.update(piece)
-                file.write(piece)
+        with open(part, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            n_bytes = file.tell()
-        os.replace(unfinished, path)
+        os.replace(part, path)
     except OSError as e:
-        unfinished.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {e.strerror or e}") from None
-    return PartInfo(name, digest.hexdigest(), n_bytes)
+        raise CheckpointError(f"cannot write {path}: {e.strerror or e}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _cut(data: memoryview) -> Iterator[memoryview]:
+    for i in range(0, len(data), PIECE_BYTES):
+        yield data[i : i + PIECE_BYTES]

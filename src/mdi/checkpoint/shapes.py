@@ -1,4 +1,7 @@
-"""Which tensors a model must have, by litgpt's own GPT built without memory. Knows no files, except by name in messages."""
+"""The shape of a model: its litgpt Config, read and checked, and the tensors that litgpt's own GPT then has.
+
+The GPT is built without memory. Knows no weights.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,19 @@ import torch
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """model_config.yaml as a litgpt Config with all defaults, as a plain dict. Raises CheckpointError."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise CheckpointError(f"cannot read {path}: {' '.join(str(e).split())}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected the settings of a model, found {type(data).__name__}")
+    return full_config(data, str(path))
 
 
 def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -23,14 +40,14 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     from litgpt.config import Config
 
+    defaults = asdict(Config())
+    for key, value in settings.items():
+        if isinstance(defaults.get(key), (int, float)) and not isinstance(value, (int, float)):
+            raise CheckpointError(f"{where}: {key}: expected a number such as {defaults[key]}, found {value!r}")
     try:
         config = asdict(Config(**settings))
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ZeroDivisionError) as e:
         raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
-    for key, default in asdict(Config()).items():
-        value = config[key]
-        if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
-            raise CheckpointError(f"{where}: {key}: expected a number such as {default}, found {value!r}")
     if config["n_layer"] < 1:
         raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")
     return config
@@ -49,7 +66,8 @@ def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts
             raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}")
         if specs[name].shape != shape:
             raise CheckpointError(
-                f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} by the model's config"
+                f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} "
+                "by the model's config"
             )
     for name in specs:
         if name not in wanted:
@@ -58,17 +76,17 @@ def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts
 
 def model_shapes(config: dict[str, Any], where: str) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the model. Raises CheckpointError if litgpt cannot build it."""
-    return _model_shapes(json.dumps(config, sort_keys=True), where)
+    try:
+        return _model_shapes(json.dumps(config, sort_keys=True))
+    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
+        raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
 
 
 @functools.lru_cache(maxsize=4)
-def _model_shapes(config_json: str, where: str) -> dict[str, tuple[int, ...]]:
+def _model_shapes(config_json: str) -> dict[str, tuple[int, ...]]:
     from litgpt.config import Config
     from litgpt.model import GPT
 
-    try:
-        with torch.device("meta"):
-            model = GPT(Config(**json.loads(config_json)))
-    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
-        raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
+    with torch.device("meta"):
+        model = GPT(Config(**json.loads(config_json)))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,293 +1,287 @@
-"""Where weights are read from: a LitGPT checkpoint or a chunk. Nothing is unpickled, and every shape is checked on opening."""
+"""Where weights come from: a LitGPT checkpoint or a chunk of one, tensor by tensor, under the full model's names.
+
+Nothing is loaded ahead and nothing in the files is executed. Knows no network and no devices.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import os
-import zipfile
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest, config_hash
-from mdi.checkpoint.parts import PartInfo, part_of, serialized_bytes, sha256_of
+from mdi.checkpoint.parts import PartInfo, part_of, sha256_of, spec_bytes, stage_parts
+from mdi.checkpoint.shapes import check_tensors, read_config
+from mdi.checkpoint.weightfile import SafetensorsFile, WeightFile, open_weight_file
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
-_CANNOT = (RuntimeError, ValueError, TypeError, KeyError, AssertionError, ImportError, OSError)
+CONFIG_FILE = "model_config.yaml"
 
 
 class WeightSource(ABC):
-    """Weights of (a part of) a model.
+    """Some or all parts of one model.
 
     Attributes:
-        path: file or directory.
-        model: name of the model.
-        config_dict: litgpt Config as a plain object; `config_hash` is its hash.
-        dtype: of the stored weights, e.g. "bfloat16".
+        model: its name.
+        config_dict: its litgpt Config as a plain dict; `config_hash` is the hash of that.
+        dtype: what most of the weights are stored in, e.g. "bfloat16".
+        specs: type and shape of every tensor that can be had.
     """
 
-    path: Path
     model: str
     config_dict: dict[str, Any]
     config_hash: str
     dtype: str
+    specs: dict[str, TensorSpec]
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, as stored, mapped from the file where possible."""
 
     @abstractmethod
     def part_names(self) -> list[str]:
-        """The parts that it can give."""
+        """The parts that can be had, in the order in which they are computed."""
 
     @abstractmethod
+    def known(self, part: str) -> PartInfo | None:
+        """The part's hash, if it is known without reading the weights."""
+
+    @abstractmethod
+    def remember(self, info: PartInfo) -> None:
+        """Take a hash that was computed while the part was read for something else."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of what is mapped; it is mapped again when needed."""
+
     def info(self, part: str) -> PartInfo:
-        """Hash and size of a part."""
+        """The part's hash; computed at the first call if the source does not know it yet.
 
-    @abstractmethod
+        Raises:
+            CheckpointError: the source does not have the part, or cannot be read.
+        """
+        info = self.known(part)
+        if info is None:
+            info = compute_info(self, part)
+            self.remember(info)
+        return info
+
+    def part_specs(self, part: str) -> dict[str, TensorSpec]:
+        """Type and shape of a part's tensors. Raises CheckpointError if the source does not have it."""
+        if part not in self.part_names():
+            raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self.part_names())}")
+        return {name: spec for name, spec in self.specs.items() if part_of(name) == part}
+
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part, on the CPU, as they are stored; read from the file when they are used."""
+        """The tensors of a part. Raises CheckpointError if the source does not have it or cannot be read."""
+        return {name: self.tensor(name) for name in self.part_specs(part)}
 
-    def close(self) -> None:  # noqa: B027
-        """Let go of the file."""
-
-
-def open_source(path: str | Path) -> WeightSource:
-    """Open a checkpoint directory or a chunk file, whichever `path` is.
-
-    Raises:
-        CheckpointError: it is neither, or damaged.
-    """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        return LitCheckpoint(path)
-    return ChunkFile(path)
+    def close(self) -> None:
+        self.release()
 
 
 class LitCheckpoint(WeightSource):
-    """A directory with model_config.yaml and lit_model.pth (or .safetensors), as litgpt and `mdi prepare-model` make it."""
+    """A directory with model_config.yaml and lit_model.pth or lit_model.safetensors.
+
+    Where the embedding or the head is missing, the other stands in for it (tied weights).
+
+    Raises:
+        CheckpointError: something is missing, cut short, damaged, or of another shape than the config says.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        if not self.path.is_dir():
-            raise CheckpointError(f"no such checkpoint: {path} (the nearest that exists is {nearest_existing(path)})")
-        self._file = self._weight_file()
-        config = read_config(self.path / "model_config.yaml")
-        self.config_dict = asdict(config)
+        self.path = Path(path)
+        weights = next((p for name in WEIGHT_FILES if (p := self.path / name).is_file()), None)
+        if weights is None or not (self.path / CONFIG_FILE).is_file():
+            raise CheckpointError(_no_checkpoint(self.path))
+        self.config_dict = read_config(self.path / CONFIG_FILE)
         self.config_hash = config_hash(self.config_dict)
-        self.model = config.name or self.path.resolve().name
-        self._tensors = _tie(_read_tensors(self._file))
-        _check_shapes(self._tensors, config_shapes(self.config_dict), self._file)
-        self.dtype = str(next(iter(self._tensors.values())).dtype).removeprefix("torch.")
-        self._parts: dict[str, list[str]] = {}
-        for name in self._tensors:
-            self._parts.setdefault(part_of(name), []).append(name)
+        self.model = self.config_dict["name"] or self.path.absolute().name
+        self._file: WeightFile = open_weight_file(weights)
+        self._stored = _litgpt_names(self._file.specs)  # name -> name in the file
+        self.specs = {name: self._file.specs[stored] for name, stored in self._stored.items()}
+        check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
+        self.dtype = main_dtype(self.specs.values())
+        self.hashes = HashCache(self.path / "parts.json", weights, self.config_hash)
 
-    def _weight_file(self) -> Path:
-        for name in WEIGHT_FILES:
-            if (self.path / name).is_file():
-                return self.path / name
-        hint = (
-            f": it looks like a Hugging Face checkpoint, so convert it with prepare_model.py {self.path}"
-            if (self.path / "config.json").is_file()
-            else ""
-        )
-        raise CheckpointError(f"{self.path} holds neither {' nor '.join(WEIGHT_FILES)}{hint}")
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        tensor = self._file.tensor(stored)
+        return self._reassembled(tensor) if ".attn.attn." in stored else tensor
 
     def part_names(self) -> list[str]:
-        return sorted(self._parts, key=_part_order)
+        return stage_parts(0, self.config_dict["n_layer"], starter=True)
 
-    def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        return {name: self._tensors[name] for name in self._parts[part]}
+    def known(self, part: str) -> PartInfo | None:
+        return self.hashes.get("stored", part)
 
-    @functools.cached_property
-    def _stamp(self) -> str:
-        stat = self._file.stat()
-        return f"{stat.st_size}-{stat.st_mtime_ns}"
+    def remember(self, info: PartInfo) -> None:
+        self.hashes.put("stored", info)
 
-    @functools.cached_property
-    def _known(self) -> dict[str, PartInfo]:
-        """Hashes that were computed before, remembered beside the weights."""
-        try:
-            data = json.loads((self.path / "parts.json").read_text(encoding="utf-8"))
-            if data["stamp"] != self._stamp:
-                return {}
-            return {name: PartInfo(name, str(sha), int(size)) for name, (sha, size) in data["parts"].items()}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+    def release(self) -> None:
+        self._file.release()
 
-    def info(self, part: str) -> PartInfo:
-        if part not in self._known:
-            tensors = self.tensors(part)
-            self._known[part] = PartInfo(part, sha256_of(tensors), serialized_bytes(tensors))
-            self._remember()
-        return self._known[part]
+    def _reassembled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """LitGPT before 0.5 interleaved query, key and value by group."""
+        from litgpt.config import Config
+        from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 
-    def _remember(self) -> None:
-        data = {"stamp": self._stamp, "parts": {p.name: [p.sha256, p.n_bytes] for p in self._known.values()}}
-        unfinished = self.path / f"parts.json.{os.getpid()}.part"
-        with contextlib.suppress(OSError):  # a directory that cannot be written to costs time, nothing else
-            unfinished.write_text(json.dumps(data), encoding="utf-8")
-            os.replace(unfinished, self.path / "parts.json")
+        result: torch.Tensor = qkv_reassemble(tensor, Config(**self.config_dict))
+        return result
 
 
 class ChunkFile(WeightSource):
-    """A chunk: a safetensors file with a manifest in its metadata."""
+    """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify_part` computes them.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, not what its manifest says, or no chunk of this program.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path).expanduser()
-        if path.suffix == ".pth" and path.with_suffix(".safetensors").is_file():
-            path = path.with_suffix(".safetensors")  # the name that older documents use
-        if not path.is_file():
-            raise CheckpointError(f"no such chunk: {path} (the nearest that exists is {nearest_existing(path)})")
-        self.path = path
-        if path.suffix != ".safetensors":
-            raise CheckpointError(f"{path} is no chunk of this version: {_REMAKE}")
-        self._handle = open_safetensors(path)
-        text = (self._handle.metadata() or {}).get(METADATA_KEY)
-        names = list(self._handle.keys())
-        if text is None:
-            raise CheckpointError(
-                f"{path} has no manifest, so nothing says which blocks it holds (older chunks count them from 0): {_REMAKE}"
-            )
-        self.manifest = Manifest.from_json(text, str(path))
-        manifest = self.manifest
-        self.model, self.config_dict, self.config_hash = manifest.model, manifest.config, manifest.config_hash
-        self.dtype = manifest.dtype
-        if config_hash(manifest.config) != manifest.config_hash:
-            raise CheckpointError(f"{path}: the manifest's configuration does not fit its hash; {_REMAKE}")
-        self._infos = {part.name: part for part in manifest.parts}
-        self._parts: dict[str, list[str]] = {name: [] for name in self._infos}
-        for name in names:
-            part = part_of(name)
-            if part not in self._parts:
-                raise CheckpointError(f"{path} holds {name}, which its manifest does not list; {_REMAKE}")
-            self._parts[part].append(name)
-        wanted = {n: s for n, s in config_shapes(self.config_dict).items() if part_of(n) in self._infos}
-        _check_shapes({name: self._handle.get_slice(name) for name in names}, wanted, path)
+        self.path = _chunk_path(Path(path))
+        self._file = SafetensorsFile(self.path)
+        if METADATA_KEY not in self._file.metadata:
+            raise CheckpointError(f"{self.path} is no chunk of this version, it has no manifest; {_remedy(self.path)}")
+        try:
+            self.manifest = Manifest.from_json(self._file.metadata[METADATA_KEY])
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.path}: {e}") from None
+        self.model, self.config_dict = self.manifest.model, self.manifest.config
+        self.config_hash, self.dtype = self.manifest.config_hash, self.manifest.dtype
+        self.specs = self._file.specs
+        self._infos = {part.name: part for part in self.manifest.parts}
+        self._check()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._file.tensor(name)
 
     def part_names(self) -> list[str]:
-        return sorted(self._parts, key=_part_order)
+        return list(self._infos)
 
-    def info(self, part: str) -> PartInfo:
+    def known(self, part: str) -> PartInfo:
+        if part not in self._infos:
+            raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self._infos)}")
         return self._infos[part]
 
-    def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        return {name: self._handle.get_tensor(name) for name in self._parts[part]}
+    def remember(self, info: PartInfo) -> None:
+        """A chunk's hashes are fixed."""
 
-    def verify_part(self, part: str) -> None:
-        """Raises CheckpointError if the part's bytes are not those that the manifest was written for."""
-        found = sha256_of(self.tensors(part))
-        if found != self._infos[part].sha256:
+    def verify_part(self, name: str) -> None:
+        """Compute the sha256 of a part. Raises CheckpointError if it is not the one of the manifest."""
+        expected, found = self.info(name), compute_info(self, name)
+        if found != expected:
             raise CheckpointError(
-                f"{self.path}: {part} is damaged (sha256 {found}, expected {self._infos[part].sha256})"
+                f"{self.path}: {name} is damaged: sha256 {found.sha256}, expected {expected.sha256}; "
+                f"{_remedy(self.path)}"
             )
 
-    def close(self) -> None:
-        del self._handle
+    def release(self) -> None:
+        self._file.release()
+
+    def _check(self) -> None:
+        start, stop = self.manifest.blocks
+        numbers = {int(m[1]) for name in self.specs if (m := re.match(r"transformer\.h\.(\d+)\.", name))}
+        if start > 0 and numbers == set(range(stop - start)):
+            raise CheckpointError(
+                f"{self.path} numbers its blocks from 0, but holds blocks [{start}, {stop}); {_remedy(self.path)}"
+            )
+        check_tensors(self.config_dict, self.specs, self._infos, str(self.path))
+        for part, info in self._infos.items():
+            if (n_bytes := spec_bytes(self.part_specs(part))) != info.n_bytes:
+                raise CheckpointError(
+                    f"{self.path}: {part} has {n_bytes} bytes, expected {info.n_bytes} by its manifest; "
+                    f"{_remedy(self.path)}"
+                )
 
 
-_REMAKE = "make the chunks again with `prepare_model.py MODEL --n-nodes N`"
+class LazyPart(Mapping[str, torch.Tensor]):
+    """The tensors of a part as a mapping that fetches each when it is asked for."""
+
+    def __init__(self, source: WeightSource, part: str) -> None:
+        self._source = source
+        self._names = list(source.part_specs(part))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._source.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-def open_safetensors(path: Path) -> Any:
-    """A lazily read safetensors file; CheckpointError if it is cut short or damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as e:
-        raise CheckpointError(f"{path} is cut short or damaged: {e}") from None
-
-
-def read_config(path: Path) -> Any:
-    """litgpt's Config from a model_config.yaml; CheckpointError says what is wrong with it."""
-    from litgpt.config import Config
-
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: a LitGPT checkpoint says there what shape the model has")
-    try:
-        import yaml
-
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("no fields in it")
-        return Config(**fields)
-    except (*_CANNOT, yaml.YAMLError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"{path} is no configuration of litgpt: {_first_line(e)}") from None
+def open_source(path: str | Path) -> WeightSource:
+    """A checkpoint's directory, its weight file, or a chunk. Raises CheckpointError."""
+    path = Path(path)
+    if path.is_dir():
+        return LitCheckpoint(path)
+    if path.name in WEIGHT_FILES and path.is_file():
+        return LitCheckpoint(path.parent)
+    return ChunkFile(path)
 
 
-def config_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Shape of every tensor of a model, without making one."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    fields = dict(config)
-    try:
-        with torch.device("meta"):
-            model = GPT(Config(**fields))
-    except _CANNOT as e:
-        raise CheckpointError(f"no model can be built from this configuration: {_first_line(e)}") from None
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+def compute_info(source: WeightSource, part: str) -> PartInfo:
+    """Read a part and hash it."""
+    info = PartInfo(part, sha256_of(LazyPart(source, part)), spec_bytes(source.part_specs(part)))
+    source.release()
+    return info
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _litgpt_names(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Today's name of each tensor -> its name in the file: tied weights, and the names of litgpt before 0.5."""
+    names = {re.sub(r"\.attn\.attn\.(weight|bias)$", r".attn.qkv.\1", name): name for name in specs}
+    embedding, head = "transformer.wte.weight", "lm_head.weight"
+    if embedding in names:
+        names.setdefault(head, names[embedding])
+    elif head in names:
+        names[embedding] = names[head]
+    return names
+
+
+def _chunk_path(path: Path) -> Path:
+    """The .safetensors file itself, or the one beside a .pth name."""
     if path.suffix == ".safetensors":
-        handle = open_safetensors(path)
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    return read_pth(path)
+        return path
+    beside = path.with_suffix(".safetensors")
+    if beside.is_file():
+        return beside
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is no safetensors file, and there is no {beside.name} beside it; {_remedy(path)}"
+        )
+    raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})")
 
 
-def read_pth(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .pth or .bin file, mapped into memory if its format allows it. Code in it is never run."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as e:  # torch raises pickle, zip, struct and runtime errors for what is not a checkpoint
-        why = "it holds more than weights" if "weights_only" in str(e).lower() else _first_line(e)
-        raise CheckpointError(f"{path} is cut short, damaged or no checkpoint: {why}") from None
-    if isinstance(state, dict) and isinstance(state.get("model"), dict):
-        state = state["model"]
-    if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
-        raise CheckpointError(f"{path} holds no table of tensors")
-    return state
+def _remedy(path: Path) -> str:
+    """The command that makes a good chunk: the number of nodes, and often the model, stand in the path."""
+    folder = path.absolute().parent
+    match = re.fullmatch(r"(\d+)nodes", folder.name)
+    model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"
+    return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}"
 
 
-def _tie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With tied embeddings only one of the two may be stored; it stands in for the other."""
-    pair = ("lm_head.weight", "transformer.wte.weight")
-    present = [name for name in pair if name in tensors]
-    if len(present) == 1:
-        missing = pair[1 - pair.index(present[0])]
-        return {**tensors, missing: tensors[present[0]]}
-    return tensors
-
-
-def _check_shapes(found: Mapping[str, Any], wanted: Mapping[str, list[int]], where: Path) -> None:
-    for name, shape in wanted.items():
-        if name not in found:
-            legacy = name.replace(".attn.qkv.", ".attn.attn.")
-            hint = (
-                " (it was written by an older litgpt: convert it again)" if legacy in found and legacy != name else ""
-            )
-            raise CheckpointError(f"{where} lacks the tensor {name}{hint}")
-        given = found[name]
-        given_shape = list(given.get_shape() if hasattr(given, "get_shape") else given.shape)
-        if given_shape != shape:
-            raise CheckpointError(f"{where}: tensor {name} has the shape {given_shape}, expected {shape}")
-    for name in found:
-        if name not in wanted:
-            raise CheckpointError(f"{where} holds the tensor {name}, which this model does not have")
-
-
-def _part_order(part: str) -> tuple[int, int]:
-    if part.startswith("block."):
-        return 1, int(part.removeprefix("block."))
-    return (0, 0) if part == "embedding" else (2, 0)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().split("\n")[0][:300]
+def _no_checkpoint(path: Path) -> str:
+    if not path.is_dir():
+        return f"no such directory: {path} (the nearest that exists is {nearest_existing(path)})"
+    if (path / "config.json").is_file() and not (path / CONFIG_FILE).is_file():
+        return f"{path} is not a LitGPT checkpoint but a Hugging Face one; convert it with: prepare_model.py {path}"
+    have = sorted(name for name in (*WEIGHT_FILES, CONFIG_FILE) if (path / name).is_file())
+    return (
+        f"{path} is not a LitGPT checkpoint: it needs {CONFIG_FILE} and {' or '.join(WEIGHT_FILES)}, "
+        f"and has {' and '.join(have) or 'neither'}"
+    )

@@ -1,4 +1,4 @@
-"""Parts that a node has received, kept on its disk under the hash of their content."""
+"""Parts that came from another node, on disk under their sha256. Knows no network: bytes come from a function."""
 
 from __future__ import annotations
 
@@ -6,133 +6,154 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO
 
 import torch
 
-from mdi.checkpoint.source import open_safetensors
+from mdi.checkpoint.layout import read_header
+from mdi.checkpoint.parts import Part
+from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
 
-
-class _Info(Protocol):
-    """A PartInfo, or whatever else says these three things."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def n_bytes(self) -> int: ...
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 class BlockStore:
-    """Files `<sha256>.safetensors` in one directory; what is incomplete is `<sha256>.part` and can be gone on with.
+    """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
-    A file under its final name has been verified, so nobody need hash it again.
+    A file under its final name has been checked. Several parts can be received at a time, in as many threads, but each
+    only once. The directory is made when the first part comes.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def path(self, sha256: str) -> Path:
-        return self.directory / f"{sha256}.safetensors"
-
-    def _unfinished(self, sha256: str) -> Path:
-        return self.directory / f"{sha256}.part"
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
 
     def has(self, sha256: str) -> bool:
         return self.path(sha256).is_file()
 
+    def path(self, sha256: str) -> Path:
+        """Where the part is, or will be. Raises CheckpointError if this is no sha256 (it may come from the network)."""
+        if not _SHA256.fullmatch(sha256):
+            raise CheckpointError(f"{sha256!r} is not a sha256 (64 hexadecimal digits)")
+        return self.directory / f"{sha256}.safetensors"
+
     def partial_bytes(self, sha256: str) -> int:
-        """How much of a part has arrived."""
+        """How many bytes of a part are there from a transfer that was cut off."""
         try:
-            return self._unfinished(sha256).stat().st_size
-        except OSError:
+            return self._partial(sha256).stat().st_size
+        except FileNotFoundError:
             return 0
 
-    def tensors(self, sha256: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part, mapped into memory."""
-        handle = open_safetensors(self.path(sha256))
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-
     def free_bytes(self) -> int:
-        """Free space on the disk of the store."""
-        place = self.directory.absolute()
-        while not place.exists():
-            place = place.parent
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage(nearest_existing(self.directory)).free
 
     def receive(
-        self, info: _Info, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None = None
+        self, info: Part, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None = None
     ) -> None:
-        """Take the bytes of a part from `offset` on; it is in the store when this returns.
+        """Stream the bytes of a part from `offset` on to the disk, and check them.
 
         Args:
-            offset: how much is there already, see `partial_bytes`.
-            read: gives up to n bytes of what is coming; b"" at its end.
-            on_bytes: told how many bytes came.
+            info: what is to come.
+            offset: where in the part the bytes start; at most `partial_bytes`.
+            read: gives at most so many bytes, b"" at the end. What it raises goes through; what came is kept.
+            on_bytes: told the size of each piece written.
 
         Raises:
-            CheckpointError: cut off (what came is kept), wrong content (nothing is kept), or no room on the disk.
+            CheckpointError: bytes are missing (what came is kept), are others than the sha256 says, or the disk is full
+                (what came is removed).
         """
-        path = self._unfinished(info.sha256)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with open(path, "r+b" if path.exists() else "w+b") as file:
-                digest = self._resume(file, path, offset)
-                while offset < info.n_bytes:
-                    piece = self._read(read, min(PIECE_BYTES, info.n_bytes - offset))
-                    if not piece:
-                        raise CheckpointError(f"{info.name} was cut off at {offset} of {info.n_bytes} bytes")
-                    file.write(piece)
-                    digest.update(piece)
-                    offset += len(piece)
-                    if on_bytes is not None:
-                        on_bytes(len(piece))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as e:
-            raise self._no_room(e, info, path) from None
-        if digest.hexdigest() != info.sha256:
-            path.unlink(missing_ok=True)
+        partial = self._partial(info.sha256)
+        have = self.partial_bytes(info.sha256)
+        if not 0 <= offset <= min(have, info.n_bytes):
             raise CheckpointError(
-                f"{info.name} arrived damaged: its sha256 is {digest.hexdigest()}, expected {info.sha256}"
+                f"{info.name} cannot go on at byte {offset} of {info.n_bytes}: {have} bytes of it are here"
             )
-        os.replace(path, self.path(info.sha256))
+        with self._disk(info):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file: BinaryIO = open(partial, "r+b" if have else "w+b", buffering=0)  # noqa: SIM115 - closed below
+        with file:
+            with self._disk(info):
+                digest = self._resume(file, offset)
+            self._receive(file, digest, info, offset, read, on_bytes)
+            with self._disk(info):
+                os.fsync(file.fileno())
+        if (found := digest.hexdigest()) != info.sha256:
+            partial.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"the bytes of {info.name} are not the ones expected: sha256 {found}, expected {info.sha256}"
+            )
+        with self._disk(info):
+            os.replace(partial, self.path(info.sha256))
 
-    @staticmethod
-    def _read(read: Callable[[int], bytes], n_bytes: int) -> bytes:
+    def tensors(self, sha256: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part, mapped from the file.
+
+        Raises:
+            CheckpointError: the part is not here, or its file was damaged since it came.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path(sha256)
+        read_header(path)
         try:
-            return read(n_bytes)
-        except OSError as e:  # of the network, not of the disk
-            raise CheckpointError(f"the connection broke while weights arrived: {e}") from None
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"cannot read {path}: {e}") from None
+
+    def _receive(
+        self,
+        file: BinaryIO,
+        digest: Any,
+        info: Part,
+        position: int,
+        read: Callable[[int], bytes],
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        while position < info.n_bytes:
+            piece = read(min(PIECE_BYTES, info.n_bytes - position))
+            if not piece:
+                raise CheckpointError(f"{info.name} was cut off at {position} of {info.n_bytes} bytes")
+            view = memoryview(piece)
+            while len(view):  # an unbuffered file may take less than it is given, before it says that the disk is full
+                with self._disk(info):
+                    view = view[file.write(view) :]
+            digest.update(piece)
+            position += len(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
 
     @staticmethod
-    def _resume(file: object, path: Path, offset: int) -> hashlib._Hash:
-        """Hash what is there before `offset`, and go on behind it."""
+    def _resume(file: BinaryIO, offset: int) -> Any:
+        """Keep the first `offset` bytes of a file; the sha256 of those, to go on with."""
+        file.truncate(offset)
         digest = hashlib.sha256()
-        left = offset
-        while left:
-            piece = file.read(min(PIECE_BYTES, left))  # type: ignore[attr-defined]
-            if not piece:
-                raise CheckpointError(f"cannot go on at byte {offset}: only {offset - left} are there")
+        while piece := file.read(PIECE_BYTES):
             digest.update(piece)
-            left -= len(piece)
-        file.truncate(offset)  # type: ignore[attr-defined]
-        file.seek(offset)  # type: ignore[attr-defined]
         return digest
 
-    def _no_room(self, error: OSError, info: _Info, path: Path) -> CheckpointError:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            return CheckpointError(f"cannot store weights in {self.directory}: {error.strerror or error}")
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return CheckpointError(
-            f"no room for {info.name} ({info.n_bytes / 1e6:.1f} MB) in {self.directory}: {error.strerror}, "
-            f"{self.free_bytes() / 1e6:.1f} MB free"
-        )
+    @contextlib.contextmanager
+    def _disk(self, info: Part) -> Iterator[None]:
+        """Turns what the disk refuses, and only that, into an error of ours."""
+        try:
+            yield
+        except OSError as e:
+            if e.errno not in _FULL:
+                raise CheckpointError(f"cannot store {info.name} in {self.directory}: {e.strerror or e}") from None
+            free = self.free_bytes()
+            with contextlib.suppress(OSError):
+                self._partial(info.sha256).unlink()
+            raise CheckpointError(
+                f"the disk is full ({e.strerror}): {info.name} needs {info.n_bytes} bytes in {self.directory}, "
+                f"where {free} are free"
+            ) from None
+
+    def _partial(self, sha256: str) -> Path:
+        return self.path(sha256).with_suffix(".part")

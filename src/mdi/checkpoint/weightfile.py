@@ -53,9 +53,9 @@ class SafetensorsFile:
         from safetensors import SafetensorError, safe_open
 
         try:
-            if self._file is None:
-                self._file = safe_open(self.path, framework="pt")
-            tensor: torch.Tensor = self._file.get_tensor(name)
+            # held in a variable of our own: another thread may release it meanwhile
+            file = self._file = self._file or safe_open(self.path, framework="pt")
+            tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"cannot read {name} from {self.path}: {e}") from None
         return tensor
@@ -79,9 +79,10 @@ class PickledFile:
         self._tensors = None
 
     def _load(self) -> dict[str, torch.Tensor]:
-        if self._tensors is None:
-            self._tensors = self._checked(_torch_load(self.path))
-        return self._tensors
+        tensors = self._tensors  # a variable of our own: another thread may release it meanwhile
+        if tensors is None:
+            tensors = self._tensors = self._checked(_torch_load(self.path))
+        return tensors
 
     def _checked(self, state: Any) -> dict[str, torch.Tensor]:
         if isinstance(state, dict) and isinstance(state.get("model"), dict):  # litgpt's pretraining nests it

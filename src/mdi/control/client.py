@@ -68,7 +68,9 @@ class ControlClient:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ControlError(f"{self.where} is not a node of MDI-LLM: its answer is no JSON object", response.status_code)
+            raise ControlError(
+                f"{self.where} is not a node of MDI-LLM: its answer is no JSON object", response.status_code
+            )
         if response.status_code != 200:
             raise ControlError(f"{self.where}: {answer.get('error', response.reason)}", response.status_code)
         return answer

@@ -156,5 +156,7 @@ class _Fields:
             if not isinstance(entry, dict):
                 raise ControlError(f"field {key!r}: expected objects", 400)
             fields = _Fields(entry)
-            parts.append(PartSpec(fields.string("name"), fields.hex("sha256", 64), fields.integer("n_bytes", 1, 1 << 45)))
+            parts.append(
+                PartSpec(fields.string("name"), fields.hex("sha256", 64), fields.integer("n_bytes", 1, 1 << 45))
+            )
         return parts

@@ -160,13 +160,13 @@ class Scheduler:
     def _decode_slices(self) -> list[PlannedSlice]:
         n_decoding = len(self._running) - len(self._prefilling)
         share = -(-n_decoding // self.n_frames)
-        slices = []
+        slices: list[PlannedSlice] = []
         while self._ready and len(slices) < share:
             slices.append(self._cut(self._ready.popleft(), 1))
         return slices
 
     def _prefill_slices(self) -> list[PlannedSlice]:
-        slices = []
+        slices: list[PlannedSlice] = []
         budget = self.chunk_rows
         while self._prefilling and budget:
             sequence = self._prefilling[0]

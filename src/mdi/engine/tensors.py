@@ -33,7 +33,7 @@ def rows_of(frame: Frame, n_cols: int, device: torch.device, dtype: torch.dtype)
 def frame_of(x: torch.Tensor, epoch: int, number: int, slices: tuple[Slice, ...], freed: tuple[int, ...]) -> Frame:
     """A BATCH frame whose payload is the memory of `x` (n_rows, n_cols); `x` must not change until it is sent."""
     n_rows, n_cols = x.shape
-    payload = memoryview(x.cpu().contiguous().view(torch.uint8).numpy()).cast("B") if n_rows else memoryview(b"")
+    payload = x.cpu().contiguous().view(torch.uint8).numpy().data.cast("B") if n_rows else memoryview(b"")
     return Frame(Kind.BATCH, epoch, number, _NAMES[x.dtype], n_rows, n_cols, slices, freed, payload)
 
 

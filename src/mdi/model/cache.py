@@ -78,7 +78,9 @@ class BlockCache:
         if start > self.end:
             raise EngineError(f"a slice starts at position {start}, but its cache ends at {self.end}")
         if self.base and start < self.end and start - self._shape.window + 1 < self.base:  # type: ignore[operator]
-            raise EngineError(f"a slice goes back to position {start}, but the window kept only what follows {self.base}")
+            raise EngineError(
+                f"a slice goes back to position {start}, but the window kept only what follows {self.base}"
+            )
         self.end = start
 
     def _make_room(self, n_needed: int) -> None:
@@ -112,9 +114,7 @@ class BlockCache:
 class CacheStore:
     """All caches of one stage: a list of BlockCache, in block order, per sequence."""
 
-    def __init__(
-        self, shapes: list[CacheShape], max_length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shapes: list[CacheShape], max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._max_length = max_length
         self._device = device

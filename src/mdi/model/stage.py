@@ -26,6 +26,10 @@ Tensors = Mapping[str, torch.Tensor]
 class Stage(nn.Module):
     """Blocks [start, stop) of a model, on the meta device until `load` has given it all tensors."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+    transformer: nn.ModuleDict
+
     def __init__(self, config: Config, start: int, stop: int) -> None:
         super().__init__()
         self.config = config
@@ -80,15 +84,15 @@ class Stage(nn.Module):
         """
         # litgpt's table builder is a method that reads just these two attributes.
         spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
-        cos, sin = GPT.rope_cache(spec, device=device)
         self.max_length = max_length
-        self.cos, self.sin = cos, sin  # (max_length, rope_n_elem), or (..., 2) with two kinds of layers
+        self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
         shapes = [block.attn.cache_shape for block in self.blocks]
         self.caches = CacheStore(shapes, max_length, device, dtype)
 
     @property
     def blocks(self) -> list[Block]:
-        return list(self.transformer["h"].values())
+        blocks: list[Block] = list(self.transformer["h"].children())
+        return blocks
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:

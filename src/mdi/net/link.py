@@ -7,6 +7,7 @@ buffers; they know no tensors.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -234,7 +235,5 @@ class ReceiveLink:
 
 
 def _shut(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the peer was faster
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer was faster

@@ -51,7 +51,11 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device) -> torch
         if device.type == "cpu":
             native = stored == "bfloat16" and cpu_multiplies_bfloat16()
             return torch.bfloat16 if native else torch.float32
-        if stored == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if (
+            stored == "bfloat16"
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             return torch.float16
         return DTYPES.get(stored, torch.float32)
     name = _ALIASES.get(wanted.lower(), wanted.lower())

@@ -106,10 +106,10 @@ class LocalRing:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads_of_starter)}
         # A group of its own: Ctrl-C is for the starter, which ends the run on all nodes in good order.
-        group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {
-            "start_new_session": True
-        }  # fmt: skip
-        return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **group)  # type: ignore[call-overload,no-any-return]
+        flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=env, start_new_session=os.name == "posix", creationflags=flags
+        )
 
 
 def available_cores() -> int:

@@ -36,7 +36,8 @@ class Sample:
         self.ended = threading.Event()
         self._begin = begin
         self._on_text = on_text
-        self._detokenizer = Detokenizer(codec)
+        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
+        self._detokenizer = Detokenizer(codec, continues=codec.prompt_style is None)
         self._matcher = StopMatcher(stop)
         self._pieces: list[str] = []
         self._stop_met = False

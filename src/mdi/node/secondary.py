@@ -44,12 +44,18 @@ class _Abandoned(MdiError):
 
 
 class _Job:
-    """One run that this node was asked to take part in."""
+    """One run that this node was asked to take part in.
 
-    def __init__(self, request: InitRequest, missing: list[PartSpec]) -> None:
+    Attributes:
+        missing: parts that the starter has to send, by sha256; None until that is known.
+        failure: what went wrong while they came.
+    """
+
+    def __init__(self, request: InitRequest) -> None:
         self.request = request
-        self.missing = {part.sha256: part for part in missing}
-        self.total_bytes = sum(part.n_bytes for part in missing)
+        self.missing: dict[str, PartSpec] | None = None
+        self.failure: MdiError | None = None
+        self.total_bytes = 0
         self.received_bytes = 0
         self.changed = threading.Condition()
         self.stopped = False
@@ -67,6 +73,8 @@ class _Job:
         return self.stopped or time.monotonic() - self._last_sign > LEASE_S
 
     def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
         if self.stopped:
             raise _Abandoned("the starter ended the run before it began")
         if self.is_abandoned:
@@ -162,26 +170,35 @@ class SecondaryNode:
             job = self._job
             if job is not None and run == job.run:
                 job.touch()
-            progress = {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None
-            return {
-                "name": self.config.name,
-                "version": mdi.__version__,
-                "control_version": CONTROL_VERSION,
-                "state": self._state,
-                "error": self._error,
-                "model": self._model,
-                "blocks": self._blocks,
-                "device": str(self._device),
-                "memory": {
-                    "rss_bytes": psutil.Process().memory_info().rss,
-                    "peak_rss_bytes": peak_rss_bytes(),
-                    "available_bytes": psutil.virtual_memory().available,
-                },
-                "disk_free_bytes": self._store.free_bytes(),
-                "progress": progress,
-                # Only who knows the run's id is told about it: the id is what /stop asks for.
-                "metrics": self._metrics if run and run == self._last_run else None,
-            }
+            state, error, metrics = self._state, self._error, self._metrics
+            is_known = bool(run) and run == self._last_run
+        return {
+            "name": self.config.name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "state": state,
+            "error": error,
+            "model": self._model,
+            "blocks": self._blocks,
+            "device": str(self._device),
+            "memory": {
+                "rss_bytes": psutil.Process().memory_info().rss,
+                "peak_rss_bytes": peak_rss_bytes(),
+                "available_bytes": psutil.virtual_memory().available,
+            },
+            "disk_free_bytes": self._store.free_bytes(),
+            "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
+            # Only who knows the run's id is told more about it: the id is what /stop asks for.
+            "missing": self._missing_of(job) if job and is_known else None,
+            "metrics": metrics if is_known else None,
+        }
+
+    def _missing_of(self, job: _Job) -> list[dict[str, Any]] | None:
+        """What the starter has to send, and how much of it is here from an earlier try; None until it is known."""
+        missing = job.missing
+        if missing is None:
+            return None
+        return [{"sha256": p.sha256, "have_bytes": self._store.partial_bytes(p.sha256)} for p in list(missing.values())]
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         self._refuse_misfit_chunk(request)
@@ -189,20 +206,17 @@ class SecondaryNode:
             if self._job is not None and not (self._state == "LOADING" and self._job.is_abandoned):
                 raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
             self._error, self._metrics = None, None
-            missing = self._missing(request)
-            self._check_disk(missing)
-            job = _Job(request, missing)
+            job = _Job(request)
             self._job, self._state, self._last_run = job, "LOADING", request.epoch
         self._jobs.put(job)
-        return {"missing": [{"name": p.name, "sha256": p.sha256, "n_bytes": p.n_bytes,
-                             "have_bytes": self._store.partial_bytes(p.sha256)} for p in missing]}  # fmt: skip
+        return {}
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         with self._lock:
             job = self._job
             if job is None or job.run != run:
                 raise ControlError(f"{self.config.name} takes part in no such run", 409)
-        part = job.missing.get(sha256)
+        part = job.missing.get(sha256) if job.missing is not None else None
         if part is None:
             raise ControlError("this part was not asked for", 409)
         if n_bytes != part.n_bytes - offset:
@@ -214,9 +228,17 @@ class SecondaryNode:
             if job.stopped:
                 raise ControlError("the run was ended", 409)
 
-        self._store.receive(part, offset, read, count)
+        try:
+            self._store.receive(part, offset, read, count)
+        except MdiError as e:
+            if not self._store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
+                with job.changed:
+                    job.failure = e
+                    job.changed.notify_all()
+            raise
         with job.changed:
-            del job.missing[sha256]
+            assert job.missing is not None
+            job.missing.pop(sha256, None)
             job.changed.notify_all()
 
     def stop(self, run: str, leave: bool) -> None:
@@ -246,6 +268,8 @@ class SecondaryNode:
             error = str(e) if isinstance(e, MdiError) else f"{type(e).__name__}: {e}"
             logger.error("%s: %s", self.config.name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
         with self._lock:
+            if self._job is not job:
+                return  # given up on meanwhile, in favour of another starter's
             self._job, self._ring = None, None
             self._state, self._error = ("IDLE", error) if error else ("READY", None)
         logger.info("%s waits for the next run", self.config.name)
@@ -256,7 +280,12 @@ class SecondaryNode:
         request = job.request
         stage.prepare(request.max_length, device, dtype)
         seat = Seat(
-            int(request.epoch, 16), request.index, request.names, request.placement, request.next_addr, request.next_port
+            int(request.epoch, 16),
+            request.index,
+            request.names,
+            request.placement,
+            request.next_addr,
+            request.next_port,
         )
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
@@ -280,9 +309,7 @@ class SecondaryNode:
             ring.close()
             stage.caches.clear()
 
-    def _run_stage(
-        self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def _run_stage(self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype) -> None:
         loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype)
         try:
             loop.run()
@@ -290,6 +317,9 @@ class SecondaryNode:
             raise
         except Exception as e:
             ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name))
+            raise
+        except BaseException:  # Ctrl-C and SIGTERM
+            ring.fail(Fault(seat.name, "it was told to end", seat.name))
             raise
         finally:
             with self._lock:
@@ -302,18 +332,29 @@ class SecondaryNode:
                     "frames": ring.n_frames,
                 }
             logger.info(
-                "%s: %d frames, %.2f s computing, %.2f s waiting", seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s
+                "%s: %d frames, %.2f s computing, %.2f s waiting",
+                seat.name,
+                ring.n_frames,
+                loop.compute_s,
+                ring.inbox.wait_s,
             )
 
     def _wait_for_parts(self, job: _Job) -> None:
-        if job.missing:
+        """Find out what is missing (hashing a checkpoint may take a while), and wait until it has come."""
+        missing = self._missing(job)
+        self._check_disk(missing)
+        with job.changed:
+            job.total_bytes = sum(part.n_bytes for part in missing)
+            job.missing = {part.sha256: part for part in missing}
+        if missing:
             logger.info("%s gets %.1f MB of weights from its starter", self.config.name, job.total_bytes / 1e6)
         next_report = time.monotonic() + 2
         while True:
             with job.changed:
-                if job.changed.wait_for(lambda: not job.missing or job.stopped, 0.5) and not job.missing:
-                    return
+                job.changed.wait_for(lambda: not job.missing or job.stopped or job.failure is not None, 0.5)
             job.check()
+            if not job.missing:
+                return
             if time.monotonic() > next_report:
                 next_report += 2
                 logger.info("%s: %.1f of %.1f MB", self.config.name, job.received_bytes / 1e6, job.total_bytes / 1e6)
@@ -345,11 +386,14 @@ class SecondaryNode:
         self._blocks, self._model = request.blocks, request.model
         return device, dtype, stage
 
-    def _missing(self, request: InitRequest) -> list[PartSpec]:
-        source = self._weights
+    def _missing(self, job: _Job) -> list[PartSpec]:
+        source, request = self._weights, job.request
         own: set[str] = set()
         if source is not None and source.config_hash == request.config_hash:
-            own = {source.info(p.name).sha256 for p in request.parts if p.name in source.part_names()}
+            for part in request.parts:
+                job.check()
+                if part.name in source.part_names():
+                    own.add(source.info(part.name).sha256)
         return [p for p in request.parts if p.sha256 not in own and not self._store.has(p.sha256)]
 
     def _refuse_misfit_chunk(self, request: InitRequest) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
@@ -62,7 +63,8 @@ class SecondarySetup:
     def _run(self) -> None:
         try:
             self._reach()
-            missing = self._configure()
+            self._configure()
+            missing = self._ask_missing()
             self._watch.start()
             self._send(missing)
             self._wait_ready()
@@ -107,23 +109,28 @@ class SecondarySetup:
                 f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
             )
 
-    def _configure(self) -> list[tuple[PartSpec, int]]:
-        """Send the run configuration; what is missing, and how many bytes of it are there already."""
+    def _configure(self) -> None:
+        """Send the run configuration."""
         deadline = time.monotonic() + BUSY_S
         while True:
             self._check()
             try:
-                answer = self._client.init(self._request)
-                break
+                self._client.init(self._request)
+                return
             except ControlError as e:
                 if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
                     raise
                 self._cancelled.wait(POLL_S)
+
+    def _ask_missing(self) -> list[tuple[PartSpec, int]]:
+        """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
+        while (missing := self._loading_status().get("missing")) is None:
+            self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
         try:
-            return [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in answer["missing"]]
+            return [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
         except (KeyError, TypeError, ValueError):
-            raise ControlError(f"{self._client.where} gave an answer to /init that cannot be read") from None
+            raise ControlError(f"{self._client.where} names missing parts in a way that cannot be read") from None
 
     def _send(self, missing: list[tuple[PartSpec, int]]) -> None:
         total = sum(part.n_bytes - have for part, have in missing)
@@ -158,18 +165,22 @@ class SecondarySetup:
                 self._client.send_part(part, self._request.epoch, have, pieces)
             except ControlError as e:
                 if e.status is None:
-                    raise NodeLostError(self.name, f"{self.name} was lost while {part.name} was sent to it: {e}") from None
+                    raise NodeLostError(
+                        self.name, f"{self.name} was lost while {part.name} was sent to it: {e}"
+                    ) from None
                 raise
 
     def _wait_ready(self) -> None:
-        while True:
-            self._check()
-            status = self._status()
-            if status["state"] == "READY":
-                return
-            if status["state"] != "LOADING":
-                raise RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
+        while self._loading_status()["state"] != "READY":
             self._cancelled.wait(POLL_S)
+
+    def _loading_status(self) -> dict[str, Any]:
+        """Status of a node that is getting ready; RingError if it has given up."""
+        self._check()
+        status = self._status()
+        if status["state"] not in ("LOADING", "READY"):
+            raise RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
+        return status
 
     def _watch_node(self) -> None:
         """Ask for a sign of life while the other thread sends, or waits for a disk: this needs no answer from those."""
@@ -180,7 +191,7 @@ class SecondarySetup:
                 return self._fail(e)
             self._done.wait(1.0)
 
-    def _status(self) -> dict[str, object]:
+    def _status(self) -> dict[str, Any]:
         try:
             return self._client.status(self._request.epoch)
         except ControlError as e:

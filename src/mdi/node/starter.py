@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from litgpt.config import Config
 
 import mdi
@@ -93,16 +92,17 @@ class StarterNode(StatusOnly):
         return tuple(node.name for node in self.cluster.nodes)
 
     def open(self) -> None:
-        """Bind the ports (none for a ring of one node) and find the weights; everything wrong with them is told here.
+        """Bind the ports (a ring of one node has no ring port, and no control port if its number is 0) and find the weights; everything wrong with them is told here.
 
         Raises:
             MdiError
         """
         node = self.cluster.starter
+        if self.cluster.secondaries or node.port:
+            self._control = ControlServer(self, node.listen_addr, node.port, node.name)
         if self.cluster.secondaries:
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
-            self._control = ControlServer(self, node.listen_addr, node.port, node.name)
         options = self._options
         self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
         self.config = Config(**self._weights.config)
@@ -117,7 +117,7 @@ class StarterNode(StatusOnly):
             return int(self.config.block_size)
         if not 1 <= wanted <= self.config.block_size:
             raise UsageError(
-                f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size} tokens"
+                f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size}"
             )
         return wanted
 
@@ -207,7 +207,7 @@ class StarterNode(StatusOnly):
         """Count times from now on: the run is ready, and what comes next is generation."""
         self._begin = time.perf_counter()
 
-    def stop(self, leave: bool = False) -> None:
+    def end(self, leave: bool = False) -> None:
         """End the run on all nodes and collect what they measured; with `leave`, end the secondaries' processes too."""
         ring, self._ring = self._ring, None
         if ring is not None:
@@ -225,7 +225,7 @@ class StarterNode(StatusOnly):
         """Give everything back; harmless if repeated."""
         if self._ring is not None or self._configured:
             self._state = "BROKEN"
-            self.stop()
+            self.end()
         if self._control is not None:
             self._control.close()
         if self._listener is not None:
@@ -253,9 +253,7 @@ class StarterNode(StatusOnly):
             "state": self._state,
             "model": self._weights.model if self._weights else None,
             "n_nodes": self.cluster.n_nodes,
-            "samples": [
-                {"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)
-            ],
+            "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
         }
 
     def _configure_secondaries(self) -> list[SecondarySetup]:
