@@ -4,7 +4,7 @@
     benchmarks/overheads.py [--json FILE] [--quick]
 
 1. Round trip of an 8 KB activation between two processes over our links (queues, threads, CRC and all), beside a bare
-   socket and beside pickled tensors; the three take turns in each round, so that a noisy neighbour hits all of them.
+   socket, our frames alone, and pickled tensors; they take turns in each round, so that a noisy neighbour hits all of them.
 2. Bytes on the wire beyond the payload, per frame.
 3. Start-up of a secondary: process start until it answers, and /init until READY with its chunk on disk.
 4. Memory of a secondary in a run beyond its weights and caches, beside a process that only imports the libraries.
@@ -19,187 +19,26 @@ import argparse
 import contextlib
 import json
 import os
-import pickle
 import platform
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the children inherit it
-SRC = Path(__file__).resolve().parents[1] / "src"
-sys.path.insert(0, str(SRC))
+from round_trip import HOST, N_COLS, round_trips
 
-N_COLS = 2048  # float32: 8 KB
-HOST = "127.0.0.1"
+SRC = Path(__file__).resolve().parents[1] / "src"
+
 CONFIG = {"name": "overheads", "n_layer": 4, "n_embd": 1024, "n_head": 16, "n_query_groups": 4, "vocab_size": 1000,
           "padding_multiple": 8, "block_size": 512, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 2816}  # fmt: skip
 LAYERS = "1,3"  # blocks of the starter and of the secondary that is measured
 BASELINE = "import torch, litgpt, cherrypy, requests, psutil; print(psutil.Process().memory_info().rss)"
-
-
-# 1. Round trips
-
-
-def seat_of(index: int, epoch: int, next_port: int) -> Any:
-    """A place in a ring of two nodes on loopback."""
-    from mdi.net.ring import Seat
-
-    return Seat(epoch, index, ("starter", "secondary0"), "overheads", HOST, next_port)
-
-
-def open_listener(name: str) -> Any:
-    from mdi.net.listener import RingListener, open_socket
-
-    return RingListener(open_socket(HOST, 0, name), name)
-
-
-def read_exactly(sock: socket.socket, view: memoryview) -> bool:
-    """Fill `view`; False if the peer has closed."""
-    done = 0
-    while done < len(view):
-        n = sock.recv_into(view[done:])
-        if not n:
-            return False
-        done += n
-    return True
-
-
-def send_pickled(sock: socket.socket, tensor: Any) -> None:
-    """A tensor as a length in 16 characters and a pickled dictionary; only ever between this program and its child."""
-    body = pickle.dumps({"sample_index": 0, "data": tensor, "stop": False})
-    sock.sendall(b"%-16d" % len(body) + body)
-
-
-def recv_pickled(sock: socket.socket) -> Any:
-    head = bytearray(16)
-    if not read_exactly(sock, memoryview(head)):
-        return None
-    body = bytearray(int(head))
-    read_exactly(sock, memoryview(body))
-    return pickle.loads(body)["data"]
-
-
-def echo(port: int, ring_port: int, epoch: int) -> None:
-    """The other process: sends everything back, on two bare connections and as node 1 of a ring."""
-    import torch
-
-    from mdi.engine.tensors import frame_of, rows_of
-    from mdi.net.link import tune
-    from mdi.net.ring import join_ring
-    from mdi.net.wire import Limits
-    from mdi.node.device import set_threads
-
-    set_threads(1)
-    listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
-    expectation = listener.expect(epoch, seat.prev_hello)
-    raw, pickled = (socket.create_connection((HOST, port)) for _ in range(2))
-    for sock in (raw, pickled):
-        tune(sock)
-    raw.sendall(b"%-16d" % listener.port)
-
-    def echo_raw() -> None:
-        view = memoryview(bytearray(N_COLS * 4))
-        while read_exactly(raw, view):
-            raw.sendall(view)
-
-    def echo_pickled() -> None:
-        while (tensor := recv_pickled(pickled)) is not None:
-            send_pickled(pickled, tensor)
-
-    for target in (echo_raw, echo_pickled):
-        threading.Thread(target=target, daemon=True).start()
-    sock = expectation.wait(30)
-    if sock is None:
-        raise SystemExit("the first process did not connect")
-    ring = join_ring(sock, seat, 2, Limits(max_cols=N_COLS))
-    while not ring.ended:
-        frame = ring.recv()
-        if frame is not None:
-            x = rows_of(frame, N_COLS, torch.device("cpu"), torch.float32).clone()
-            ring.release(frame)
-            ring.send(frame_of(x, epoch, frame.number, frame.slices, frame.freed))
-    ring.close()
-    listener.close()
-
-
-def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str, float]]:
-    """Microseconds there and back, by way of transport."""
-    import torch
-
-    from mdi.engine.tensors import frame_of, rows_of
-    from mdi.net.link import tune
-    from mdi.net.ring import close_starter_ring
-    from mdi.net.wire import Limits, Slice
-    from mdi.node.device import set_threads
-
-    set_threads(1)
-    x = torch.randn(1, N_COLS)
-    bare, epoch = bytearray(x.numpy().tobytes()), secrets.randbits(64)
-    listener = open_listener("starter")
-    with socket.create_server((HOST, 0)) as server:
-        command = [sys.executable, __file__, "--echo", str(server.getsockname()[1]), str(listener.port), f"{epoch:x}"]
-        child = subprocess.Popen(command)
-        raw, pickled = (server.accept()[0] for _ in range(2))
-    for sock in (raw, pickled):
-        tune(sock)
-    head = bytearray(16)
-    read_exactly(raw, memoryview(head))
-    ring = close_starter_ring(listener, seat_of(0, epoch, int(head)), 2, Limits(max_cols=N_COLS))
-    slices = (Slice(0, 0, 1, 1),)
-
-    def over_socket() -> None:
-        raw.sendall(bare)
-        read_exactly(raw, memoryview(bare))
-
-    def over_pickle() -> None:
-        send_pickled(pickled, x)
-        recv_pickled(pickled)
-
-    def over_links() -> None:
-        ring.send(frame_of(x, epoch, 0, slices, ()))
-        frame = ring.recv()
-        rows_of(frame, N_COLS, torch.device("cpu"), torch.float32)
-        ring.release(frame)
-
-    ways = {"bare socket": over_socket, "our links": over_links, "pickled tensors": over_pickle}
-    times: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for _ in range(n_rounds):
-        for name, trip in ways.items():
-            times[name].append(timed(trip, n_trips, n_warm))
-    ring.stop("measured")
-    ring.close()
-    listener.close()
-    for sock in (raw, pickled):
-        sock.close()
-    child.wait(30)
-    return {name: summary(rounds) for name, rounds in times.items()}
-
-
-def timed(trip: Callable[[], None], n: int, n_warm: int) -> list[float]:
-    for _ in range(n_warm):
-        trip()
-    times = []
-    for _ in range(n):
-        begin = time.perf_counter()
-        trip()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return times
-
-
-def summary(rounds: list[list[float]]) -> dict[str, float]:
-    every = sorted(t for times in rounds for t in times)
-    medians = [statistics.median(times) for times in rounds]
-    return {"median_us": statistics.median(every), "p99_us": every[int(0.99 * len(every))],
-            "lowest_round_median_us": min(medians), "highest_round_median_us": max(medians)}  # fmt: skip
 
 
 # 2. Bytes on the wire
@@ -280,8 +119,11 @@ def secondary(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path
 
 def start_up(folder: Path, n_repeats: int) -> dict[str, float]:
     """Medians in seconds, each process asked twice: with its chunk on disk, and with the stage still in memory."""
-    times: dict[str, list[float]] = {"answers_s": [], "ready_from_disk_s": [], "ready_again_s": []}
+    times: dict[str, list[float]] = {"imports_s": [], "answers_s": [], "ready_from_disk_s": [], "ready_again_s": []}
     for _ in range(n_repeats):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", BASELINE], stdout=subprocess.DEVNULL, check=True)
+        times["imports_s"].append(time.perf_counter() - begin)
         with secondary(folder) as (_, client, _, answers_s):
             times["answers_s"].append(answers_s)
             times["ready_from_disk_s"].append(time_until_ready(folder, client))
@@ -303,9 +145,10 @@ def time_until_ready(folder: Path, client: Any) -> float:
         blocks=manifest.blocks, parts=parts, max_length=CONFIG["block_size"],
     )  # fmt: skip
     begin = time.perf_counter()
-    if client.init(request)["missing"]:
-        raise SystemExit("the secondary did not find its weights in the chunk")
-    while client.status(run)["state"] != "READY":
+    client.init(request)
+    while (status := client.status(run))["state"] != "READY":
+        if status["state"] != "LOADING" or status["missing"]:
+            raise SystemExit(f"the secondary did not take its weights from the chunk: {status}")
         time.sleep(0.002)
     ready_s = time.perf_counter() - begin
     client.stop(run)
@@ -387,9 +230,11 @@ def report(result: dict[str, Any]) -> None:
         print(f"  {name:<44} {t['median_us']:8.0f} {t['p99_us']:8.0f}   ({low:.0f} to {high:.0f})")
     print("\nbytes of a frame beyond its payload: " + ", ".join(f"{k} {v}" for k, v in result["wire_bytes"].items()))
     s, m = result["start_up"], {name: n / 1e6 for name, n in result["memory"].items()}
-    print(f"\nsecondary: answers {s['answers_s']:.2f} s after its start")
     print(
-        f"READY after /init: {s['ready_from_disk_s']:.2f} s with its chunk on disk, {s['ready_again_s']:.3f} s with the same again"
+        f"\nsecondary: answers {s['answers_s']:.2f} s after its start (importing the libraries alone: {s['imports_s']:.2f} s)"
+    )
+    print(
+        f"READY after /init: {s['ready_from_disk_s']:.2f} s from its chunk on disk, {s['ready_again_s']:.3f} s from memory"
     )
     print(f"\nsecondary in a run, MB: {m['rss_bytes']:.0f} resident = {m['weights_bytes']:.0f} weights")
     print(f"  + {m['caches_bytes']:.1f} caches + {m['imports_bytes']:.0f} imports + {m['beyond_bytes']:.0f} beyond")
@@ -400,10 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it works")
-    parser.add_argument("--echo", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.echo:
-        return echo(int(args.echo[0]), int(args.echo[1]), int(args.echo[2], 16))
     n_rounds, n_trips, n_warm, n_repeats = (2, 50, 10, 1) if args.quick else (9, 500, 50, 3)
     result: dict[str, Any] = {"machine": machine(), "round_trip": round_trips(n_rounds, n_trips, n_warm)}
     result["wire_bytes"] = wire_bytes()

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Launcher: `mdi prepare-model`."""
+"""Download, convert and split a model: prepare_model.py --help."""
 
 import sys
 
 from mdi.cli import launch
 
-if __name__ == "__main__":
-    sys.exit(launch("prepare-model"))
+sys.exit(launch("prepare-model"))

@@ -52,12 +52,15 @@ def tiny_gpt(seed: int = 4, n_layer: int = 5) -> GPT:
     return random_gpt(tiny_config(n_layer=n_layer), seed)
 
 
-def write_checkpoint(folder: Path, seed: int = 4, gpt: GPT | None = None, **changes: Any) -> Path:
+def write_checkpoint(
+    folder: Path, seed: int = 4, gpt: GPT | None = None, *, with_end: bool = True, **changes: Any
+) -> Path:
     """Write lit_model.pth, model_config.yaml and the tokenizer into `folder`; returns it.
 
     Args:
         seed: of the weights.
         gpt: a model of one's own instead.
+        with_end: whether the tokenizer names the token that ends a text; without, a text only ends by its length.
         changes: fields of the config that are to differ from the tiny one's.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +69,8 @@ def write_checkpoint(folder: Path, seed: int = 4, gpt: GPT | None = None, **chan
     torch.save(gpt.state_dict(), folder / "lit_model.pth")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(plain(asdict(gpt.config))), encoding="utf-8")
     tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}), encoding="utf-8"
-    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": END} if with_end else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 

@@ -114,7 +114,7 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file that must hold an object; UsageError says what is wrong and where."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise UsageError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except (OSError, UnicodeDecodeError) as e:
@@ -123,6 +123,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         data = json.loads(text)
     except json.JSONDecodeError as e:
         raise UsageError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
+    except (ValueError, RecursionError) as e:  # a number with thousands of digits, brackets without end
+        raise UsageError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path}: expected a JSON object, found {_kind(data)}")
     return data

@@ -5,6 +5,7 @@ Written tensor by tensor: no stage and no block is ever in memory as a whole. Kn
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import shutil
@@ -20,7 +21,9 @@ from mdi.checkpoint.split import ranges
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes written so far, bytes to write in all
+
+RELEASE_BYTES = 256 << 20  # how much of the source may be mapped, and count as ours, at a time
 
 _NAME = re.compile(r"model_(starter|secondary(?:0|[1-9][0-9]*))\.safetensors")
 
@@ -35,43 +38,40 @@ def find_chunk(ckpt_dir: str | Path, n_nodes: int, node: str) -> Path:
 
 
 def siblings(chunk_path: str | Path) -> dict[str, Path]:
-    """The chunks in the same directory, by node."""
+    """The chunks in the same directory, itself included, by node in ring order."""
     found = {m[1]: path for path in Path(chunk_path).absolute().parent.iterdir() if (m := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+    return {node: found[node] for node in sorted(found, key=lambda node: (node != "starter", len(node), node))}
 
 
 def write_chunks(
     source: WeightSource, ckpt_dir: str | Path, counts: Sequence[int], progress: Progress | None = None
 ) -> list[Path]:
-    """Cut a model. Chunks that are there already and hold just these weights are kept.
+    """Cut a model. Chunks that are there already and are known to hold just these weights are kept.
 
     Args:
         source: the whole model.
         ckpt_dir: where the directory chunks/ is or will be.
-        counts: blocks per node, starter first.
-        progress: told how many bytes have been read so far, and of how many.
+        counts: blocks per node, starter first; they must add up to the model's.
+        progress: told after each piece.
 
     Returns:
         The files, in ring order.
 
     Raises:
-        CheckpointError: the disk is too small, or a file cannot be read or written. Chunks are there whole or not at all.
+        CheckpointError: the disk is too small, or a file cannot be read or written. Each chunk is there whole or not.
     """
-    manifests = [_plan(source, counts, node) for node in range(len(counts))]
-    paths = [find_chunk(ckpt_dir, len(counts), manifest.node) for manifest in manifests]
-    todo = [
-        (path, manifest)
-        for path, manifest in zip(paths, manifests, strict=True)
-        if not _is_current(path, manifest, source)
-    ]
+    plans = [_plan(source, counts, node) for node in range(len(counts))]
+    paths = [find_chunk(ckpt_dir, len(counts), plan.node) for plan in plans]
+    pairs = zip(paths, plans, strict=True)
+    todo = [(path, plan) for path, plan in pairs if not _is_current(path, plan, source)]
     _check_disk(todo)
-    tally = _Tally(sum(part.n_bytes for _, manifest in todo for part in manifest.parts), progress)
-    for path, manifest in todo:
+    tally = _Tally(sum(spec.n_bytes for _, plan in todo for spec in _specs(source, plan).values()), progress)
+    for path, plan in todo:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise CheckpointError(f"cannot make the directory {path.parent}: {e.strerror or e}") from None
-        for info in _write(source, path, manifest, tally):
+        for info in _write(source, path, plan, tally):
             source.remember(info)
     return paths
 
@@ -93,54 +93,58 @@ def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
     )
 
 
+def _specs(source: WeightSource, plan: Manifest) -> dict[str, TensorSpec]:
+    return {name: spec for part in plan.parts for name, spec in source.part_specs(part.name).items()}
+
+
 def _is_current(path: Path, plan: Manifest, source: WeightSource) -> bool:
-    """Whether the chunk on disk is the one that would be written, as far as can be told without reading the weights."""
+    """Whether the chunk on disk is the one that would be written, as far as is known without reading weights."""
     if not path.is_file():
         return False
     try:
         found = ChunkFile(path).manifest
     except CheckpointError:
         return False
-    same = (found.model, found.config_hash, found.node, found.blocks) == (
-        plan.model,
-        plan.config_hash,
-        plan.node,
-        plan.blocks,
-    )
-    return same and all(source.known(part.name) == part for part in found.parts)
+    is_same_cut = dataclasses.replace(found, parts=plan.parts) == plan
+    return is_same_cut and all(source.known(part.name) == part for part in found.parts)
 
 
 def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> tuple[PartInfo, ...]:
-    specs: dict[str, TensorSpec] = {}
+    specs = _specs(source, plan)
     digests: dict[str, Any] = {}
     for part in plan.parts:
         of_part = source.part_specs(part.name)
-        specs.update(of_part)
         digests[part.name] = hashlib.sha256(header_bytes(of_part, ordered(of_part)))
-    # The order of parts, but wide types first over all, so that every tensor is aligned. Within a part this is the
-    # canonical order, so that the hashes can be taken in passing.
-    place = {part.name: i for i, part in enumerate(plan.parts)}
-    order = sorted(ordered(specs), key=lambda name: (-specs[name].dtype.itemsize, place[part_of(name)]))
+    order = _order(plan, specs)
     head = _head(plan, specs, order)
+    mapped = 0
     with replacing(path) as file:
         file.write(head)
-        last = None
         for name in order:
-            part_name = part_of(name)
-            if part_name != last:
-                source.release()
-                last = part_name
             for piece in tensor_bytes(source.tensor(name)):
-                digests[part_name].update(piece)
+                digests[part_of(name)].update(piece)
                 file.write(piece)
                 tally.add(len(piece))
+            mapped += specs[name].n_bytes
+            if mapped > RELEASE_BYTES:
+                source.release()
+                mapped = 0
         parts = tuple(PartInfo(part.name, digests[part.name].hexdigest(), part.n_bytes) for part in plan.parts)
-        final = _head(_with_parts(plan, parts), specs, order)
+        final = _head(dataclasses.replace(plan, parts=parts), specs, order)
         assert len(final) == len(head)  # hashes have a fixed length
         file.seek(0)
         file.write(final)
     source.release()
     return parts
+
+
+def _order(plan: Manifest, specs: dict[str, TensorSpec]) -> list[str]:
+    """Part after part, but wide types first over all, so that every tensor is aligned.
+
+    Within a part that is the canonical order, so that its hash can be taken in passing.
+    """
+    place = {part.name: i for i, part in enumerate(plan.parts)}
+    return sorted(ordered(specs), key=lambda name: (-specs[name].dtype.itemsize, place[part_of(name)]))
 
 
 def _head(manifest: Manifest, specs: dict[str, TensorSpec], order: Sequence[str]) -> bytes:
@@ -156,8 +160,7 @@ def _check_disk(todo: Sequence[tuple[Path, Manifest]]) -> None:
         n_bytes = sum(part.n_bytes for part in manifest.parts)
         peak = max(peak, held + n_bytes)
         held += n_bytes - (path.stat().st_size if path.is_file() else 0)
-    where = nearest_existing(todo[0][0])
-    free = shutil.disk_usage(where).free
+    free = shutil.disk_usage(nearest_existing(todo[0][0].parent)).free
     if peak > free:
         raise CheckpointError(
             f"the chunks need {peak / 1e9:.2f} GB in {todo[0][0].parent}, but only {free / 1e9:.2f} GB are free there"

@@ -43,11 +43,12 @@ class ControlClient:
 
     def send_part(self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
         """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
+        n_left = part.n_bytes - offset
         self._request(
             "PUT",
             f"/parts/{part.sha256}",
             params={"run": run, "offset": str(offset)},
-            data=_Body(pieces, part.n_bytes - offset),
+            data=_Body(pieces, n_left) if n_left else b"",  # without a length, requests would send it in chunks
             timeout_s=PART_ANSWER_S,
         )
 
@@ -60,7 +61,7 @@ class ControlClient:
             with requests.Session() as session:
                 session.trust_env = False  # a proxy of the environment has no business between two nodes
                 timeout = (min(CONNECT_S, timeout_s), timeout_s)
-                response = session.request(method, self._url + path, timeout=timeout, **kwargs)
+                response = session.request(method, self._url + path, timeout=timeout, allow_redirects=False, **kwargs)
         except requests.RequestException as e:
             raise ControlError(f"{self.where} does not answer ({_reason(e)})") from None
         try:

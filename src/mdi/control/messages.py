@@ -86,13 +86,16 @@ class InitRequest:
             parts=tuple(get.parts("parts")),
             max_length=get.integer("max_length", 1, 1 << 30),
             dtype=None if data.get("dtype") is None else get.string("dtype"),
-            compile=data.get("compile") is True,
+            compile=get.boolean("compile"),
             extensions=get.object("extensions"),
         )
         n_layer = data["config"].get("n_layer")
         if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
             raise ControlError(f"blocks [{start}, {stop}) are no blocks of a model of {n_layer} blocks", 400)
-        if [part.name for part in request.parts] != [f"block.{i}" for i in range(start, stop)]:
+        names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
+        if len(request.parts) != stop - start or any(
+            p.name != n for p, n in zip(request.parts, names_wanted, strict=True)
+        ):
             raise ControlError(f"the parts that are named are not those of blocks [{start}, {stop})", 400)
         return request
 
@@ -105,6 +108,13 @@ def parse_json(body: bytes) -> Any:
         raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
 
 
+def _shown(value: Any) -> str:
+    """A JSON value in an error message; what is nested, without its content, which may be nested without end."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    return repr(value)[:100]
+
+
 class _Fields:
     """Typed access to the fields of an object that came from a peer."""
 
@@ -112,10 +122,15 @@ class _Fields:
         self._data = data
 
     def _get(self, key: str, kind: type, what: str) -> Any:
-        value = self._data.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ControlError(f"field {key!r}: expected {what}, got {str(value)[:100]!r}", 400)
+        if key not in self._data:
+            raise ControlError(f"field {key!r} is missing: expected {what}", 400)
+        value = self._data[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ControlError(f"field {key!r}: expected {what}, got {_shown(value)}", 400)
         return value
+
+    def boolean(self, key: str) -> bool:
+        return self._get(key, bool, "true or false")
 
     def string(self, key: str) -> str:
         value: str = self._get(key, str, "a string")

@@ -6,8 +6,10 @@ connection, so that a body which is refused need not be read to its end.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from mdi.control.messages import InitRequest, parse_json
 from mdi.errors import ControlError, MdiError, UsageError
 
 JSON_LIMIT_BYTES = 4 << 20
+HEADER_LIMIT_BYTES = 64 << 10
 N_THREADS = 16
 REQUEST_TIMEOUT_S = 10
 
@@ -57,9 +60,12 @@ class StatusOnly:
 def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
     """Turn a handler's return value, or its MdiError, into a JSON answer."""
 
+    signature = inspect.signature(handler)
+
     def answered(*args: Any, **kwargs: Any) -> bytes:
         cherrypy.response.headers["Content-Type"] = "application/json"
         try:
+            _check_arguments(signature, args, kwargs)
             result = handler(*args, **kwargs)
         except MdiError as e:
             status = e.status if isinstance(e, ControlError) and e.status else 400 if isinstance(e, UsageError) else 500
@@ -70,6 +76,22 @@ def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
     return answered
 
 
+def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """ControlError (404) if the path or the query has something that the handler does not take."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise ControlError(f"no such address: {e}", 404) from None
+    for name, value in kwargs.items():
+        if not isinstance(value, str):
+            raise ControlError(f"{name!r} is given more than once", 400)
+
+
+def _number(text: str) -> int | None:
+    """A count as it stands in a header or a query; None if it is none, or has more digits than any size here."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 def _allow(method: str) -> None:
     if cherrypy.request.method != method:
         cherrypy.response.headers["Allow"] = method
@@ -77,10 +99,10 @@ def _allow(method: str) -> None:
 
 
 def _content_length() -> int:
-    value = cherrypy.request.headers.get("Content-Length", "")
-    if not value.isdigit():
+    n_bytes = _number(cherrypy.request.headers.get("Content-Length", ""))
+    if n_bytes is None:
         raise ControlError("a request with a body must say its Content-Length", 411)
-    return int(value)
+    return n_bytes
 
 
 def _read_json() -> Any:
@@ -122,9 +144,10 @@ class _Pages:
 
     def _parts(self, sha256: str = "", run: str = "", offset: str = "0") -> dict[str, Any]:
         _allow("PUT")
-        if not offset.isdigit():
+        start = _number(offset)
+        if start is None:
             raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
-        self._node.receive_part(run, sha256, int(offset), _content_length(), cherrypy.request.rfile.read)
+        self._node.receive_part(run, sha256, start, _content_length(), cherrypy.request.rfile.read)
         return {}
 
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
@@ -158,9 +181,10 @@ class ControlServer:
             (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2
         )
         self._server.keep_alive_conn_limit = 0
+        self._server.max_request_header_size = HEADER_LIMIT_BYTES
         try:
             self._server.prepare()
-        except OSError as e:
+        except (OSError, UnicodeError) as e:
             raise UsageError(
                 f"cannot listen on {addr}:{port} ({name}'s communication port): {e}. Is another node running there, or is "
                 "this not an address of this machine? Choose another port, or set `bind`, in the nodes file"

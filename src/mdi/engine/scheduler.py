@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mdi.engine.sequence import Sequence
+from mdi.errors import EngineError
 
 CHUNK_ROWS = 64  # prompt rows per frame: small enough that stages overlap during prefill (DESIGN: measured)
 
@@ -125,9 +126,16 @@ class Scheduler:
         Args:
             number: of the frame; frames return in the order in which they left.
             tokens: new token by seq_id, for each slice that wanted logits.
+
+        Raises:
+            EngineError: it is not the frame that is due, or not with the tokens that it went out for.
         """
+        due = self._in_flight[0] if self._in_flight else None
+        if due is None or due.number != number:
+            raise EngineError(f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none"))
         plan = self._in_flight.popleft()
-        assert plan.number == number, f"frame {number} came back, expected {plan.number}"
+        if tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}:
+            raise EngineError(f"frame {number} came back with the rows of other sequences than it left with")
         events = []
         for part in plan.slices:
             sequence = self._running.get(part.seq_id)
@@ -158,6 +166,8 @@ class Scheduler:
         self._freed.append(sequence.seq_id)
 
     def _decode_slices(self) -> list[PlannedSlice]:
+        # An even share, so that frames which have become unequal even out. With few sequences some frames stay away: a
+        # round takes as long, and the weights are read less often.
         n_decoding = len(self._running) - len(self._prefilling)
         share = -(-n_decoding // self.n_frames)
         slices: list[PlannedSlice] = []
@@ -182,3 +192,4 @@ class Scheduler:
         sequence.n_sent += n_rows
         ids = tuple(sequence.ids[start : start + n_rows])
         return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids)
+

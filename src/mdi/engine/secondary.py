@@ -7,6 +7,7 @@ import time
 import torch
 
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
+from mdi.errors import WireError
 from mdi.model.stage import Stage
 from mdi.net.ring import Ring
 
@@ -39,13 +40,18 @@ class SecondaryLoop:
             MdiError: this node cannot go on; the caller must tell the ring.
         """
         n_embd = self._stage.config.n_embd
-        while not self._ring.ended:
+        while True:
+            ended = self._ring.ended  # asked before recv(), which raises if it was a failure that ended the run
             frame = self._ring.recv()
             if frame is None:
+                if ended:
+                    return
                 continue
             begin = time.perf_counter()
             for seq_id in frame.freed:
                 self._stage.caches.free(seq_id)
+            if frame.n_rows != sum(s.n_rows for s in frame.slices):
+                raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
             x = rows_of(frame, n_embd, self._device, self._dtype)
             if frame.n_rows:
                 x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])

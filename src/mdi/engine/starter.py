@@ -110,9 +110,10 @@ class StarterEngine:
         Raises:
             NodeLostError, RingError: the ring broke; what each sequence had reached is known from the events.
         """
-        while not self._closing and not self._ring.ended:
+        while not self._closing:
+            ended = self._ring.ended  # asked before recv(), which raises if it was a failure that ended the run
             with self._lock:
-                while (plan := self._scheduler.schedule()) is not None:
+                while not ended and (plan := self._scheduler.schedule()) is not None:
                     self._launch(plan)
                 if until_idle and not self._scheduler.has_work:
                     return
@@ -120,7 +121,9 @@ class StarterEngine:
             if frame is not None:
                 with self._lock:
                     self._land(frame)
-        if self._ring.ended and not self._closing and until_idle:
+            elif ended:
+                break
+        if until_idle and not self._closing:
             raise EngineError("the run was stopped before its sequences were finished")
 
     def _launch(self, plan: Plan) -> None:
@@ -163,6 +166,8 @@ class StarterEngine:
 
     def _emit(self, events: list[Event], now: float) -> None:
         for event in events:
+            if event.seq_id not in self._live:
+                continue  # the callback of another event has just cancelled it
             _, on_event = self._live[event.seq_id]
             if event.finish_reason:
                 del self._live[event.seq_id]

@@ -22,6 +22,7 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._woken = False
         self.wait_s = 0.0  # time that get() spent waiting; written by the reader's thread only
 
     def put(self, item: T) -> bool:
@@ -44,16 +45,23 @@ class Channel(Generic[T]):
             return True
 
     def get(self, timeout_s: float | None = None) -> T | None:
-        """The next item; None when the channel is closed, or after `timeout_s` without an item (see `closed`)."""
+        """The next item; None when the channel is closed, after `wake`, or after `timeout_s` without an item."""
         begin = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._items), timeout_s)
+            self._changed.wait_for(lambda: self._closed or self._woken or bool(self._items), timeout_s)
             self.wait_s += time.perf_counter() - begin
+            self._woken = False
             if self._closed or not self._items:
                 return None
             item = self._items.popleft()
             self._changed.notify_all()
             return item
+
+    def wake(self) -> None:
+        """Let get() return without waiting once, be it with None; takes no room, however often it is called."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Drop what is queued and wake everybody; get() gives None and put() False from now on."""

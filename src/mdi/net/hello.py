@@ -59,9 +59,10 @@ class Fault:
     reporter: str
 
     def to_bytes(self) -> bytes:
-        # An escaped character takes up to 6 bytes; the whole must stay under the 4096 that a handshake accepts.
+        # A character takes up to 6 bytes (an escaped control character); the whole must stay under the 4096 that a
+        # handshake accepts.
         short = Fault(self.node[:40], self.message[:500], self.reporter[:40])
-        return json.dumps(asdict(short)).encode()
+        return json.dumps(asdict(short), ensure_ascii=False).encode("utf-8", "replace")
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:

@@ -57,6 +57,7 @@ class Expectation:
     answer: Frame | None
     accepted: queue.Queue[socket.socket | None] = field(default_factory=lambda: queue.Queue(2))
     taken: bool = False
+    withdrawn: bool = False
 
     def wait(self, timeout_s: float) -> socket.socket | None:
         """The neighbour's connection, HELLO read; None after `timeout_s`, or when the expectation was withdrawn."""
@@ -113,6 +114,7 @@ class RingListener:
         with self._lock:
             if self._expected is expectation:
                 self._expected = None
+            expectation.withdrawn = True
         with contextlib.suppress(queue.Empty):
             while (sock := expectation.accepted.get_nowait()) is not None:
                 sock.close()
@@ -165,7 +167,8 @@ class RingListener:
 
     def _drop(self, pending: _Pending, why: str) -> None:
         logger.info("%s: dropped a connection from %s: %s", self._name, pending.peer, why)
-        self._selector.unregister(pending.sock)
+        with contextlib.suppress(KeyError):  # it was let in, but broke off before it got its answer
+            self._selector.unregister(pending.sock)
         pending.sock.close()
 
     def _read(self, pending: _Pending) -> None:
@@ -208,7 +211,11 @@ class RingListener:
         tune(pending.sock)
         if expectation.answer is not None:
             send_frame(pending.sock, expectation.answer)
-        expectation.accepted.put(pending.sock)
+        with self._lock:
+            if expectation.withdrawn:  # between the match and now
+                pending.sock.close()
+            else:
+                expectation.accepted.put(pending.sock)
 
     def _match(self, epoch: int, hello: Hello) -> Expectation:
         with self._lock:

@@ -18,7 +18,7 @@ from typing import Protocol
 from mdi.errors import NodeLostError, RingError, WireError
 from mdi.net.channel import Channel
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import SILENCE_S, ReceiveLink, SendLink, read_frame, send_frame, tune
+from mdi.net.link import JOIN_S, SILENCE_S, ReceiveLink, SendLink, read_frame, send_frame, tune
 from mdi.net.listener import RingListener
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
 
@@ -90,11 +90,8 @@ class Ring(Protocol):
         """Whether the run is over: stopped or broken."""
 
 
-_WAKE = Frame(Kind.PING, 0)
-
-
 class LoopbackRing:
-    """The ring of a single node: what it sends comes back, by reference."""
+    """The ring of a single node: what it sends comes back, by reference. `capacity`: frames in flight at most."""
 
     def __init__(self, capacity: int) -> None:
         self.inbox: Channel[Frame] = Channel(capacity + 1)
@@ -107,14 +104,13 @@ class LoopbackRing:
         self.inbox.put(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
-        frame = self.inbox.get(timeout_s)
-        return None if frame is _WAKE else frame
+        return self.inbox.get(timeout_s)
 
     def release(self, frame: Frame) -> None:
         pass  # the payload belongs to a tensor
 
     def wake(self) -> None:
-        self.inbox.put_first(_WAKE)
+        self.inbox.wake()
 
     def stop(self, reason: str) -> None:
         self.inbox.close()
@@ -168,13 +164,13 @@ class TcpRing:
         frame = self.inbox.get(timeout_s)
         if frame is None and self._over.is_set() and self._fault is not None:
             raise _error_of(self._fault)
-        return None if frame is _WAKE else frame
+        return frame
 
     def release(self, frame: Frame) -> None:
         self._in.pool.give_back(frame.payload)
 
     def wake(self) -> None:
-        self.inbox.put_first(_WAKE)
+        self.inbox.wake()
 
     def stop(self, reason: str) -> None:
         """End the run in good order, here and on every node."""
@@ -192,11 +188,13 @@ class TcpRing:
 
     def close(self) -> None:
         """Close both links; every thread of the ring has ended when this returns."""
-        with self._lock:
-            if self._report_timer is not None:
-                self._report_timer.cancel()
         flush_s = FLUSH_S if self._over.is_set() else 0.0  # a STOP or ERROR may still be on its way out
         self._end(None)
+        with self._lock:  # after the end no other timer is started
+            timer = self._report_timer
+        if timer is not None:
+            timer.cancel()
+            timer.join(JOIN_S)
         self._out.close(flush_s)
         self._in.close()
 
@@ -306,8 +304,12 @@ def _connect(seat: Seat) -> socket.socket:
 
 
 def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
-    """Wait for the next node's HELLO, which says that the ring is closed from there to the starter."""
-    sock.settimeout(timeout_s)
+    """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
+
+    The farther a node is from the starter, the less it waits, so that who waits for a silent node itself is the first to
+    give up, and its report is there before the others' patience ends.
+    """
+    sock.settimeout(timeout_s * (1 - seat.index / (2 * seat.n_nodes)))
     begin = time.monotonic()
     try:
         frame = read_frame(sock, HANDSHAKE_LIMITS)

@@ -165,6 +165,8 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Heade
         WireError: another magic or version, an unknown kind or dtype, a count beyond `limits`, or sizes that contradict
             each other.
     """
+    if len(data) != HEADER_BYTES:
+        raise WireError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
     magic, version, kind, dtype_code, flags, epoch, number, n_slices, n_freed, n_rows, n_cols, n_bytes, crc = (
         _HEADER.unpack(data)
     )
@@ -205,6 +207,11 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Heade
 
 def decode_frame(header: Header, tables: bytes | bytearray | memoryview, payload: bytearray | memoryview) -> Frame:
     """Put a frame together from its parts; WireError if the CRC does not fit or the slices contradict the rows."""
+    if len(tables) != header.tables_bytes or len(payload) != header.payload_bytes:
+        raise WireError(
+            f"{len(tables)} + {len(payload)} bytes of tables and payload, expected "
+            f"{header.tables_bytes} + {header.payload_bytes}"
+        )
     crc = zlib.crc32(payload, zlib.crc32(tables, header.crc_so_far))
     if crc != header.crc:
         raise WireError(f"frame {header.number} is damaged: CRC32 {crc:08x}, expected {header.crc:08x}")

@@ -92,7 +92,9 @@ class StarterNode(StatusOnly):
         return tuple(node.name for node in self.cluster.nodes)
 
     def open(self) -> None:
-        """Bind the ports (a ring of one node has no ring port, and no control port if its number is 0) and find the weights; everything wrong with them is told here.
+        """Bind the ports and find the weights; everything wrong with them is told here.
+
+        A ring of one node has no ring port, and no control port if its number is 0.
 
         Raises:
             MdiError

@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""Draw the figures of the documents into assets/.
+
+    benchmarks/draw_figures.py [--out DIR] [--format svg|png]
+
+The two timelines are simulated, not measured: every stage takes one unit of time, a hop a fraction of one. The cut in the
+layer figure is the one that the program makes for a model of TinyLlama's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+INK, FAINT, WIRE, CONTROL = "#222222", "#8a8a8a", "#1f5fa8", "#c2570c"
+STARTER, SECONDARY, QUEUE, STAGE = "#fdf0dd", "#e4eefa", "#ffffff", "#d9ead3"
+SAMPLES = ("#4c8dd6", "#e39a3b", "#5fae6b")
+TINY_LLAMA = {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632,
+              "padded_vocab_size": 32000, "mlp_class_name": "LLaMAMLP"}  # fmt: skip
+
+
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """A figure whose coordinates are inches."""
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def box(ax: Any, x: float, y: float, w: float, h: float, text: str = "", fill: str = "white", **style: Any) -> None:
+    """A rounded box with its text in the middle."""
+    size = style.pop("size", 9)
+    weight = style.pop("weight", "normal")
+    patch = FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.06", fc=fill, ec=INK, lw=1, **style)
+    ax.add_patch(patch)
+    ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", size=size, color=INK, weight=weight, linespacing=1.35)
+
+
+def arrow(ax: Any, start: tuple[float, float], stop: tuple[float, float], color: str, **style: Any) -> None:
+    style = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **style}
+    ax.add_patch(FancyArrowPatch(start, stop, color=color, **style))
+
+
+def path(ax: Any, points: list[tuple[float, float]], color: str, **style: Any) -> None:
+    """Straight lines with an arrow head at the end."""
+    for a, b in zip(points, points[1:-1], strict=False):
+        ax.plot(*zip(a, b, strict=True), color=color, lw=1.6, solid_capstyle="round", **style)
+    arrow(ax, points[-2], points[-1], color, **style)
+
+
+# Architecture
+
+
+def architecture() -> Any:
+    figure, ax = canvas(11.4, 4.75)
+    width, left = 3.3, 0.35
+    names = ("starter", "secondary 0", "secondary 1")
+    for i, name in enumerate(names):
+        x = left + i * (width + 0.4)
+        _node(ax, x, width, name, is_starter=i == 0)
+        if i:
+            arrow(ax, (x - 0.53, 1.72), (x + 0.13, 1.72), WIRE)
+    x_last = left + 2 * (width + 0.4) + width
+    path(ax, [(x_last - 0.13, 1.72), (x_last + 0.22, 1.72), (x_last + 0.22, 0.5), (left - 0.2, 0.5), (left - 0.2, 1.72),
+              (left + 0.13, 1.72)], WIRE)  # fmt: skip
+    ax.text(5.7, 0.6, "TCP ring: frames of rows, the last link brings back only the rows that want logits", ha="center",
+            va="bottom", color=WIRE, size=9.5)  # fmt: skip
+    top = 4.2
+    x_client = left + 0.75
+    for i in (1, 2):
+        x = left + i * (width + 0.4) + width / 2
+        path(ax, [(x_client, 3.3), (x_client, top), (x, top), (x, 3.3)], CONTROL, linestyle=(0, (4, 2)))
+    ax.text(5.7, top + 0.08, "HTTP: GET / (status), POST /init (the run), PUT /parts (weights that are missing), PUT /stop",
+            ha="center", va="bottom", color=CONTROL, size=9.5)  # fmt: skip
+    return figure
+
+
+def _node(ax: Any, x: float, width: float, name: str, is_starter: bool) -> None:
+    box(ax, x, 0.85, width, 2.85, fill=STARTER if is_starter else SECONDARY)
+    ax.text(x + width - 0.12, 3.5, name, ha="right", va="center", size=12, weight="bold", color=INK)
+    if is_starter:
+        box(ax, x + 0.15, 2.95, 1.2, 0.35, "control client", CONTROL_FILL, size=8.5)
+        box(ax, x + 1.45, 2.95, 1.7, 0.35, "scheduler, sampler, text", QUEUE, size=8.5)
+    else:
+        box(ax, x + 0.85, 2.95, 1.6, 0.35, "control (HTTP)", CONTROL_FILL, size=8.5)
+    stage = "embedding\nfirst blocks\nnorm, head" if is_starter else "a run\nof blocks"
+    box(ax, x + 1.1, 1.3, 1.1, 0.85, stage, STAGE, size=8.5)
+    box(ax, x + 1.1, 2.3, 1.1, 0.4, "KV caches,\none per sample", QUEUE, size=7.5)
+    box(ax, x + 0.13, 1.37, 0.42, 0.7, "recv", QUEUE, size=8)
+    box(ax, x + width - 0.55, 1.37, 0.42, 0.7, "send", QUEUE, size=8)
+    for at in (x + 0.63, x + width - 1.02):
+        for k in range(3):
+            ax.add_patch(Rectangle((at + k * 0.13, 1.55), 0.11, 0.34, fc="white", ec=INK, lw=0.8))
+    ax.text(x + 0.82, 1.12, "in-queue", ha="center", size=7.5, color=FAINT)
+    ax.text(x + width - 0.83, 1.12, "out-queue", ha="center", size=7.5, color=FAINT)
+
+
+CONTROL_FILL = "#fbe3d0"
+
+# Layers
+
+
+def layers() -> Any:
+    from mdi.checkpoint.split import default_split, ranges
+
+    figure, ax = canvas(9.2, 5.3)
+    cut = ranges(default_split(TINY_LLAMA, 3))
+    names = ("starter", "secondary 0", "secondary 1")
+    for i, ((start, stop), name) in enumerate(zip(cut, names, strict=True)):
+        x = 0.4 + i * 3.0
+        box(ax, x, 0.75, 2.4, 4.2, fill=STARTER if i == 0 else SECONDARY)
+        ax.text(x + 1.2, 4.68, name, ha="center", va="center", size=12, weight="bold", color=INK)
+        ax.text(x + 1.2, 4.4, f"blocks [{start}, {stop})", ha="center", va="center", size=9.5, color=INK)
+        top = 4.15
+        if i == 0:
+            box(ax, x + 0.3, top - 0.33, 1.8, 0.3, "token embedding", "#f6d9a8", size=9)
+            top -= 0.42
+        for block in range(start, stop):
+            box(ax, x + 0.3, top - 0.3, 1.8, 0.26, f"block {block}", STAGE, size=8.5)
+            top -= 0.32
+        if i == 0:
+            box(ax, x + 0.3, 0.95, 1.8, 0.42, "final norm, head", "#f6d9a8", size=9)
+            ax.text(x + 1.2, 1.5, "(for what comes back)", ha="center", size=8, color=FAINT)
+        if i:
+            arrow(ax, (x - 0.6, 2.75), (x, 2.75), WIRE)
+            ax.text(x - 0.3, 2.84, "rows", ha="center", size=8.5, color=WIRE)
+    path(ax, [(8.8, 1.9), (9.0, 1.9), (9.0, 0.5), (0.2, 0.5), (0.2, 1.16), (0.7, 1.16)], WIRE)
+    ax.text(4.6, 0.22, "rows that want logits, one per sample", ha="center", size=8.5, color=WIRE)
+    return figure
+
+
+# Timelines
+
+
+def ring_bars(n_nodes: int, n_samples: int, end: float, hop: float = 0.08) -> Iterator[tuple[int, float, int, int]]:
+    """(node, begin, sample, token) of stages that take 1 each, first come, first served."""
+    free = [0.0] * n_nodes
+    arrivals = [(0.0, 0, sample, 0) for sample in range(n_samples)]  # time, node, sample, token
+    while arrivals:
+        arrivals.sort()
+        time, node, sample, token = arrivals.pop(0)
+        begin = max(time, free[node])
+        if begin >= end:
+            continue
+        free[node] = begin + 1
+        yield node, begin, sample, token
+        following = (node + 1) % n_nodes
+        arrivals.append((begin + 1 + hop, following, sample, token + (following == 0)))
+
+
+def lanes(ax: Any, names: list[str], end: float, title: str) -> None:
+    ax.set(xlim=(-0.05, end), ylim=(len(names) - 0.4, -0.6), yticks=range(len(names)), xticks=[])
+    ax.set_yticklabels(names, size=10)
+    ax.set_title(title, loc="left", size=11, color=INK)
+    ax.tick_params(length=0)
+    for side in ("top", "right", "bottom"):
+        ax.spines[side].set_visible(False)
+
+
+def bar(ax: Any, lane: float, begin: float, length: float, color: str, text: str = "", height: float = 0.62) -> None:
+    ax.add_patch(Rectangle((begin, lane - height / 2), length, height, fc=color, ec="white", lw=1.2))
+    ax.text(begin + length / 2, lane, text, ha="center", va="center", size=7.5, color="white", clip_on=True)
+
+
+def pipelining() -> Any:
+    figure, axes = plt.subplots(2, 1, figsize=(10, 4.8), layout="constrained", gridspec_kw={"hspace": 0.08})
+    end, names = 12.78, ["starter", "secondary 0", "secondary 1"]
+    titles = (
+        "One sample: two of three nodes wait at any time",
+        "Three samples in flight: a node waits for a hop, never for another node",
+    )
+    for ax, n_samples, title in zip(axes, (1, 3), titles, strict=True):
+        lanes(ax, names, end, title)
+        for node, begin, sample, token in ring_bars(3, n_samples, end):
+            bar(
+                ax,
+                node,
+                begin,
+                min(1, end - begin),
+                SAMPLES[sample],
+                f"s{sample} t{token}" if begin < end - 0.9 else "",
+            )
+    axes[1].set_xlabel("time  (s1 t2: token 2 of sample 1; the starter draws a token and computes the next one's first blocks)",
+                       size=9)  # fmt: skip
+    return figure
+
+
+def queues() -> Any:
+    figure, axes = plt.subplots(
+        2, 1, figsize=(10, 4.8), layout="constrained", height_ratios=(1, 3), gridspec_kw={"hspace": 0.08}
+    )
+    came = (0.0, 0.5, 1.0, 2.5, 3.4, 3.9, 5.3, 6.1)  # when a frame begins to come in
+    take, compute, give = 0.45, 0.8, (0.4, 0.4, 0.4, 2.0, 0.4, 0.4, 0.4, 0.4)  # frame 3 meets a busy network
+    end, colors = 14.9, {"r": "#7d8fb3", "c": "#5fae6b", "s": "#e39a3b"}
+    lanes(
+        axes[0],
+        ["one thread"],
+        end,
+        "Receive, compute and send take turns: what the network takes is lost for computing",
+    )
+    now = 0.0
+    for i, begin in enumerate(came):
+        now = max(now, begin)
+        for kind, length in (("r", take), ("c", compute), ("s", give[i])):
+            bar(axes[0], 0, now, length, colors[kind], str(i))
+            now += length
+    names = ["ring-recv", "(in-queue)", "stage", "(out-queue)", "ring-send"]
+    lanes(axes[1], names, end, "A thread for each, with queues between them: computing goes on while bytes come and go")
+    received = computed = sent = 0.0
+    for i, begin in enumerate(came):
+        received = max(received, begin) + take
+        start = max(received, computed)
+        computed = start + compute
+        leave = max(computed, sent)
+        sent = leave + give[i]
+        bar(axes[1], 0, received - take, take, colors["r"], str(i))
+        bar(axes[1], 1, received, start - received, "#c9c9c9", height=0.25)
+        bar(axes[1], 2, start, compute, colors["c"], str(i))
+        bar(axes[1], 3, computed, leave - computed, "#c9c9c9", height=0.25)
+        bar(axes[1], 4, leave, give[i], colors["s"], str(i))
+    axes[1].set_xlabel(
+        "time  (the numbers are frames; grey: waiting in a queue; frame 3 is slow to leave, and the stage computes on)",
+        size=9,
+    )
+    return figure
+
+
+FIGURES = {
+    "architecture": architecture,
+    "layers": layers,
+    "recurrent-pipelining-idea": pipelining,
+    "recurrent-pipelining-out-q": queues,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "assets", metavar="DIR")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg")
+    args = parser.parse_args()
+    matplotlib.rcParams.update({"svg.hashsalt": "mdi", "font.family": "DejaVu Sans", "text.color": INK})
+    for name, draw in FIGURES.items():
+        figure = draw()
+        file = args.out / f"{name}.{args.format}"
+        metadata = {"Date": None} if args.format == "svg" else None  # the same picture is the same file
+        figure.savefig(file, facecolor="white", dpi=110, metadata=metadata)
+        plt.close(figure)
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""There and back: an 8 KB activation between two processes, over our links, by other ways beside them.
+
+Run by overheads.py, which documents it; alone, it is the other of the two processes: `round_trip.py PORT RING_PORT EPOCH`.
+The ways take turns in each round, so that a noisy neighbour hits all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the children inherit it
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+N_COLS = 2048  # float32: 8 KB
+HOST = "127.0.0.1"
+
+
+def seat_of(index: int, epoch: int, next_port: int) -> Any:
+    """A place in a ring of two nodes on loopback."""
+    from mdi.net.ring import Seat
+
+    return Seat(epoch, index, ("starter", "secondary0"), "overheads", HOST, next_port)
+
+
+def open_listener(name: str) -> Any:
+    from mdi.net.listener import RingListener, open_socket
+
+    return RingListener(open_socket(HOST, 0, name), name)
+
+
+def read_exactly(sock: socket.socket, view: memoryview) -> bool:
+    """Fill `view`; False if the peer has closed."""
+    done = 0
+    while done < len(view):
+        n = sock.recv_into(view[done:])
+        if not n:
+            return False
+        done += n
+    return True
+
+
+def send_pickled(sock: socket.socket, tensor: Any) -> None:
+    """A tensor as a length in 16 characters and a pickled dictionary; only ever between this program and its child."""
+    body = pickle.dumps({"sample_index": 0, "data": tensor, "stop": False})
+    sock.sendall(b"%-16d" % len(body) + body)
+
+
+def recv_pickled(sock: socket.socket) -> Any:
+    head = bytearray(16)
+    if not read_exactly(sock, memoryview(head)):
+        return None
+    body = bytearray(int(head))
+    read_exactly(sock, memoryview(body))
+    return pickle.loads(body)["data"]
+
+
+def echo(port: int, ring_port: int, epoch: int) -> None:
+    """The other process: sends everything back, on two bare connections and as node 1 of a ring."""
+    import torch
+
+    from mdi.engine.tensors import frame_of, rows_of
+    from mdi.net.link import read_frame, send_frame, tune
+    from mdi.net.ring import join_ring
+    from mdi.net.wire import Limits
+    from mdi.node.device import set_threads
+
+    set_threads(1)
+    listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
+    expectation = listener.expect(epoch, seat.prev_hello)
+    raw, pickled, framed = (socket.create_connection((HOST, port)) for _ in range(3))
+    for sock in (raw, pickled, framed):
+        tune(sock)
+    raw.sendall(b"%-16d" % listener.port)
+
+    def echo_raw() -> None:
+        view = memoryview(bytearray(N_COLS * 4))
+        while read_exactly(raw, view):
+            raw.sendall(view)
+
+    def echo_pickled() -> None:
+        while (tensor := recv_pickled(pickled)) is not None:
+            send_pickled(pickled, tensor)
+
+    def echo_framed() -> None:
+        while (frame := read_frame(framed, Limits())) is not None:
+            send_frame(framed, frame)
+
+    for target in (echo_raw, echo_pickled, echo_framed):
+        threading.Thread(target=target, daemon=True).start()
+    sock = expectation.wait(30)
+    if sock is None:
+        raise SystemExit("the first process did not connect")
+    ring = join_ring(sock, seat, 2, Limits(max_cols=N_COLS))
+    while not ring.ended:
+        frame = ring.recv()
+        if frame is not None:
+            x = rows_of(frame, N_COLS, torch.device("cpu"), torch.float32).clone()
+            ring.release(frame)
+            ring.send(frame_of(x, epoch, frame.number, frame.slices, frame.freed))
+    ring.close()
+    listener.close()
+
+
+def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str, float]]:
+    """Microseconds there and back, by way of transport."""
+    import torch
+
+    from mdi.engine.tensors import frame_of, rows_of
+    from mdi.net.link import read_frame, send_frame, tune
+    from mdi.net.ring import close_starter_ring
+    from mdi.net.wire import Limits, Slice
+    from mdi.node.device import set_threads
+
+    set_threads(1)
+    x = torch.randn(1, N_COLS)
+    bare, epoch = bytearray(x.numpy().tobytes()), secrets.randbits(64)
+    listener = open_listener("starter")
+    with socket.create_server((HOST, 0)) as server:
+        command = [sys.executable, __file__, str(server.getsockname()[1]), str(listener.port), f"{epoch:x}"]
+        child = subprocess.Popen(command)
+        raw, pickled, framed = (server.accept()[0] for _ in range(3))
+    for sock in (raw, pickled, framed):
+        tune(sock)
+    head = bytearray(16)
+    read_exactly(raw, memoryview(head))
+    ring = close_starter_ring(listener, seat_of(0, epoch, int(head)), 2, Limits(max_cols=N_COLS))
+    slices = (Slice(0, 0, 1, 1),)
+
+    def over_socket() -> None:
+        raw.sendall(bare)
+        read_exactly(raw, memoryview(bare))
+
+    def over_pickle() -> None:
+        send_pickled(pickled, x)
+        recv_pickled(pickled)
+
+    def over_frames() -> None:
+        send_frame(framed, frame_of(x, epoch, 0, slices, ()))
+        read_frame(framed, Limits())
+
+    def over_links() -> None:
+        ring.send(frame_of(x, epoch, 0, slices, ()))
+        frame = ring.recv()
+        rows_of(frame, N_COLS, torch.device("cpu"), torch.float32)
+        ring.release(frame)
+
+    ways = {
+        "bare socket": over_socket,
+        "our frames, without threads and queues": over_frames,
+        "our links": over_links,
+        "pickled tensors": over_pickle,
+    }
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for _ in range(n_rounds):
+        for name, trip in ways.items():
+            times[name].append(timed(trip, n_trips, n_warm))
+    ring.stop("measured")
+    ring.close()
+    listener.close()
+    for sock in (raw, pickled, framed):
+        sock.close()
+    child.wait(30)
+    return {name: summary(rounds) for name, rounds in times.items()}
+
+
+def timed(trip: Callable[[], None], n: int, n_warm: int) -> list[float]:
+    for _ in range(n_warm):
+        trip()
+    times = []
+    for _ in range(n):
+        begin = time.perf_counter()
+        trip()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def summary(rounds: list[list[float]]) -> dict[str, float]:
+    every = sorted(t for times in rounds for t in times)
+    medians = [statistics.median(times) for times in rounds]
+    return {"median_us": statistics.median(every), "p99_us": every[int(0.99 * len(every))],
+            "lowest_round_median_us": min(medians), "highest_round_median_us": max(medians)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    echo(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3], 16))

@@ -1,0 +1,294 @@
+"""From a Hugging Face directory to a LitGPT checkpoint in the same directory, with litgpt's own converters.
+
+Works block by block, so that about one block is in memory at a time, and neither a shard nor the model. Knows no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdi.checkpoint.hfconfig import choose_config
+from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.parts import replacing, stage_parts
+from mdi.checkpoint.shapes import check_tensors
+from mdi.checkpoint.source import CONFIG_FILE, WEIGHT_FILES
+from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
+from mdi.errors import CheckpointError, UsageError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+# (embedding, head) as the families name them; where one is missing, the other stands in
+_TIED = (
+    ("model.embed_tokens.weight", "lm_head.weight"),
+    ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    ("transformer.word_embeddings.weight", "lm_head.weight"),
+    ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
+    ("model.language_model.embed_tokens.weight", "lm_head.weight"),
+)
+
+
+def is_lit_dir(path: str | Path) -> bool:
+    """Whether there is a LitGPT checkpoint, whole or not."""
+    path = Path(path)
+    return (path / CONFIG_FILE).is_file() and any((path / name).is_file() for name in WEIGHT_FILES)
+
+
+def is_hf_dir(path: str | Path) -> bool:
+    """Whether there is a Hugging Face checkpoint to convert."""
+    return (Path(path) / "config.json").is_file() and bool(weight_files(Path(path)))
+
+
+def needs_conversion(path: str | Path) -> bool:
+    """Whether there is a Hugging Face checkpoint, and no LitGPT one that is as new."""
+    path = Path(path)
+    if not is_hf_dir(path):
+        return False
+    if not is_lit_dir(path):
+        return True
+    converted = max((path / name).stat().st_mtime for name in WEIGHT_FILES if (path / name).is_file())
+    return any(file.is_file() and file.stat().st_mtime > converted for file in weight_files(path))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with weights: by an index, else by their names; safetensors go first. Some may be missing.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    found = {
+        suffix: sorted(f for f in path.glob(f"*.{suffix}") if f.name not in (*WEIGHT_FILES, *_NOT_WEIGHTS))
+        for suffix in ("safetensors", "bin")
+    }
+    for index, (suffix, single) in zip(
+        _INDEXES, (("safetensors", "model.safetensors"), ("bin", "pytorch_model.bin")), strict=True
+    ):
+        if (path / index).is_file():
+            return _indexed(path / index)
+        if (path / single).is_file():
+            return [path / single]
+        if found[suffix]:
+            return found[suffix]
+    return []
+
+
+def convert(path: str | Path, model_name: str | None = None, dtype: str | None = None, progress: bool = True) -> Path:
+    """Write model_config.yaml and lit_model.pth beside a Hugging Face checkpoint.
+
+    Args:
+        path: its directory.
+        model_name: the name of a Config of litgpt; None takes the directory's name, or derives one from config.json.
+        dtype: to store the weights in; None keeps what they are in.
+        progress: draw a bar on stderr, if it takes long.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: something is missing, damaged, of another shape, of an unknown architecture, or the disk is full.
+        UsageError: no such dtype.
+    """
+    directory = Path(path)
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if not is_hf_dir(directory):
+        raise CheckpointError(f"{directory} is not a Hugging Face checkpoint: it needs config.json and weights")
+    config, kind = choose_config(directory, model_name)
+    reader = _Reader(weight_files(directory))
+    _check_disk(directory, reader, dtype)
+    target = directory / WEIGHT_FILES[0]
+    unfinished = target.with_name(target.name + ".part")
+    try:
+        _write(unfinished, reader, config, kind, DTYPES.get(dtype or ""), progress)
+        written = PickledFile(unfinished)
+        check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
+        written.release()
+        _sync(unfinished)
+        _write_config(directory, config)
+        os.replace(unfinished, target)
+    except (OSError, RuntimeError) as e:  # torch's writer says RuntimeError when the disk is full
+        free = shutil.disk_usage(directory).free
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise CheckpointError(f"cannot write {target} ({free / 1e9:.2f} GB are free): {reason}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return directory
+
+
+class _Reader:
+    """All tensors of a Hugging Face checkpoint, by name, whichever file they are in."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: dict[str, tuple[WeightFile, str]] = {}  # name -> file, and name in the file
+        for path in paths:
+            file = open_weight_file(path)
+            for name in file.specs:
+                self._files[name] = (file, name)
+        for embedding, head in _TIED:
+            # litgpt's converters know a missing head, but not a missing embedding
+            if head in self._files and embedding not in self._files and not self._has_embedding():
+                self._files[embedding] = self._files.pop(head)
+                break
+
+    def _has_embedding(self) -> bool:
+        return any(embedding in self._files for embedding, _ in _TIED)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: file.specs[stored] for name, (file, stored) in self._files.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        file, stored = self._files[name]
+        return _own(file.tensor(stored).detach())
+
+    def groups(self) -> Iterator[_Group]:
+        """Embedding, head and the like, then one block after the other, whole even where it lies in two files."""
+        groups: dict[int, list[str]] = {-1: []}
+        for name in self._files:
+            match = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+            groups.setdefault(int(match[1]) if match else -1, []).append(name)
+        for number in sorted(groups):
+            yield _Group(self, groups[number])
+            self.release()
+
+    def release(self) -> None:
+        for file in {id(file): file for file, _ in self._files.values()}.values():
+            file.release()
+
+
+class _Group(Mapping[str, torch.Tensor]):
+    """Some of the tensors, each read when it is asked for."""
+
+    def __init__(self, reader: _Reader, names: list[str]) -> None:
+        self._reader, self._names = reader, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._reader.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _write(
+    target: Path, reader: _Reader, config: dict[str, Any], kind: str | None, dtype: torch.dtype | None, progress: bool
+) -> None:
+    from litgpt.utils import incremental_save
+    from tqdm import tqdm
+
+    copy = _copy_function(config, kind)
+    specs = reader.specs
+    state: dict[str, Any] = {}
+    bar = tqdm(
+        total=sum(spec.n_bytes for spec in specs.values()), desc="converting", unit="B", unit_scale=True, delay=2,
+        disable=not progress,
+    )  # fmt: skip
+    with bar, torch.no_grad(), incremental_save(target) as saver:
+        for group in reader.groups():
+            try:
+                copy(state, group, saver=saver, dtype=dtype)
+            except KeyError as e:
+                raise _unknown(e, config, target.parent) from None
+            except (NotImplementedError, ValueError) as e:
+                raise CheckpointError(f"{target.parent}: litgpt cannot convert this checkpoint: {e}") from None
+            if "transformer.wte.weight" in state:
+                state.setdefault("lm_head.weight", state["transformer.wte.weight"])
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):  # litgpt leaves joined ones in memory until the end
+                    state[name] = saver.store_early(_own(value))
+            bar.update(sum(specs[name].n_bytes for name in group))
+        saver.save(state)
+
+
+def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., None]:
+    """litgpt's converter for a family: by its name, as litgpt itself chooses, or by the model_type it was derived from."""
+    from litgpt.config import Config
+    from litgpt.scripts import convert_hf_checkpoint as litgpt
+
+    lit_config, name = Config(**config), config["name"].lower()
+    qkv: dict[Any, Any] = {}  # halves of what is joined, between two calls
+    if kind is not None:
+        family = {"olmo2": "olmo-2-", "gemma2": "gemma-2", "phi": "phi", "qwen2": "qwen2.5", "gpt_neox": "pythia"}
+        name = family.get(kind, "qwen3" if kind.startswith("qwen3") else "llama")
+    if "falcon" in name:
+        return functools.partial(litgpt.copy_weights_falcon, lit_config)
+    if name.startswith("gemma-2"):
+        return functools.partial(litgpt.copy_weights_gemma_2, qkv)
+    if name.startswith("gemma-3"):
+        return functools.partial(litgpt.copy_weights_gemma_3, qkv, config=lit_config)
+    families = {
+        ("phi",): litgpt.copy_weights_phi,
+        ("qwen2.5", "qwq"): litgpt.copy_weights_qwen_2_5,
+        ("olmo-2-",): litgpt.copy_weights_olmo2,
+        ("qwen3",): litgpt.copy_weights_qwen_3,
+    }
+    for prefixes, function in families.items():
+        if name.startswith(prefixes):
+            return functools.partial(function, lit_config, qkv)
+    if config["mlp_class_name"] in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
+        return functools.partial(litgpt.copy_weights_hf_llama, lit_config, qkv)
+    return functools.partial(litgpt.copy_weights_gpt_neox, lit_config)
+
+
+def _unknown(error: KeyError, config: dict[str, Any], directory: Path) -> CheckpointError:
+    name = str(error.args[0]) if error.args else "?"
+    if name == "transformer.wte.weight":
+        return CheckpointError(f"{directory} has neither an embedding nor a head")
+    return CheckpointError(
+        f"{directory} holds the tensor {name.replace('{}', '<i>')}, which a {config['name']} of litgpt does not have: "
+        "is --model-name right?"
+    )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, without the rest of a larger storage, which would be written with it."""
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous():
+        return tensor
+    return tensor.contiguous().clone()
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        is_plain = all(isinstance(name, str) and Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"cannot read the index {index}: {type(e).__name__}: {e}") from None
+    if not is_plain:
+        raise CheckpointError(f"{index} names files outside of its directory")
+    return [index.parent / name for name in names]
+
+
+def _check_disk(directory: Path, reader: _Reader, dtype: str | None) -> None:
+    specs = reader.specs.values()
+    needed = sum(spec.n_bytes * (DTYPES[dtype].itemsize / spec.dtype.itemsize if dtype else 1) for spec in specs)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise CheckpointError(
+            f"converting needs {needed / 1e9:.2f} GB in {directory}, but only {free / 1e9:.2f} GB are free there"
+        )
+
+
+def _write_config(directory: Path, config: dict[str, Any]) -> None:
+    import yaml
+
+    with replacing(directory / CONFIG_FILE) as file:
+        file.write(yaml.safe_dump(config).encode())
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())

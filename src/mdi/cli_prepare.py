@@ -1,0 +1,181 @@
+"""Flags of prepare_model: from a name on the hub or a local directory to one chunk per node."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.errors import UsageError
+
+if TYPE_CHECKING:
+    from mdi.checkpoint.source import WeightSource
+
+DESCRIPTION = """\
+Download a model, convert it to LitGPT's format, and cut it into one chunk per node.
+
+MODEL is a name on the Hugging Face hub (org/name), or a local directory in LitGPT's or Hugging Face's format. What has
+been done already is not done again, and needs no connection. Without --n-nodes the model is only made ready: a starter
+that is given the directory with --ckpt cuts it by itself, and sends the other nodes their parts.
+"""
+
+EPILOG = """\
+examples:
+  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3
+  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
+  prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
+  prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
+
+The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
+needs its own only, and can be started without one. Each says what it holds and carries a sha256 of each block. By
+default blocks are spread evenly, where the output head counts as work of the starter. From 1 node to one more than
+the model has blocks: the starter may hold none.
+"""
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub: org/name")
+    cut = parser.add_argument_group("cut")
+    cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
+    cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
+    cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
+    hub = parser.add_argument_group("hub")
+    hub.add_argument(
+        "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"
+    )
+    hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
+    hub.add_argument("--revision", help="branch, tag or commit (default: main)")
+    conversion = parser.add_argument_group("conversion")
+    conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
+    conversion.add_argument("--device", help="accepted for compatibility; all of this is work for the CPU and the disk")
+    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    parser.add_argument("-d", "--debug", action="store_true", help="write a debug log, and show tracebacks of errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from mdi.checkpoint.cast import CastSource
+    from mdi.checkpoint.source import LitCheckpoint
+
+    _check_flags(args)
+    directory = _convert(_find(args), args)
+    source: WeightSource = LitCheckpoint(directory)
+    if args.dtype is not None and any(
+        spec.dtype.is_floating_point and spec.dtype != getattr(torch, args.dtype) for spec in source.specs.values()
+    ):
+        source = CastSource(source, getattr(torch, args.dtype))
+    try:
+        n_bytes = sum(spec.n_bytes for spec in source.specs.values())
+        n_layer = source.config_dict["n_layer"]
+        print(f"{directory}: {source.model}, {n_layer} blocks, {source.dtype}, {_size(n_bytes)}")
+        if args.n_nodes is None and args.layers is None:
+            print(f"run it on this machine: starter.py --ckpt {directory}")
+        else:
+            _cut(source, directory, args)
+    finally:
+        source.close()
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.n_nodes is None and args.layers is not None:
+        args.n_nodes = args.layers.count(",") + 1
+    if args.n_nodes is not None and args.n_nodes < 1:
+        raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
+
+
+def _find(args: argparse.Namespace) -> Path:
+    """The model's directory; downloaded, if MODEL is a name on the hub."""
+    from mdi.checkpoint.download import download, is_repo_id
+    from mdi.cli import default_ckpt_folder
+    from mdi.config import nearest_existing
+
+    local = Path(args.model).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise UsageError(f"MODEL {args.model} is a file: give the directory that it is in")
+    looks_local = args.model.startswith((".", "/", "~")) or not is_repo_id(args.model)
+    if looks_local:
+        raise UsageError(
+            f"no such directory: {args.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
+            "is named org/name"
+        )
+    folder = args.ckpt_folder or default_ckpt_folder()
+    logger.info("looking for %s in %s", args.model, folder)
+    return download(args.model, folder, args.hf_token, args.revision)
+
+
+def _convert(directory: Path, args: argparse.Namespace) -> Path:
+    from mdi.checkpoint.convert import convert, is_lit_dir, needs_conversion
+    from mdi.checkpoint.shapes import read_config
+
+    if needs_conversion(directory):
+        logger.info("converting %s", directory)
+        return convert(directory, args.model_name, args.dtype, progress=True)
+    if args.model_name is not None and is_lit_dir(directory):
+        held = read_config(directory / "model_config.yaml")
+        names = {held["name"], (held["hf_config"] or {}).get("name")}
+        if args.model_name not in names:
+            raise UsageError(
+                f"{directory} was converted as {held['name']!r}, not {args.model_name!r}: remove its lit_model.pth to "
+                "convert it again"
+            )
+    return directory
+
+
+def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+    from mdi.checkpoint.chunks import node_names, write_chunks
+    from mdi.checkpoint.split import default_split, parse_layers, ranges
+
+    n_layer = source.config_dict["n_layer"]
+    if args.layers is not None:
+        counts = parse_layers(args.layers, n_layer, args.n_nodes)
+    else:
+        counts = default_split(source.config_dict, args.n_nodes)
+    with _bar("cutting") as progress:
+        paths = write_chunks(source, directory, counts, progress)
+    rows = zip(node_names(args.n_nodes), ranges(counts), paths, strict=True)
+    for node, (start, stop), path in rows:
+        extra = "embedding and head, " if node == "starter" else ""
+        blocks = f"blocks [{start}, {stop})" if stop > start else "no blocks"
+        print(f"  {node:<12} {extra}{blocks}, {_size(path.stat().st_size)}: {path}")
+    if args.n_nodes == 1:
+        print(f"run it on this machine: starter.py --chunk {paths[0]}")
+    else:
+        print(
+            "take each secondary's chunk to its node, or let the starter send it; then, with the addresses in NODES.json:"
+        )
+        print(f"  on each secondary:  secondary.py --nodes-config NODES.json INDEX --chunk {paths[1].name}")
+        print(f"  here:               starter.py --chunk {paths[0]} --nodes-config NODES.json")
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, which appears when the work takes more than two seconds."""
+    from tqdm import tqdm
+
+    bar: Any = tqdm(desc=what, unit="B", unit_scale=True, delay=2, file=sys.stderr)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with bar:
+        yield progress
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

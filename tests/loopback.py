@@ -1,0 +1,226 @@
+"""A whole ring inside one process: real TCP links over loopback, a starter engine and a thread per secondary."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from families import CONTEXT
+from litgpt.config import Config
+from litgpt.model import GPT
+
+from mdi.engine.scheduler import CHUNK_ROWS, Event
+from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.starter import StarterEngine
+from mdi.model.stage import Stage, StarterStage
+from mdi.net.hello import Fault
+from mdi.net.listener import RingListener, open_socket
+from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring, join_ring
+from mdi.net.wire import Limits
+
+CPU = torch.device("cpu")
+PLACEMENT = "a" * 64
+DEADLINE_S = 60.0  # of whatever must happen; far beyond what it takes
+
+
+def stages_of(gpt: GPT, cuts: tuple[int, ...], config: Config | None = None, max_length: int = CONTEXT) -> list[Stage]:
+    """The model in stages that end at `cuts`, loaded and prepared."""
+    config = config or gpt.config
+    bounds = (0, *cuts, config.n_layer)
+    stages: list[Stage] = [StarterStage(config, bounds[1])]
+    stages += [Stage(config, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
+    weights = gpt.state_dict()
+    for stage in stages:
+        wanted = stage.state_dict().keys()
+        stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
+        stage.prepare(max_length, CPU, torch.float32)
+    return stages
+
+
+def even_cuts(n_layer: int, n_nodes: int) -> tuple[int, ...]:
+    """Where the stages but the last end."""
+    return tuple(n_layer * i // n_nodes for i in range(1, n_nodes))
+
+
+def names_of(n_nodes: int) -> tuple[str, ...]:
+    return ("starter", *(f"secondary{i}" for i in range(n_nodes - 1)))
+
+
+def listener(name: str = "starter") -> RingListener:
+    return RingListener(open_socket("127.0.0.1", 0, "test"), name)
+
+
+def seats_of(ports: Sequence[int], epoch: int) -> list[Seat]:
+    """The seats of a ring whose nodes listen on `ports`."""
+    names = names_of(len(ports))
+    following = [*ports[1:], ports[0]]
+    return [Seat(epoch, i, names, PLACEMENT, "127.0.0.1", port) for i, port in enumerate(following)]
+
+
+class Nodes:
+    """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close."""
+
+    def __init__(self, n_nodes: int, epoch: int | None = None, capacity: int | None = None) -> None:
+        self.epoch = secrets.randbits(64) if epoch is None else epoch
+        self.listeners = [listener(name) for name in names_of(n_nodes)]
+        self.seats = seats_of([one.port for one in self.listeners], self.epoch)
+        self.rings: list[TcpRing] = []
+        joined: queue.Queue[tuple[int, TcpRing | BaseException]] = queue.Queue()
+
+        def join(seat: Seat, expectation: object) -> None:
+            try:
+                sock = expectation.wait(DEADLINE_S)  # type: ignore[attr-defined]
+                assert sock is not None
+                joined.put((seat.index, join_ring(sock, seat, capacity or n_nodes, Limits())))
+            except BaseException as e:  # handed to the thread that waits
+                joined.put((seat.index, e))
+
+        expectations = [
+            one.expect(self.epoch, seat.prev_hello)
+            for one, seat in zip(self.listeners[1:], self.seats[1:], strict=True)
+        ]
+        threads = [
+            threading.Thread(target=join, args=(seat, expectation), name=seat.name)
+            for seat, expectation in zip(self.seats[1:], expectations, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        first = close_starter_ring(self.listeners[0], self.seats[0], capacity or n_nodes, Limits())
+        found = dict(joined.get(timeout=DEADLINE_S) for _ in threads)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        for one in found.values():
+            if isinstance(one, BaseException):
+                raise one
+        self.rings = [first, *(found[i] for i in range(1, n_nodes))]  # type: ignore[list-item]
+
+    def kill(self, index: int) -> None:
+        """What becomes of a process that was killed: it says nothing any more, and the kernel closes its sockets."""
+        ring = self.rings[index]
+        ring._end(None)
+        ring._in._closing = True
+        ring._out._channel.close()
+        for link in (ring._in, ring._out):
+            with contextlib.suppress(OSError):
+                link._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring._end(None)
+        for ring in self.rings:
+            ring.close()
+        for one in self.listeners:
+            one.close()
+
+
+@contextlib.contextmanager
+def nodes(n_nodes: int, **kwargs: int) -> Iterator[Nodes]:
+    ring = Nodes(n_nodes, **kwargs)
+    try:
+        yield ring
+    finally:
+        ring.close()
+
+
+@dataclass
+class Text:
+    """What the events said about one sequence."""
+
+    ids: list[int] = field(default_factory=list)
+    reason: str | None = None
+    n_events: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
+    then: Callable[[Event], None] | None = None
+
+    def take(self, event: Event, _now: float) -> None:
+        assert self.reason is None, "an event after the last one"
+        self.n_events += 1
+        if event.token is not None:
+            self.ids.append(event.token)
+        self.reason = event.finish_reason
+        if self.then is not None:
+            self.then(event)
+        if self.reason:
+            self.ended.set()
+
+
+class InProcessRing:
+    """A starter engine and its secondaries, each secondary's loop in a thread of its own."""
+
+    def __init__(
+        self,
+        gpt: GPT,
+        n_nodes: int,
+        cuts: tuple[int, ...] | None = None,
+        max_length: int = CONTEXT,
+        chunk_rows: int = CHUNK_ROWS,
+        kv_positions: int | None = None,
+    ) -> None:
+        cuts = even_cuts(gpt.config.n_layer, n_nodes) if cuts is None else cuts
+        self.stages = stages_of(gpt, cuts, max_length=max_length)
+        self.nodes = Nodes(n_nodes) if n_nodes > 1 else None
+        epoch = self.nodes.epoch if self.nodes else 1
+        self.ring = self.nodes.rings[0] if self.nodes else LoopbackRing(1)
+        self.endings: dict[int, BaseException | None] = {}
+        self._threads = [
+            threading.Thread(target=self._secondary, args=(i,), name=f"secondary{i - 1}") for i in range(1, n_nodes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        starter = self.stages[0]
+        assert isinstance(starter, StarterStage)
+        self.engine = StarterEngine(
+            starter, self.ring, epoch, n_nodes, max_length, CPU, torch.float32, chunk_rows, kv_positions
+        )
+
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, then: Callable[[Event], None] | None = None
+    ) -> Text:
+        text = Text(then=then)
+        text.seq_id = self.engine.submit(prompt_ids, params, text.take)  # type: ignore[attr-defined]
+        return text
+
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Text]:
+        texts = [self.submit(p, params) for p in prompts]
+        self.engine.run()
+        return texts
+
+    def caches(self) -> list[int]:
+        """Sequences that each node holds a cache of."""
+        return [len(stage.caches) for stage in self.stages]
+
+    def close(self) -> None:
+        self.ring.stop("the test is over")
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        if self.nodes:
+            self.nodes.close()
+
+    def _secondary(self, index: int) -> None:
+        assert self.nodes is not None
+        ring, seat = self.nodes.rings[index], self.nodes.seats[index]
+        is_last = index == seat.n_nodes - 1
+        loop = SecondaryLoop(self.stages[index], ring, seat.epoch, is_last, CPU, torch.float32)
+        self.endings[index] = None
+        try:
+            loop.run()
+        except Exception as e:
+            self.endings[index] = e
+            if not ring.ended:
+                ring.fail(Fault(seat.name, f"it failed: {e}", seat.name))
+
+
+@contextlib.contextmanager
+def ring_of(gpt: GPT, n_nodes: int, **kwargs: object) -> Iterator[InProcessRing]:
+    ring = InProcessRing(gpt, n_nodes, **kwargs)  # type: ignore[arg-type]
+    try:
+        yield ring
+    finally:
+        ring.close()

@@ -1,0 +1,275 @@
+"""The engine over whole rings in one process: the ids of litgpt's uncached model, whatever the ring and the company."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
+from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+
+from mdi.engine.scheduler import Event
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import EngineError, NodeLostError, UsageError
+
+GREEDY = SamplingParams(n_tokens=12, temperature=0)
+SAMPLED = SamplingParams(n_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+LLAMA = "Llama-3.1-8B"
+
+
+def reference(family: str, prompts: list[list[int]], n_tokens: int) -> list[list[int]]:
+    return [greedy(model_of(family), p, n_tokens) for p in prompts]
+
+
+@pytest.mark.parametrize("family", [LLAMA, "pythia-14m", "Gemma-3-1b-it", "deepseek-v3-shape"])
+def test_greedy_equals_the_uncached_model_for_any_ring_and_number_of_sequences(family: str) -> None:
+    lengths = [3, 1, 20, 2, 70, 9, 13]
+    prompts = [prompt(n, seed) for seed, n in enumerate(lengths)]
+    expected = reference(family, prompts, 12)
+    for n_nodes in (1, 2, 3, 5):
+        with ring_of(model_of(family), n_nodes) as ring:
+            for n_sequences in (1, 2, 3, 7):
+                texts = ring.generate(prompts[:n_sequences], GREEDY)
+                assert [t.ids for t in texts] == expected[:n_sequences], (n_nodes, n_sequences)
+                assert {t.reason for t in texts} == {"length"}
+                assert ring.caches() == [0] * n_nodes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_over_three_stages_with_different_prompts_in_flight(family: str) -> None:
+    prompts = [prompt(n, 50 + n) for n in (1, 17, 34)]
+    with ring_of(model_of(family), 3, chunk_rows=16) as ring:
+        texts = ring.generate(prompts, SamplingParams(n_tokens=20, temperature=0))
+    assert [t.ids for t in texts] == reference(family, prompts, 20)
+
+
+@pytest.mark.parametrize("family", [LLAMA, "Gemma-2-9b", "Gemma-3-1b-it", "Mistral-7B-v0.1"])
+def test_long_prompts_go_in_chunks_while_others_decode(family: str) -> None:
+    prompts = [prompt(146, 1), prompt(2, 2), prompt(140, 3)]
+    with ring_of(model_of(family), 3) as ring:
+        texts = ring.generate(prompts, SamplingParams(n_tokens=10, temperature=0))
+    assert [t.ids for t in texts] == reference(family, prompts, 10)
+
+
+def test_more_nodes_than_blocks_but_the_starter_holds_none() -> None:
+    gpt = model_of(LLAMA)
+    prompts = [prompt(5, 4), prompt(8, 5)]
+    with ring_of(gpt, 6, cuts=(0, 1, 2, 3, 4)) as ring:
+        texts = ring.generate(prompts, GREEDY)
+        assert ring.caches() == [0] * 6
+    assert [t.ids for t in texts] == reference(LLAMA, prompts, 12)
+
+
+def test_sampling_gives_the_same_ids_on_any_ring_and_in_any_company() -> None:
+    prompts = [prompt(n, n) for n in (4, 1, 30)]
+    results = []
+    for n_nodes in (1, 2, 3, 5):
+        with ring_of(model_of(LLAMA), n_nodes) as ring:
+            results.append([t.ids for t in ring.generate(prompts, SAMPLED)])
+    assert all(r == results[0] for r in results)
+    with ring_of(model_of(LLAMA), 2) as ring:
+        alone = ring.generate(prompts[:1], SAMPLED)[0].ids
+        other_seed = ring.generate(prompts[:1], SamplingParams(n_tokens=12, temperature=0.9, seed=8))[0].ids
+    assert alone == results[0][0] and other_seed != alone
+
+
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_many_submitted_before_the_run_do_not_block_it(n_nodes: int) -> None:
+    prompts = [prompt(3, i) for i in range(20)]
+    params = SamplingParams(n_tokens=2, temperature=0)
+    with ring_of(model_of(LLAMA), n_nodes) as ring:
+        texts = ring.generate(prompts, params)
+        assert ring.caches() == [0] * n_nodes
+    assert [t.ids for t in texts] == reference(LLAMA, prompts, 2)
+
+
+def test_a_token_budget_for_the_caches_is_kept_and_everybody_gets_a_turn() -> None:
+    prompts = [prompt(n, n) for n in (10, 4, 25, 7, 1)]
+    with ring_of(model_of(LLAMA), 2, kv_positions=40) as ring:
+        texts = ring.generate(prompts, GREEDY)
+        with pytest.raises(UsageError, match="more cache than the nodes can hold"):
+            ring.submit(prompt(35, 1), GREEDY)
+    assert [t.ids for t in texts] == reference(LLAMA, prompts, 12)
+
+
+def test_submit_and_cancel_from_a_callback_while_others_run() -> None:
+    gpt = model_of(LLAMA)
+    with ring_of(gpt, 3) as ring:
+        later: list[Text] = []
+
+        def on_token(event: Event) -> None:
+            if len(first.ids) == 3:
+                later.append(ring.submit(prompt(6, 2), GREEDY))
+                ring.engine.cancel(second.seq_id)  # type: ignore[attr-defined]
+            if len(first.ids) == 6:
+                ring.engine.cancel(event.seq_id, "enough")
+
+        first = ring.submit(prompt(5, 0), SamplingParams(n_tokens=50, temperature=0), then=on_token)
+        second = ring.submit(prompt(5, 1), SamplingParams(n_tokens=50, temperature=0))
+        third = ring.submit(prompt(5, 3), GREEDY)
+        ring.engine.run()
+        assert ring.caches() == [0, 0, 0]
+    assert (first.reason, second.reason, third.reason) == ("enough", "cancelled", "length")
+    assert first.ids == greedy(gpt, prompt(5, 0), 6)
+    assert second.ids == greedy(gpt, prompt(5, 1), 50)[: len(second.ids)] and len(second.ids) <= 6
+    assert third.ids == greedy(gpt, prompt(5, 3), 12)
+    assert later[0].ids == greedy(gpt, prompt(6, 2), 12)
+
+
+def test_a_callback_may_cancel_a_sequence_whose_token_came_in_the_same_frame() -> None:
+    with ring_of(model_of(LLAMA), 1) as ring:
+        first = ring.submit(prompt(5, 0), GREEDY, then=lambda _: ring.engine.cancel(second.seq_id))  # type: ignore[attr-defined]
+        second = ring.submit(prompt(5, 1), GREEDY)
+        ring.engine.run()
+        assert ring.caches() == [0]
+    assert second.reason == "cancelled" and second.ids == []
+    assert first.reason == "length" and len(first.ids) == 12
+
+
+def test_submit_and_cancel_from_another_thread_while_the_engine_waits_for_work() -> None:
+    gpt = model_of(LLAMA)
+    with ring_of(gpt, 2) as ring:
+        worker = threading.Thread(target=ring.engine.run, args=(False,), name="engine")
+        worker.start()
+        try:
+            for seed in range(3):  # with pauses in which the ring is idle
+                text = ring.submit(prompt(4, seed), GREEDY)
+                assert text.ended.wait(DEADLINE_S)
+                assert text.ids == greedy(gpt, prompt(4, seed), 12)
+            begun = threading.Event()
+            endless = ring.submit(prompt(4, 9), SamplingParams(n_tokens=150, temperature=0), then=lambda _: begun.set())
+            assert begun.wait(DEADLINE_S)
+            ring.engine.cancel(endless.seq_id)  # type: ignore[attr-defined]
+            assert endless.ended.wait(DEADLINE_S)
+            ring.engine.cancel(endless.seq_id)  # type: ignore[attr-defined]  # once more is harmless
+            ring.engine.cancel(12345)
+            again = ring.submit(prompt(4, 1), GREEDY)
+            assert again.ended.wait(DEADLINE_S) and again.ids == greedy(gpt, prompt(4, 1), 12)
+        finally:
+            ring.engine.close()
+            worker.join(DEADLINE_S)
+        assert not worker.is_alive()
+
+
+def test_a_sequence_cancelled_before_it_began_leaves_nothing() -> None:
+    with ring_of(model_of(LLAMA), 2) as ring:
+        text = ring.submit(prompt(100, 0), GREEDY)
+        ring.engine.cancel(text.seq_id)  # type: ignore[attr-defined]
+        ring.engine.run()
+        assert text.reason == "cancelled" and text.n_events == 1
+        assert ring.caches() == [0, 0]
+
+
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_eos_stop_sequences_and_length_end_a_sequence(n_nodes: int) -> None:
+    gpt = model_of(LLAMA)
+    ids = greedy(gpt, prompt(5, 0), 30)
+    cut = next(i for i in range(3, 30) if ids[i] not in ids[:i])
+    stop = tuple(ids[cut - 2 : cut + 1])
+    with ring_of(gpt, n_nodes) as ring:
+        eos = ring.submit(
+            prompt(5, 0), SamplingParams(n_tokens=30, temperature=0, eos_ids=frozenset({ids[cut], VOCAB}))
+        )
+        stopped = ring.submit(
+            prompt(5, 0), SamplingParams(n_tokens=30, temperature=0, stop_sequences=((1, 2, 3), stop))
+        )
+        one = ring.submit(prompt(5, 0), SamplingParams(n_tokens=1, temperature=0))
+        ring.engine.run()
+        assert ring.caches() == [0] * n_nodes
+    assert (eos.reason, eos.ids) == ("eos", ids[:cut])
+    assert (stopped.reason, stopped.ids) == ("stop", ids[: cut + 1])  # the engine's caller cuts the stop sequence off
+    assert (one.reason, one.ids) == ("length", ids[:1])
+
+
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_a_full_context_ends_with_length(n_nodes: int) -> None:
+    gpt = model_of(LLAMA)
+    params = SamplingParams(n_tokens=300, temperature=0)
+    with ring_of(gpt, n_nodes, max_length=40) as ring:
+        full, nearly, short = ring.generate([prompt(40, 0), prompt(39, 1), prompt(20, 2)], params)
+        with pytest.raises(UsageError, match="the prompt has 41 tokens, but a sequence can have 40"):
+            ring.submit(prompt(41, 0), params)
+        with pytest.raises(UsageError, match="without any token"):
+            ring.submit([], params)
+    assert {t.reason for t in (full, nearly, short)} == {"length"}
+    assert full.ids == greedy(gpt, prompt(40, 0), 1)
+    assert nearly.ids == greedy(gpt, prompt(39, 1), 1)
+    assert short.ids == greedy(gpt, prompt(20, 2), 20)
+
+
+def test_the_longest_prompt_of_the_model_gives_one_token() -> None:
+    with ring_of(model_of("Gemma-3-1b-it"), 3) as ring:
+        text = ring.generate([prompt(CONTEXT, 0)], GREEDY)[0]
+    assert (text.reason, text.ids) == ("length", greedy(model_of("Gemma-3-1b-it"), prompt(CONTEXT, 0), 1))
+
+
+@pytest.mark.parametrize("n_nodes", [3, 5])
+def test_a_node_that_dies_in_the_middle_ends_the_run_by_name_everywhere(n_nodes: int) -> None:
+    for victim in (1, n_nodes // 2, n_nodes - 1):
+        with ring_of(model_of(LLAMA), n_nodes) as ring:
+            assert ring.nodes is not None
+            kill = ring.nodes.kill
+
+            def on_token(_: Event, victim: int = victim, kill: object = kill) -> None:
+                if len(text.ids) == 4:
+                    kill(victim)  # type: ignore[operator]
+
+            text = ring.submit(prompt(5, 0), SamplingParams(n_tokens=100, temperature=0), then=on_token)
+            with pytest.raises(NodeLostError) as caught:
+                ring.engine.run()
+            assert caught.value.node == f"secondary{victim - 1}"
+            assert 4 <= len(text.ids) < 100 and text.reason is None
+            ring.ring.close()
+            for thread in ring._threads:
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()
+
+
+def test_a_stage_that_fails_is_named_with_its_reason() -> None:
+    with ring_of(model_of(LLAMA), 3) as ring:
+        ring.stages[1].prepare(20, ring.stages[1].cos.device, ring.stages[1].cos.dtype)
+        ring.submit(prompt(15, 0), SamplingParams(n_tokens=30, temperature=0))
+        with pytest.raises(NodeLostError, match="secondary0 is lost: it failed: .*sequences of this run end at 20"):
+            ring.engine.run()
+    assert isinstance(ring.endings[2], NodeLostError)
+
+
+def test_a_failure_while_the_starter_computes_is_not_taken_for_a_stop() -> None:
+    """The ring breaks between two recv() calls: the reason must still be told."""
+    with ring_of(model_of(LLAMA), 3) as ring:
+        assert ring.nodes is not None
+        nodes = ring.nodes
+
+        def on_token(_: Event) -> None:
+            nodes.kill(1)
+            assert nodes.rings[0].wait_end(DEADLINE_S)
+
+        ring.submit(prompt(5, 0), GREEDY, then=on_token)
+        with pytest.raises(NodeLostError, match="secondary0 is lost"):
+            ring.engine.run()
+
+
+def test_a_ring_that_is_stopped_from_outside_says_so() -> None:
+    with ring_of(model_of(LLAMA), 3) as ring:
+        assert ring.nodes is not None
+        nodes = ring.nodes
+
+        def on_token(_: Event) -> None:
+            nodes.rings[1].stop("someone asked")
+            assert nodes.rings[0].wait_end(DEADLINE_S)
+
+        ring.submit(prompt(5, 0), GREEDY, then=on_token)
+        with pytest.raises(EngineError, match="stopped before its sequences were finished"):
+            ring.engine.run()
+
+
+def test_runs_one_after_the_other_on_the_same_ring() -> None:
+    ring = InProcessRing(model_of(LLAMA), 2)
+    try:
+        one = ring.generate([prompt(5, 0)], GREEDY)[0].ids
+        two = ring.generate([prompt(5, 0), prompt(7, 1)], GREEDY)
+        assert two[0].ids == one == greedy(model_of(LLAMA), prompt(5, 0), 12)
+        assert two[1].ids == greedy(model_of(LLAMA), prompt(7, 1), 12)
+    finally:
+        ring.close()
+    assert list(ring.endings.values()) == [None]

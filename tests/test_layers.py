@@ -1,0 +1,179 @@
+"""Who imports whom: the arrows of the architecture go one way, and what must start quickly does not import torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+# layer -> layers that it may import from (itself goes without saying)
+ALLOWED = {
+    "errors": set(),
+    "config": {"errors"},
+    "net": {"config", "errors"},
+    "model": {"config", "errors"},
+    "checkpoint": {"config", "errors"},
+    "partition": {"config", "errors"},
+    "training": {"checkpoint", "config", "errors"},
+    "engine": {"model", "net", "config", "errors"},
+    "control": {"engine", "model", "net", "config", "errors"},
+    "text": {"engine", "model", "net", "config", "errors"},
+    "metrics": {"config", "errors"},
+    "plots": {"metrics", "config", "errors"},
+    "display": {"config", "errors"},
+}
+BELOW_NODE = set(ALLOWED)
+ALLOWED["node"] = BELOW_NODE
+ALLOWED["cli"] = BELOW_NODE | {"node"}
+
+# The root itself holds the version and nothing else.
+ROOT = "version"
+
+LIGHT = [
+    "mdi",
+    "mdi.errors",
+    "mdi.config",
+    "mdi.net.wire",
+    "mdi.net.hello",
+    "mdi.net.channel",
+    "mdi.control.messages",
+    "mdi.control.client",
+    "mdi.engine.scheduler",
+]
+
+
+def modules() -> list[Path]:
+    return sorted((SRC / "mdi").rglob("*.py"))
+
+
+def layer_of(module: str) -> str:
+    name = (module.split(".") + [ROOT])[1]
+    return "cli" if name.startswith("cli") or name == "__main__" else name
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Full names of everything that a file imports, wherever in it, and the line."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join([*package[: len(package) - node.level + 1], node.module or ""]) if node.level else node.module
+            )
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    layer = layer_of(module_name(path))
+    if layer == ROOT:
+        assert not list(imports(path))
+        return
+    assert layer in ALLOWED, f"{path.name} belongs to no layer: add it to ALLOWED, with what it may import"
+    for name, line in imports(path):
+        if name.split(".")[0] != "mdi":
+            continue
+        other = layer_of(name)
+        if other in (layer, ROOT) or name == "mdi.__version__":
+            continue
+        assert other in ALLOWED[layer], f"{path.relative_to(SRC)}:{line}: {layer} must not import {name}"
+
+
+def test_no_circle_among_the_layers() -> None:
+    for layer, below in ALLOWED.items():
+        for other in below:
+            assert layer not in ALLOWED[other], f"{layer} and {other} may import each other"
+
+
+def launchers() -> list[Path]:
+    return sorted(SRC.glob("*.py"))
+
+
+def test_there_are_launchers() -> None:
+    assert {"starter", "secondary", "local_ring", "sample", "chat", "train"} <= {path.stem for path in launchers()}
+
+
+@pytest.mark.parametrize("path", launchers(), ids=lambda p: p.stem)
+def test_a_launcher_only_calls_the_command_line(path: Path) -> None:
+    ours = {name for name, _ in imports(path) if name.split(".")[0] == "mdi"}
+    assert ours and {layer_of(name) for name in ours} == {"cli"}
+    assert len(path.read_text().splitlines()) <= 20
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.mark.parametrize("path", [*modules(), *launchers()], ids=lambda p: str(p.relative_to(SRC)))
+def test_nothing_is_unpickled_or_executed(path: Path) -> None:
+    for name, line in imports(path):
+        top = name.split(".")[0]
+        # The exception alone may be named: torch raises it for what is not a checkpoint.
+        assert top not in ("pickle", "cPickle", "dill", "joblib", "marshal", "shelve") or name == (
+            "pickle.UnpicklingError"
+        ), f"{path.name}:{line} imports {name}"
+    for function, call in calls(path):
+        where = f"{path.name}:{call.lineno} {function}"
+        if function in ("torch.load", "load_checkpoint"):
+            safe = [k.value for k in call.keywords if k.arg == "weights_only"]
+            assert len(safe) == 1 and isinstance(safe[0], ast.Constant) and safe[0].value is True, where
+        assert function not in ("eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "os.system"), where
+        assert not any(k.arg == "shell" for k in call.keywords), where
+        for keyword in call.keywords:
+            assert not (keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"), where
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_only_plots_draws(path: Path) -> None:
+    if path.name != "plots.py":
+        assert not [name for name, _ in imports(path) if name.split(".")[0] == "matplotlib"]
+
+
+def heavy_after(code: str) -> set[str]:
+    """Which of the heavy libraries a fresh interpreter has loaded after `code`."""
+    code += "\nimport sys; print('HEAVY', *sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
+    heavy = ["torch", "litgpt", "matplotlib", "cherrypy", "transformers", "numpy"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heavy], cwd=SRC, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("HEAVY")]
+    return set(lines[-1].split()[1:])
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    assert not heavy_after("\n".join(f"import {name}" for name in LIGHT))
+
+
+def test_command_lines_do_not_import_torch() -> None:
+    names = [module_name(path) for path in modules() if layer_of(module_name(path)) == "cli"]
+    assert "mdi.cli" in names
+    assert not heavy_after("\n".join(f"import {name}" for name in names))
+
+
+@pytest.mark.parametrize("path", launchers(), ids=lambda p: p.stem)
+def test_help_does_not_import_torch(path: Path) -> None:
+    code = (
+        "import runpy, sys\nargv, sys.argv = sys.argv, [sys.argv[0], '--help']\n"
+        f"try:\n    runpy.run_path({path.name!r}, run_name='__main__')\n"
+        "except SystemExit as e:\n    assert not e.code, e.code\nsys.argv = argv"
+    )
+    assert not heavy_after(code)
