@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from families import CONTEXT
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from families import CONTEXT
 from mdi.engine.scheduler import CHUNK_ROWS, Event
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
@@ -198,10 +198,15 @@ class InProcessRing:
 
     def close(self) -> None:
         self.ring.stop("the test is over")
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
+        self.join()
         if self.nodes:
             self.nodes.close()
+
+    def join(self) -> None:
+        """Wait until every secondary has left its loop."""
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), f"{thread.name} hangs"
 
     def _secondary(self, index: int) -> None:
         assert self.nodes is not None

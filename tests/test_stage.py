@@ -7,28 +7,10 @@ import random
 import pytest
 import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
-from litgpt.config import Config
-from litgpt.model import GPT
+from loopback import CPU, stages_of
 
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.stage import Stage, StarterStage
-
-CPU = torch.device("cpu")
-
-
-def stages_of(gpt: GPT, cuts: tuple[int, ...], config: Config | None = None) -> list[Stage]:
-    """The model in stages that end at `cuts`."""
-    config = config or gpt.config
-    bounds = (0, *cuts, config.n_layer)
-    stages: list[Stage] = [StarterStage(config, bounds[1])]
-    stages += [Stage(config, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
-    weights = gpt.state_dict()
-    for stage in stages:
-        wanted = stage.state_dict().keys()
-        stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
-        stage.prepare(CONTEXT, CPU, torch.float32)
-    return stages
-
 
 def run_staggered(stages: list[Stage], texts: list[list[int]], seed: int) -> list[torch.Tensor]:
     """All logits of several texts that travel together in pieces of random length."""

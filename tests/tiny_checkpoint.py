@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import yaml
-from families import config_of, greedy, random_gpt
 from litgpt.config import Config
 from litgpt.model import GPT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from families import config_of, greedy, random_gpt
 
 CONTEXT = 512
 VOCAB = 320
@@ -35,7 +36,10 @@ def tokenizer() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     made.train_from_iterator([TEXT], trainer)
     return made

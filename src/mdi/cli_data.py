@@ -38,10 +38,8 @@ def run(args: argparse.Namespace) -> int:
     texts = [read_text(path) for path in paths]
     n_chars = sum(map(len, texts))
     log.info("read %d characters from %d files", n_chars, len(paths))
-    if args.tokenizer is not None:
-        vocabulary = load_vocabulary(args.tokenizer)
-    else:
-        vocabulary = train_vocabulary(texts, args.vocab_size)
+    given = args.tokenizer
+    vocabulary = train_vocabulary(texts, args.vocab_size) if given is None else load_vocabulary(given)
     with tqdm(total=n_chars, unit="char", unit_scale=True, desc="encoding", delay=2) as bar:
         ids = encode_texts(texts, vocabulary, bar.update)
     out = args.out or (args.data if args.data.is_dir() else args.data.parent)

@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     weights = open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
     node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile)
-    node.open()
-    if args.until_stdin_closes:
-        threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
     try:
+        node.open()
+        if args.until_stdin_closes:
+            threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
         node.run()
     finally:
         node.close()

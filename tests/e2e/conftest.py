@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from processes import Cluster, Process, Reader, Result, Spawn, Starter
-from tiny_checkpoint import write_checkpoint
 
 from mdi.cli import launch
+from tiny_checkpoint import write_checkpoint
 
 if not sys.platform.startswith("linux"):  # SIGSTOP, resource limits and /proc are used freely
     collect_ignore_glob = ["test_*.py"]

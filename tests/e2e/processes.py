@@ -127,9 +127,7 @@ class Process:
         """Wait until it has printed `text` on stderr so many times."""
         wanted = text.encode()
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.printed["err"].count(wanted) >= n_times or not self.n_open, deadline_s
-            )
+            self._changed.wait_for(lambda: self.printed["err"].count(wanted) >= n_times or not self.n_open, deadline_s)
         assert self.printed["err"].count(wanted) >= n_times, f"no {text!r} ({n_times} times) in: {self.story()}"
 
     def wait_bytes(self, n_bytes: int) -> None:
@@ -162,7 +160,9 @@ class Process:
             self._changed.wait_for(lambda: not self.n_open, 10)
 
     def story(self) -> str:
-        return f"{self.name}\nstatus {self.child.poll()}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+        return (
+            f"{self.name}\nstatus {self.child.poll()}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+        )
 
 
 class Cluster:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import Cluster, Spawn, Starter
+
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, write_checkpoint
 
 LONG = (TEXT * 4)[:1100]
@@ -116,9 +117,7 @@ def test_a_stop_string_ends_a_sample(ring: Cluster, checkpoint: Path, starter: S
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
 
 
-def test_starter_as_a_process_and_what_both_sides_answer_meanwhile(
-    ring: Cluster, endless: Path, spawn: Spawn
-) -> None:
+def test_starter_as_a_process_and_what_both_sides_answer_meanwhile(ring: Cluster, endless: Path, spawn: Spawn) -> None:
     args = ("--ckpt", endless, "--nodes-config", ring.path, "--prompt-style", "none", "--n-tokens", 60000)
     starter = spawn("starter", *args, "--n-samples", 2)
     starter.wait_bytes(300)

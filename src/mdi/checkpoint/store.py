@@ -48,7 +48,7 @@ class BlockStore:
         """How many bytes of a part are there from a transfer that was cut off."""
         try:
             return self._partial(sha256).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0
 
     def free_bytes(self) -> int:

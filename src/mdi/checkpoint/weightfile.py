@@ -6,6 +6,7 @@ Knows nothing of models: names are the file's own.
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,12 +98,10 @@ class PickledFile:
 
 def _torch_load(path: Path) -> Any:
     try:
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as e:
-            if "mmap can only be used" not in str(e):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # the format of torch before 1.6
+        with warnings.catch_warnings():
+            # a pickle that torch did not write is refused, or read, but in either case not worth a warning
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return _mapped_if_possible(path)
     except FileNotFoundError:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except pickle.UnpicklingError as e:
@@ -113,3 +112,12 @@ def _torch_load(path: Path) -> Any:
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {reason}") from None
+
+
+def _mapped_if_possible(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as e:
+        if "mmap can only be used" not in str(e):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # the format of torch before 1.6

@@ -31,7 +31,7 @@ from mdi.model.stage import Stage
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
-from mdi.net.wire import Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import choose_device, choose_dtype
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
@@ -119,18 +119,16 @@ class SecondaryNode:
         self._model: str | None = None
         self._metrics: dict[str, Any] | None = None
         self._ring: TcpRing | None = None
+        self._listener: RingListener | None = None
+        self._control: ControlServer | None = None
         self._leave = False
 
     def open(self) -> None:
-        """Bind both ports; UsageError if that is not possible."""
+        """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self._listener = RingListener(sock, name)
-        try:
-            self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
-        except BaseException:
-            self._listener.close()
-            raise
+        self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
             *(name, self.config.listen_addr, self.control_port, self.ring_port, self._device),
@@ -138,10 +136,12 @@ class SecondaryNode:
 
     @property
     def control_port(self) -> int:
+        assert self._control is not None
         return self._control.port
 
     @property
     def ring_port(self) -> int:
+        assert self._listener is not None
         return self._listener.port
 
     def run(self) -> None:
@@ -160,8 +160,10 @@ class SecondaryNode:
         if job is not None:
             self._end(job, ring)
         self._jobs.put(None)
-        self._control.close()
-        self._listener.close()
+        if self._control is not None:
+            self._control.close()
+        if self._listener is not None:
+            self._listener.close()
 
     # What the control server calls, from its threads
 
@@ -287,6 +289,7 @@ class SecondaryNode:
             request.next_addr,
             request.next_port,
         )
+        assert self._listener is not None
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
             with self._lock:
@@ -298,7 +301,9 @@ class SecondaryNode:
                 sock = expectation.wait(0.5)
         finally:
             self._listener.forget(expectation)
-        ring = join_ring(sock, seat, seat.n_nodes, Limits(max_cols=stage.config.n_embd))
+        # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
+        limits = Limits(max_cols=max(stage.config.n_embd, HANDSHAKE_LIMITS.max_cols))
+        ring = join_ring(sock, seat, seat.n_nodes, limits)
         with self._lock:
             self._ring, self._state = ring, "RUNNING"
         try:

@@ -33,7 +33,7 @@ from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
-from mdi.net.wire import Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import choose_device, choose_dtype
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
@@ -156,7 +156,9 @@ class StarterNode(StatusOnly):
         else:
             first = self.cluster.secondaries[0]
             seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in)
-            self._ring = close_starter_ring(self._listener, seat, n_nodes, Limits(max_cols=self.config.n_embd))
+            # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
+            limits = Limits(max_cols=max(self.config.n_embd, HANDSHAKE_LIMITS.max_cols))
+            self._ring = close_starter_ring(self._listener, seat, n_nodes, limits)
         self.engine = StarterEngine(
             self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype
         )

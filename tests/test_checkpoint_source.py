@@ -1,0 +1,394 @@
+"""Reading checkpoints and chunks, and refusing those that are damaged."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from litgpt.config import Config
+from safetensors.torch import load_file, save_file
+
+from families import FAMILIES
+from mdi.checkpoint import chunks as chunks_module
+from mdi.checkpoint.cast import CastSource
+from mdi.checkpoint.chunks import find_chunk, siblings, write_chunks
+from mdi.checkpoint.manifest import METADATA_KEY, config_hash
+from mdi.checkpoint.parts import sha256_of, stage_parts
+from mdi.checkpoint.source import ChunkFile, LitCheckpoint, open_source
+from mdi.errors import CheckpointError
+from tiny_models import State, tiny_lit, tiny_state, write_lit
+
+
+@pytest.fixture
+def lit(tmp_path: Path) -> tuple[Path, State]:
+    return tiny_lit(tmp_path / "model")
+
+
+@pytest.mark.parametrize("safetensors", [False, True])
+def test_a_checkpoint(tmp_path: Path, safetensors: bool) -> None:
+    config, state = tiny_state()
+    path = write_lit(tmp_path / "model", config, state, safetensors=safetensors)
+    source = open_source(path)
+    assert (source.model, source.dtype) == (config.name, "float32")
+    assert source.config_hash == config_hash(asdict(config))
+    assert source.part_names() == stage_parts(0, 5, starter=True)
+    seen: State = {}
+    for part in source.part_names():
+        tensors = source.tensors(part)
+        assert source.info(part).sha256 == sha256_of(tensors)
+        seen.update(tensors)
+    assert seen.keys() == state.keys()
+    assert all(torch.equal(seen[name], state[name]) for name in state)
+    with pytest.raises(CheckpointError, match=r"block.5"):
+        source.tensors("block.5")
+    source.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_hold_the_checkpoint(tmp_path: Path, family: str) -> None:
+    path, state = tiny_lit(tmp_path / "model", family)
+    source = LitCheckpoint(path)
+    n_layer = source.config_dict["n_layer"]
+    union: State = {}
+    for file in write_chunks(source, path, (1, n_layer - 3, 2)):
+        chunk = ChunkFile(file)
+        for part in chunk.part_names():
+            chunk.verify_part(part)
+            assert chunk.info(part) == source.info(part)
+        union.update(load_file(file))
+    assert union.keys() == state.keys()
+    assert all(torch.equal(union[name], state[name]) and union[name].dtype == state[name].dtype for name in state)
+
+
+@pytest.mark.parametrize("counts", [(5,), (0, 5), (2, 2, 1), (0, 1, 1, 1, 1, 1)])
+def test_every_number_of_nodes(lit: tuple[Path, State], counts: tuple[int, ...]) -> None:
+    path, _ = lit
+    files = write_chunks(LitCheckpoint(path), path, counts)
+    folder = path / "chunks" / f"{len(counts)}nodes"
+    assert sorted(folder.iterdir()) == sorted(files)
+    names = ["starter", *(f"secondary{i}" for i in range(len(counts) - 1))]
+    assert files == [find_chunk(path, len(counts), name) for name in names]
+    assert siblings(files[-1]) == dict(zip(names, files, strict=True))
+    assert list(siblings(files[0])) == names
+    begin = 0
+    for name, count, file in zip(names, counts, files, strict=True):
+        manifest = ChunkFile(file).manifest
+        assert (manifest.node, manifest.blocks, manifest.n_nodes) == (name, (begin, begin + count), len(counts))
+        begin += count
+
+
+def test_mixed_types_are_aligned(tmp_path: Path) -> None:
+    config, state = tiny_state(padded_vocab_size=97)
+    state = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in state.items()}
+    source = LitCheckpoint(write_lit(tmp_path / "m", config, state))
+    assert source.dtype == "bfloat16"
+    for file in write_chunks(source, tmp_path / "m", (2, 3)):
+        chunk = ChunkFile(file)
+        for part in chunk.part_names():
+            chunk.verify_part(part)
+            for name, tensor in chunk.tensors(part).items():
+                assert tensor.data_ptr() % tensor.element_size() == 0
+                assert torch.equal(tensor, state[name])
+
+
+def test_chunks_that_fit_are_kept(lit: tuple[Path, State]) -> None:
+    path, state = lit
+    files = write_chunks(LitCheckpoint(path), path, (1, 2, 2))
+    first = [file.stat().st_ino for file in files]
+    assert write_chunks(LitCheckpoint(path), path, (1, 2, 2)) == files
+    assert [file.stat().st_ino for file in files] == first
+    write_chunks(LitCheckpoint(path), path, (1, 1, 3))  # the starter's has not changed
+    assert [file.stat().st_ino == inode for file, inode in zip(files, first, strict=True)] == [True, False, False]
+
+    state["transformer.h.0.norm_1.weight"] += 1
+    write_lit(path, Config.from_file(path / "model_config.yaml"), state)
+    write_chunks(LitCheckpoint(path), path, (1, 1, 3))
+    assert torch.equal(load_file(files[0])["transformer.h.0.norm_1.weight"], state["transformer.h.0.norm_1.weight"])
+
+
+def test_a_damaged_chunk_is_written_again(lit: tuple[Path, State]) -> None:
+    path, _ = lit
+    files = write_chunks(LitCheckpoint(path), path, (2, 3))
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[:-100])
+    write_chunks(LitCheckpoint(path), path, (2, 3))
+    assert files[1].read_bytes() == whole
+
+
+def test_cast(lit: tuple[Path, State]) -> None:
+    path, state = lit
+    source = CastSource(LitCheckpoint(path), torch.bfloat16)
+    files = write_chunks(source, path, (2, 3))
+    for file in files:
+        chunk = ChunkFile(file)
+        assert chunk.dtype == "bfloat16"
+        for part in chunk.part_names():
+            chunk.verify_part(part)
+            assert chunk.info(part) == source.info(part)
+            assert all(torch.equal(t, state[name].bfloat16()) for name, t in chunk.tensors(part).items())
+    inodes = [file.stat().st_ino for file in files]
+    write_chunks(CastSource(LitCheckpoint(path), torch.bfloat16), path, (2, 3))
+    assert [file.stat().st_ino for file in files] == inodes
+    write_chunks(LitCheckpoint(path), path, (2, 3))
+    assert ChunkFile(files[0]).dtype == "float32"
+
+
+def test_hashes_are_remembered(lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = lit
+    infos = [LitCheckpoint(path).info(part) for part in stage_parts(0, 5, starter=True)]
+    monkeypatch.setattr("mdi.checkpoint.source.compute_info", _never)
+    assert [LitCheckpoint(path).info(info.name) for info in infos] == infos
+    os.utime(path / "lit_model.pth", ns=(1, 1))
+    with pytest.raises(AssertionError):
+        LitCheckpoint(path).info("head")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"parts": 3}', "null"])
+def test_a_damaged_cache_of_hashes_is_ignored(lit: tuple[Path, State], text: str) -> None:
+    path, _ = lit
+    before = LitCheckpoint(path).info("head")
+    (path / "parts.json").write_text(text)
+    assert LitCheckpoint(path).info("head") == before
+
+
+def _never(*args: Any) -> None:
+    raise AssertionError
+
+
+# -- tied weights and old names
+
+
+@pytest.mark.parametrize("missing", ["lm_head.weight", "transformer.wte.weight"])
+def test_tied_weights(tmp_path: Path, missing: str) -> None:
+    config, state = tiny_state()
+    kept = "transformer.wte.weight" if missing == "lm_head.weight" else "lm_head.weight"
+    weight = state[kept]
+    del state[missing]
+    path = write_lit(tmp_path / "m", config, state)
+    source = LitCheckpoint(path)
+    assert torch.equal(source.tensors("embedding")["transformer.wte.weight"], weight)
+    assert torch.equal(source.tensors("head")["lm_head.weight"], weight)
+    starter = ChunkFile(write_chunks(source, path, (1, 4))[0])
+    assert torch.equal(starter.tensors("head")["lm_head.weight"], weight)
+
+
+def test_tied_weights_of_one_storage(tmp_path: Path) -> None:
+    config, state = tiny_state()
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    source = LitCheckpoint(write_lit(tmp_path / "m", config, state))
+    assert torch.equal(source.tensors("head")["lm_head.weight"], state["transformer.wte.weight"])
+
+
+def test_names_of_old_litgpt(tmp_path: Path) -> None:
+    from litgpt.model import GPT
+
+    config, state = tiny_state()
+    old = {name.replace(".attn.qkv.", ".attn.attn."): tensor for name, tensor in state.items()}
+    expected = GPT(config)
+    expected.load_state_dict(dict(old))  # litgpt's own way
+    source = LitCheckpoint(write_lit(tmp_path / "m", config, old))
+    name = "transformer.h.3.attn.qkv.weight"
+    assert torch.equal(source.tensors("block.3")[name], expected.state_dict()[name])
+
+
+# -- refusals
+
+
+def _change(path: Path, change: Any) -> None:
+    state = torch.load(path / "lit_model.pth", weights_only=True)
+    change(state)
+    torch.save(state, path / "lit_model.pth")
+
+
+def _reshape(state: State) -> None:
+    state["transformer.h.2.norm_1.weight"] = torch.ones(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_reshape, r"transformer.h.2.norm_1.weight has the shape \[7\], expected \[48\]"),
+        (lambda s: s.pop("transformer.h.4.attn.proj.weight"), "lacks the tensor transformer.h.4.attn.proj.weight"),
+        (lambda s: s.update({"transformer.h.5.norm_1.weight": torch.ones(48)}), "holds the tensor transformer.h.5"),
+        (lambda s: s.update({"strange": torch.ones(1)}), "strange"),
+        (lambda s: s.update({"step": 3}), "'step' is no plain tensor but a int"),
+        (lambda s: s.clear(), "no state dict"),
+    ],
+)
+def test_a_checkpoint_of_another_shape(lit: tuple[Path, State], change: Any, message: str) -> None:
+    path, _ = lit
+    _change(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        LitCheckpoint(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 1000, -5000, -10])
+@pytest.mark.parametrize("name", ["lit_model.pth", "lit_model.safetensors"])
+def test_a_checkpoint_cut_short(tmp_path: Path, keep: int, name: str) -> None:
+    config, state = tiny_state()
+    path = write_lit(tmp_path / "m", config, state, safetensors=name.endswith("safetensors"))
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match=f"{name}.*(cut short|damaged)") as caught:
+        LitCheckpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+class _Evil:
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.witness,)
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_code_in_a_checkpoint_is_not_run(lit: tuple[Path, State], tmp_path: Path, how: str) -> None:
+    path, state = lit
+    witness = tmp_path / "run"
+    evil: Any = {**state, "lm_head.weight": _Evil(witness)}
+    if how == "torch":
+        torch.save(evil, path / "lit_model.pth")
+    else:
+        (path / "lit_model.pth").write_bytes(pickle.dumps({"a": _Evil(witness)}))
+    with pytest.raises(CheckpointError, match="refused"):
+        LitCheckpoint(path)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected the settings of a model"),
+        ("a: [", "cannot read"),
+        ("no_such_setting: 3", "no_such_setting"),
+        ("n_layer: many", "n_layer: expected a number"),
+        ("n_layer: 0", "n_layer: expected at least one"),
+        ("norm_eps: 1e-5", "norm_eps: expected a number"),  # YAML reads that as a string
+        ("n_embd: 31", "describes no model"),
+        ("mlp_class_name: Nothing", "describes no model"),
+    ],
+)
+def test_a_config_that_makes_no_model(lit: tuple[Path, State], text: str, message: str) -> None:
+    path, _ = lit
+    (path / "model_config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        LitCheckpoint(path)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"nearest that exists is {tmp_path}\\)"):
+        open_source(tmp_path / "no" / "where" / "model_starter.safetensors")
+    with pytest.raises(CheckpointError, match="nearest that exists"):
+        LitCheckpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="has neither"):
+        open_source(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"convert it with: prepare_model.py {tmp_path}"):
+        open_source(tmp_path)
+
+
+# -- chunks that are not good
+
+
+@pytest.fixture
+def chunk(lit: tuple[Path, State]) -> Path:
+    path, _ = lit
+    return write_chunks(LitCheckpoint(path), path, (1, 2, 2))[2]
+
+
+def test_a_pth_name_finds_the_safetensors(chunk: Path) -> None:
+    assert open_source(chunk.with_suffix(".pth")).path == chunk  # type: ignore[attr-defined]
+
+
+def test_an_old_pth_chunk_is_refused_unread(chunk: Path) -> None:
+    old = chunk.parent / "model_secondary9.pth"
+    old.write_bytes(b"whatever")
+    with pytest.raises(CheckpointError, match=rf"make it with: prepare_model.py {chunk.parents[2]} --n-nodes 3"):
+        open_source(old)
+
+
+def test_a_chunk_without_manifest(chunk: Path) -> None:
+    save_file(load_file(chunk), chunk)
+    with pytest.raises(CheckpointError, match=r"no manifest; make it with: prepare_model.py .* --n-nodes 3"):
+        open_source(chunk)
+    copied = chunk.parents[3] / "alone.safetensors"
+    shutil.copy(chunk, copied)
+    with pytest.raises(CheckpointError, match="prepare_model.py MODEL --n-nodes N"):
+        open_source(copied)
+
+
+def _rewrite(chunk: Path, tensors: State) -> None:
+    save_file(tensors, chunk, metadata={METADATA_KEY: ChunkFile(chunk).manifest.to_json()})
+
+
+def test_a_chunk_numbered_from_zero(chunk: Path) -> None:
+    tensors = {name.replace(".h.3.", ".h.0.").replace(".h.4.", ".h.1."): t for name, t in load_file(chunk).items()}
+    _rewrite(chunk, tensors)
+    with pytest.raises(CheckpointError, match=r"numbers its blocks from 0.*\[3, 5\).*prepare_model.py"):
+        open_source(chunk)
+
+
+def test_a_chunk_that_is_not_what_it_says(chunk: Path) -> None:
+    good = load_file(chunk)
+    _rewrite(chunk, {name: t for name, t in good.items() if name != "transformer.h.3.norm_1.weight"})
+    with pytest.raises(CheckpointError, match="lacks the tensor transformer.h.3.norm_1.weight"):
+        open_source(chunk)
+
+
+def test_a_chunk_of_another_dtype_than_it_says(chunk: Path) -> None:
+    _rewrite(chunk, {name: tensor.half() for name, tensor in load_file(chunk).items()})
+    with pytest.raises(CheckpointError, match="expected .* by its manifest"):
+        open_source(chunk)
+
+
+def test_a_flipped_bit_is_found(chunk: Path) -> None:
+    data = bytearray(chunk.read_bytes())
+    data[-1] ^= 1
+    chunk.write_bytes(data)
+    source = open_source(chunk)
+    assert isinstance(source, ChunkFile)
+    source.verify_part("block.3")
+    with pytest.raises(CheckpointError, match="block.4 is damaged: sha256"):
+        source.verify_part("block.4")
+
+
+@pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:50], lambda d: b""])
+def test_a_chunk_of_another_length(chunk: Path, change: Any) -> None:
+    chunk.write_bytes(change(chunk.read_bytes()))
+    with pytest.raises(CheckpointError, match="cut short|longer"):
+        open_source(chunk)
+
+
+# -- disks
+
+
+def test_a_disk_that_is_too_small(lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = lit
+    usage = shutil.disk_usage(path)
+    monkeypatch.setattr(chunks_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"need .* GB .* only 0.00 GB are free"):
+        write_chunks(LitCheckpoint(path), path, (2, 3))
+    assert not (path / "chunks").exists()
+
+
+def test_breaking_off_leaves_nothing_half_written(lit: tuple[Path, State]) -> None:
+    path, _ = lit
+
+    def stop(done: int, total: int) -> None:
+        assert 0 < done <= total
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_chunks(LitCheckpoint(path), path, (2, 3), stop)
+    left = list((path / "chunks" / "2nodes").iterdir())
+    assert all(file.suffix == ".safetensors" for file in left)
+    for file in left:
+        ChunkFile(file)

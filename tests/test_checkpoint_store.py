@@ -1,0 +1,156 @@
+"""Parts that arrive from elsewhere: resumed, checked, refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.store import PIECE_BYTES, BlockStore
+from mdi.errors import CheckpointError
+
+TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}
+DATA = save(TENSORS)
+INFO = PartInfo("block.0", hashlib.sha256(DATA).hexdigest(), len(DATA))
+
+
+def test_a_part_arrives(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "cache" / "parts")
+    assert store.free_bytes() > 0
+    assert not store.has(INFO.sha256)
+    asked: list[int] = []
+    counted: list[int] = []
+    stream = io.BytesIO(DATA)
+
+    def read(n: int) -> bytes:
+        asked.append(n)
+        return stream.read(n)
+
+    store.receive(INFO, 0, read, counted.append)
+    assert store.has(INFO.sha256)
+    assert store.partial_bytes(INFO.sha256) == 0
+    assert store.path(INFO.sha256).read_bytes() == DATA
+    assert max(asked) <= PIECE_BYTES
+    assert sum(counted) == len(DATA)
+    tensors = store.tensors(INFO.sha256)
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert [p.name for p in store.directory.iterdir()] == [f"{INFO.sha256}.safetensors"]
+
+
+def test_more_than_the_part_is_not_read(tmp_path: Path) -> None:
+    stream = io.BytesIO(DATA + b"next request")
+    BlockStore(tmp_path).receive(INFO, 0, stream.read)
+    assert stream.read() == b"next request"
+
+
+@pytest.mark.parametrize("back", [0, 1000])
+def test_going_on(tmp_path: Path, back: int) -> None:
+    store = BlockStore(tmp_path)
+    cut = 1_500_000
+    with pytest.raises(CheckpointError, match=f"cut off at {cut} of {len(DATA)} bytes"):
+        store.receive(INFO, 0, io.BytesIO(DATA[:cut]).read)
+    assert store.partial_bytes(INFO.sha256) == cut
+    store = BlockStore(tmp_path)  # another process
+    store.receive(INFO, cut - back, io.BytesIO(DATA[cut - back :]).read)
+    assert store.path(INFO.sha256).read_bytes() == DATA
+
+
+def test_an_error_while_reading_keeps_what_came(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    stream = io.BytesIO(DATA)
+
+    def read(n: int) -> bytes:
+        if stream.tell() >= PIECE_BYTES:
+            raise ConnectionResetError
+        return stream.read(n)
+
+    with pytest.raises(ConnectionResetError):
+        store.receive(INFO, 0, read)
+    assert store.partial_bytes(INFO.sha256) == PIECE_BYTES
+    with pytest.raises(CheckpointError, match=f"go on at byte {PIECE_BYTES + 1} of"):
+        store.receive(INFO, PIECE_BYTES + 1, read)
+    with pytest.raises(CheckpointError, match="go on at byte -1"):
+        store.receive(INFO, -1, read)
+
+
+def test_all_is_there_but_unchecked(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    (tmp_path / f"{INFO.sha256}.part").write_bytes(DATA)
+    store.receive(INFO, len(DATA), io.BytesIO().read)
+    assert store.has(INFO.sha256)
+
+
+def test_too_much_is_there(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    (tmp_path / f"{INFO.sha256}.part").write_bytes(DATA + b"more")
+    with pytest.raises(CheckpointError, match="cannot go on"):
+        store.receive(INFO, len(DATA) + 4, io.BytesIO().read)
+    store.receive(INFO, len(DATA), io.BytesIO().read)
+    assert store.path(INFO.sha256).read_bytes() == DATA
+
+
+def test_other_bytes_are_refused_and_removed(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    with pytest.raises(CheckpointError, match=f"expected {INFO.sha256}"):
+        store.receive(INFO, 0, io.BytesIO(DATA[:-1] + b"!").read)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sha", ["", "../../etc/passwd", "A" * 64, "ab" * 32 + "\n", "ab" * 31])
+def test_what_is_no_hash(tmp_path: Path, sha: str) -> None:
+    store = BlockStore(tmp_path)
+    for act in (store.has, store.path, store.partial_bytes, store.tensors):
+        with pytest.raises(CheckpointError, match="is not a sha256"):
+            act(sha)
+
+
+def test_a_file_damaged_later(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    store.receive(INFO, 0, io.BytesIO(DATA).read)
+    store.path(INFO.sha256).write_bytes(DATA[:-10])
+    with pytest.raises(CheckpointError, match="cut short"):
+        store.tensors(INFO.sha256)
+    with pytest.raises(CheckpointError, match="no such file"):
+        store.tensors("ab" * 32)
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = BlockStore(tmp_path / "file" / "cache")
+    with pytest.raises(CheckpointError, match="cannot store block.0"):
+        store.receive(INFO, 0, io.BytesIO(DATA).read)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX")
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A real limit: no file may grow beyond 1.2 MB in that process."""
+    code = textwrap.dedent("""
+        import io, resource, sys
+        from mdi.checkpoint.parts import PartInfo
+        from mdi.checkpoint.store import BlockStore
+        from mdi.errors import CheckpointError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_200_000, 1_200_000))
+        store = BlockStore(sys.argv[1])
+        try:
+            store.receive(PartInfo("block.7", "ab" * 32, 5_000_000), 0, io.BytesIO(bytes(5_000_000)).read)
+        except CheckpointError as e:
+            print(e)
+        print(list(store.directory.iterdir()))
+    """)
+    src = Path(__file__).parents[1] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env={"PYTHONPATH": str(src)}, timeout=120
+    )  # fmt: skip
+    message, left = done.stdout.splitlines()
+    assert "the disk is full" in message
+    assert "block.7 needs 5000000 bytes" in message
+    assert str(tmp_path) in message
+    assert left == "[]"

@@ -1,0 +1,198 @@
+"""Downloads with the real huggingface_hub client, from a local server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hub_server import HubModel, HubServer
+from mdi.checkpoint import download as download_module
+from mdi.checkpoint.download import MARKER, choose_files, download, is_repo_id
+from mdi.errors import DownloadError
+from tiny_models import tiny_hf, tiny_lit
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No token and no settings of whoever runs the tests."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf-cache"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    hf, _ = tiny_hf(tmp_path / "hf", n_shards=2)
+    files = _files(hf)
+    extra = {
+        "pytorch_model.bin": b"the same again",
+        "consolidated.safetensors": b"and again",
+        "README.md": b"text",
+        "modeling.py": b"code",
+        "tokenizer_code.py": b"code",
+        "onnx/model.safetensors": b"elsewhere",
+    }
+    lit, _ = tiny_lit(tmp_path / "lit")
+    models = {
+        "org/plain": HubModel({**files, **extra}, revisions=("main", "v1")),
+        "org/gated": HubModel(files, gated=True),
+        "org/lit": HubModel({**_files(lit), "model.safetensors": b"not needed"}),
+        "org/empty": HubModel({"README.md": b"nothing"}),
+    }
+    with HubServer(models) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+    from huggingface_hub import close_session
+
+    close_session()
+
+
+def test_a_model_arrives(hub: HubServer, tmp_path: Path) -> None:
+    directory = download("org/plain", tmp_path / "models", progress=False)
+    assert directory == tmp_path / "models" / "org" / "plain"
+    files = hub.models["org/plain"].files
+    expected = {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+    assert {p.name for p in directory.iterdir() if p.is_file()} == expected | {MARKER}
+    assert all((directory / name).read_bytes() == files[name] for name in expected)
+
+
+def test_a_litgpt_model_arrives(hub: HubServer, tmp_path: Path) -> None:
+    directory = download("org/lit", tmp_path, progress=False)
+    assert {p.name for p in directory.iterdir() if p.is_file()} == {
+        "lit_model.pth", "model_config.yaml", "tokenizer.json", MARKER,
+    }  # fmt: skip
+
+
+def test_nothing_is_fetched_twice(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = download("org/plain", tmp_path, progress=False)
+    n_requests = len(hub.requests)
+    assert download("org/plain", tmp_path, progress=False) == directory
+    assert download("org/plain", tmp_path, revision=hub.models["org/plain"].commit, progress=False) == directory
+    assert len(hub.requests) == n_requests
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    download("org/plain", tmp_path, progress=False)
+    gets = [path for method, path, _ in hub.requests[n_requests:] if method == "GET" and "/resolve/" in path]
+    assert [Path(path).name for path in gets] == ["model-00002-of-00002.safetensors"]
+
+
+def test_offline(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = download("org/plain", tmp_path, progress=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    assert download("org/plain", tmp_path, progress=False) == directory
+    (directory / MARKER).unlink()
+    assert download("org/plain", tmp_path, progress=False) == directory  # by the index
+    (directory / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(DownloadError, match="org/plain: the connection to http://127.0.0.1:9 failed"):
+        download("org/plain", tmp_path, progress=False)
+
+
+def test_a_file_that_was_cut_off_is_gone_on_with(hub: HubServer, tmp_path: Path) -> None:
+    model = hub.models["org/plain"]
+    name = "model-00001-of-00002.safetensors"
+    model.cut_after[name] = 20_000
+    with pytest.raises(DownloadError, match="run the command again"):
+        download("org/plain", tmp_path, progress=False)
+    assert not (tmp_path / "org" / "plain" / MARKER).exists()
+    assert not (tmp_path / "org" / "plain" / name).exists()
+    model.cut_after.clear()
+    hub.requests.clear()
+    directory = download("org/plain", tmp_path, progress=False)
+    assert (directory / name).read_bytes() == model.files[name]
+    ranges = [range_ for method, path, range_ in hub.requests if method == "GET" and path.endswith(name)]
+    assert ranges == ["bytes=20000-"]
+
+
+def test_gated(hub: HubServer, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="org/gated is gated.*--hf-token or HF_TOKEN"):
+        download("org/gated", tmp_path, progress=False)
+    with pytest.raises(DownloadError, match="org/gated is gated.*with the account of your token"):
+        download("org/gated", tmp_path, token="hf_bad", progress=False)
+    assert not (tmp_path / "org").exists()
+
+
+def test_a_token_opens_what_is_gated(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert download("org/gated", tmp_path / "a", token="hf_good", progress=False).is_dir()
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    directory = download("org/gated", tmp_path / "b", progress=False)
+    assert "hf_good" not in (directory / MARKER).read_text()
+
+
+def test_unknown(hub: HubServer, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="no model org/nothing on .*private"):
+        download("org/nothing", tmp_path, progress=False)
+    with pytest.raises(DownloadError, match="org/plain has no revision 'v9'"):
+        download("org/plain", tmp_path, revision="v9", progress=False)
+    with pytest.raises(DownloadError, match="org/empty has no weights"):
+        download("org/empty", tmp_path, progress=False)
+    assert not (tmp_path / "org").exists()
+
+
+def test_another_revision_than_the_one_that_is_there(hub: HubServer, tmp_path: Path) -> None:
+    directory = download("org/plain", tmp_path, revision="v1", progress=False)
+    assert download("org/plain", tmp_path, progress=False) == directory
+    with pytest.raises(DownloadError, match=r"holds revision v1 .* not main"):
+        download("org/plain", tmp_path, revision="main", progress=False)
+
+
+def test_no_room(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    with pytest.raises(DownloadError, match=r"needs 0.00 GB more .* only 0.00 GB are free.*--ckpt-folder"):
+        download("org/plain", tmp_path, progress=False)
+    assert not any("/resolve/" in path for _, path, _ in hub.requests)
+
+
+@pytest.mark.parametrize("name", ["model", "a/b/c", "../x", "a/..", "/a/b", "a/b c", "", "~/a", "./a"])
+def test_what_is_no_name(tmp_path: Path, name: str) -> None:
+    assert not is_repo_id(name)
+    with pytest.raises(DownloadError, match="expected org/name"):
+        download(name, tmp_path)
+
+
+def test_choose_files() -> None:
+    small = ["config.json", "tokenizer.model"]
+    other = ["README.md", "x/y.safetensors"]
+    for weights in (["model.safetensors"], ["pytorch_model.bin"], ["weights.safetensors"]):
+        assert choose_files([*small, *other, *weights]) == sorted([*small, *weights])
+    assert "pytorch_model.bin" not in choose_files(["pytorch_model.bin", "model.safetensors"])
+    assert choose_files(["a.bin", "training_args.bin"]) == ["a.bin"]
+
+
+def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path) -> None:
+    """As a newcomer would call it: another process, HF_ENDPOINT set, then again without a hub."""
+    command = [sys.executable, SRC / "prepare_model.py", "org/plain", "--ckpt-folder", tmp_path / "m", "--n-nodes", "2"]
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    first = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert first.returncode == 0, first.stderr
+    chunk = tmp_path / "m" / "org" / "plain" / "chunks" / "2nodes" / "model_secondary0.safetensors"
+    assert str(chunk) in first.stdout
+    assert load_file(chunk)
+    n_requests = len(hub.requests)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert len(hub.requests) == n_requests
+    index = json.loads((tmp_path / "m" / "org" / "plain" / MARKER).read_text())
+    assert index["commit"] == hub.models["org/plain"].commit

@@ -1,0 +1,325 @@
+"""prepare_model: converting, cutting, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mdi.checkpoint import convert as convert_module
+from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.convert import convert, is_hf_dir, is_lit_dir, needs_conversion
+from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.source import ChunkFile, LitCheckpoint
+from mdi.cli import launch
+from mdi.errors import CheckpointError, UsageError
+from tiny_models import HF_KINDS, State, hf_config, hf_state, tiny_hf, tiny_lit, tiny_state, write_hf
+
+ROOT = Path(__file__).parents[1]
+
+
+def _assert_holds(directory: Path, state: State, dtype: torch.dtype = torch.float32) -> None:
+    source = LitCheckpoint(directory)
+    for part in source.part_names():
+        for name, tensor in source.tensors(part).items():
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, state[name].to(dtype)), name
+
+
+# -- converting
+
+
+@pytest.mark.parametrize("family", HF_KINDS)
+def test_every_derived_family(tmp_path: Path, family: str) -> None:
+    directory, state = tiny_hf(tmp_path / "my-model")
+    directory, state = tiny_hf(tmp_path / "of-mine", family)
+    assert is_hf_dir(directory) and not is_lit_dir(directory)
+    assert needs_conversion(directory)
+    assert convert(directory, progress=False) == directory
+    assert not needs_conversion(directory)
+    _assert_holds(directory, state)
+    expected, _ = tiny_state(family)
+    derived = LitCheckpoint(directory)
+    differing = {
+        key: (value, getattr(expected, key))
+        for key, value in derived.config_dict.items()
+        if value != getattr(expected, key) and key not in ("name", "hf_config", "padding_multiple", "norm_eps")
+    }
+    assert differing == {}
+    assert not list(directory.glob("*.part"))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_that_cut_through_blocks(tmp_path: Path, suffix: str) -> None:
+    directory, state = tiny_hf(tmp_path / "m", n_shards=3, suffix=suffix)
+    convert(directory, progress=False)
+    _assert_holds(directory, state)
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m", "Qwen2.5-0.5B"])
+@pytest.mark.parametrize("missing", ["head", "embedding"])
+def test_tied_weights_in_both_directions(tmp_path: Path, family: str, missing: str) -> None:
+    config, state = tiny_state(family)
+    state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    weights = hf_state(config, state)
+    names = ("embed_out.weight", "lm_head.weight") if missing == "head" else ("embed_tokens", "embed_in")
+    for name in [n for n in weights if any(word in n for word in names)]:
+        del weights[name]
+    assert len(weights) < len(hf_state(config, state)) or missing == "head"
+    directory = write_hf(tmp_path / "m", hf_config(family, config), weights, n_shards=2)
+    convert(directory, progress=False)
+    _assert_holds(directory, state)
+
+
+def test_a_dtype(tmp_path: Path) -> None:
+    directory, state = tiny_hf(tmp_path / "m")
+    convert(directory, dtype="bfloat16", progress=False)
+    _assert_holds(directory, state, torch.bfloat16)
+    with pytest.raises(UsageError, match="dtype 'int3'"):
+        convert(directory, dtype="int3")
+
+
+def test_safetensors_go_before_bin(tmp_path: Path) -> None:
+    directory, state = tiny_hf(tmp_path / "m")
+    (directory / "pytorch_model.bin").write_bytes(b"not looked at")
+    (directory / "training_args.bin").write_bytes(b"nor this")
+    convert(directory, progress=False)
+    _assert_holds(directory, state)
+
+
+def test_a_known_name_that_contradicts_config_json(tmp_path: Path) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers is 5, but n_layer of the .*'Llama-3.2-1B' is 16"):
+        convert(directory, "Llama-3.2-1B", progress=False)
+    with pytest.raises(CheckpointError, match="litgpt knows no model named 'No-Such-7B'"):
+        convert(directory, "No-Such-7B", progress=False)
+    named = directory.rename(tmp_path / "pythia-14m")
+    with pytest.raises(CheckpointError, match="'pythia-14m'"):
+        convert(named, progress=False)
+    assert not is_lit_dir(named)
+
+
+@pytest.mark.parametrize("word", ["Gemma", "OLMo"])
+def test_a_name_does_not_make_a_family(tmp_path: Path, word: str) -> None:
+    """litgpt adds one to the norms of whatever has "Gemma" in its name."""
+    directory, _ = tiny_hf(tmp_path / f"{word}-of-mine")
+    convert(directory, progress=False)
+    assert word not in LitCheckpoint(directory).model
+
+
+def _edit(**changes: Any) -> Any:
+    def edit(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def _drop(key: str) -> Any:
+    def edit(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != key}))
+
+    return edit
+
+
+def _weights(change: Any) -> Any:
+    def edit(directory: Path) -> None:
+        weights = load_file(directory / "model.safetensors")
+        change(weights)
+        save_file(weights, directory / "model.safetensors")
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_edit(model_type="mamba"), "model_type 'mamba'.*--model-name"),
+        (_drop("model_type"), "model_type None"),
+        (_drop("hidden_size"), "lacks the field 'hidden_size'"),
+        (_drop("rms_norm_eps"), "lacks the field 'rms_norm_eps'"),
+        (_edit(hidden_size="64"), "not all of its sizes are whole numbers"),
+        (_edit(num_attention_heads=7, head_dim=None, num_key_value_heads=None), "describes no model|expected"),
+        (_edit(attention_bias=True), "attention_bias is True"),
+        (_edit(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope scaling of the type 'yarn'"),
+        (_edit(rope_scaling=3), "cannot be understood"),
+        (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
+        (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
+        (_edit(intermediate_size=65), r"fc_1.weight has the shape \[64, 48\], expected \[65, 48\]"),
+        (_weights(lambda w: w.pop("model.norm.weight")), "lacks the tensor transformer.ln_f.weight"),
+        (_weights(lambda w: w.pop("model.layers.2.self_attn.k_proj.weight")), "lacks .*h.2.attn.qkv.weight"),
+        (_weights(lambda w: w.update({"model.layers.1.odd": torch.ones(1)})), "model.layers.<i>.odd"),
+        (
+            _weights(lambda w: [w.pop(n) for n in ("lm_head.weight", "model.embed_tokens.weight")]),
+            "neither an embedding nor a head",
+        ),
+        (lambda d: os.truncate(d / "model.safetensors", 5000), "model.safetensors.*cut short"),
+        (lambda d: (d / "model.safetensors").unlink(), "not a Hugging Face checkpoint"),
+    ],
+)
+def test_what_cannot_be_converted(tmp_path: Path, damage: Any, message: str) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        convert(directory, progress=False)
+    assert "\n" not in str(caught.value)
+    assert not is_lit_dir(directory)
+    assert not list(directory.glob("*.part"))
+
+
+def test_a_missing_shard_and_a_strange_index(tmp_path: Path) -> None:
+    directory, _ = tiny_hf(tmp_path / "m", n_shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no such file: .*model-00002-of-00002"):
+        convert(directory, progress=False)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside of its directory"):
+        convert(directory, progress=False)
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="cannot read the index"):
+        convert(directory, progress=False)
+
+
+def test_code_in_a_bin_is_not_run(tmp_path: Path) -> None:
+    directory, _ = tiny_hf(tmp_path / "m", suffix="bin")
+    witness = tmp_path / "run"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (witness,)
+
+    torch.save({"model.norm.weight": Evil()}, directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="refused"):
+        convert(directory, progress=False)
+    assert not witness.exists()
+
+
+def test_no_room_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    usage = convert_module.shutil.disk_usage(directory)
+    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"converting needs 0.00 GB in .*0.00 GB are free"):
+        convert(directory, progress=False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX")
+def test_a_disk_that_gets_full(tmp_path: Path) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    code = (
+        "import resource, sys; from mdi.checkpoint.convert import convert; from mdi.errors import CheckpointError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: convert(sys.argv[1], progress=False)\n"
+        "except CheckpointError as e: print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout.count("\n") == 1, done.stderr
+    assert "cannot write" in done.stdout and "lit_model.pth" in done.stdout
+    assert not list(directory.glob("*.part")) and not is_lit_dir(directory)
+
+
+# -- the command
+
+
+def test_the_command_from_hugging_face_to_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, state = tiny_hf(tmp_path / "m")
+    assert launch("prepare-model", [str(directory), "--n-nodes", "3"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    union: State = {}
+    for node in ("starter", "secondary0", "secondary1"):
+        path = find_chunk(directory, 3, node)
+        start, stop = ChunkFile(path).manifest.blocks
+        assert f"blocks [{start}, {stop})" in output.out
+        assert str(path) in output.out
+        union.update(load_file(path))
+    assert all(torch.equal(union[name], state[name]) for name in state)
+    assert "starter.py --chunk" in output.out
+
+
+def test_layers_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, state = tiny_lit(tmp_path / "m")
+    assert launch("prepare-model", [str(directory), "--layers", "0,1,4", "--dtype", "float16"]) == 0
+    assert "no blocks" in capsys.readouterr().out
+    chunk = ChunkFile(find_chunk(directory, 3, "secondary1"))
+    assert chunk.manifest.blocks == (1, 5)
+    assert chunk.dtype == "float16"
+    name = "transformer.h.4.attn.qkv.weight"
+    assert torch.equal(chunk.tensors("block.4")[name], state[name].half())
+
+
+def test_without_nodes_the_model_is_only_made_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    assert launch("prepare-model", [str(directory)]) == 0
+    assert f"starter.py --ckpt {directory}" in capsys.readouterr().out
+    assert is_lit_dir(directory)
+    assert not (directory / "chunks").exists()
+
+
+def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    assert launch("prepare-model", [str(directory)]) == 0
+    config, state = tiny_state(seed=9)
+    write_hf(directory, hf_config("Llama-3.1-8B", config), hf_state(config, state))
+    later = (directory / "lit_model.pth").stat().st_mtime + 10
+    os.utime(directory / "model.safetensors", (later, later))
+    assert launch("prepare-model", [str(directory)]) == 0
+    _assert_holds(directory, state)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        (["{m}", "--n-nodes", "7"], 1, "a model of 5 blocks can be cut for 1 to 6 nodes"),
+        (["{m}", "--n-nodes", "0"], 2, "--n-nodes 0"),
+        (["{m}", "--n-nodes", "3", "--layers", "4,1"], 1, "2 nodes, but there are 3"),
+        (["{m}", "--layers", "4,2"], 1, "6 blocks in all, but the model has 5"),
+        (["{m}", "--layers", "5,0"], 1, "secondary0 gets no block"),
+        (["{m}", "--model-name", "pythia-14m"], 2, "was converted as 'Llama-3.1-8B'"),
+        (["{m}/lit_model.pth"], 2, "is a file"),
+        (["{m}/no/where"], 2, "the nearest that exists is {m})"),
+        (["./nowhere"], 2, "nearest that exists"),
+        (["{m}/.."], 1, "is not a LitGPT checkpoint"),
+    ],
+)
+def test_one_line_that_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], status: int, message: str
+) -> None:
+    directory, _ = tiny_lit(tmp_path / "m")
+    assert launch("prepare-model", [arg.format(m=directory) for arg in args]) == status
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert output.startswith("error: ")
+    assert message.format(m=directory) in output
+    assert not (directory / "chunks").exists()
+
+
+def test_the_launcher() -> None:
+    launcher = ROOT / "src" / "prepare_model.py"
+    done = subprocess.run([sys.executable, launcher, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for flag in ("--n-nodes", "--layers", "--ckpt-folder", "--hf-token", "--revision", "--dtype", "--device"):
+        assert flag in done.stdout
+    assert "examples:" in done.stdout
+    if sys.platform != "win32":
+        assert os.access(launcher, os.X_OK)
+
+
+def test_converted_and_ready_made_are_the_same_model(tmp_path: Path) -> None:
+    hf, _ = tiny_hf(tmp_path / "a")
+    lit, _ = tiny_lit(tmp_path / "b")
+    convert(hf, progress=False)
+    one, other = LitCheckpoint(hf), LitCheckpoint(lit)
+    assert one.config_hash == config_hash(one.config_dict)
+    assert [one.info(p) for p in one.part_names()] == [other.info(p) for p in other.part_names()]

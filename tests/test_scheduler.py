@@ -1,0 +1,287 @@
+"""What goes into which frame: examples, and a ring of random arrivals, lengths, ends and cancels in which nothing may get lost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mdi.engine.scheduler import Event, Plan, Scheduler
+from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.errors import EngineError
+
+EOS = 0
+
+
+def sequence(seq_id: int, n_prompt: int = 3, n_tokens: int = 5, max_length: int = 1000) -> Sequence:
+    params = SamplingParams(n_tokens=n_tokens, eos_ids=frozenset({EOS}))
+    return Sequence(seq_id, tuple(range(100, 100 + n_prompt)), params, max_length)
+
+
+def tokens_for(plan: Plan, token: int = 5) -> dict[int, int]:
+    return {part.seq_id: token for part in plan.slices if part.n_logits}
+
+
+def rows_of(plan: Plan) -> list[tuple[int, int, int, int]]:
+    return [(part.seq_id, part.start, part.n_rows, part.n_logits) for part in plan.slices]
+
+
+def next_plan(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def test_one_sequence_from_prompt_to_end() -> None:
+    scheduler = Scheduler(2)
+    scheduler.submit(sequence(7, n_prompt=3, n_tokens=2))
+    plan = next_plan(scheduler)
+    assert rows_of(plan) == [(7, 0, 3, 1)] and plan.slices[0].ids == (100, 101, 102)
+    assert scheduler.schedule() is None
+    assert scheduler.update(plan.number, {7: 5}) == [Event(7, 5, None)]
+    plan = next_plan(scheduler)
+    assert rows_of(plan) == [(7, 3, 1, 1)] and plan.slices[0].ids == (5,)
+    assert scheduler.update(plan.number, {7: 6}) == [Event(7, 6, "length")]
+    plan = next_plan(scheduler)
+    assert (plan.slices, plan.freed) == ((), (7,))
+    assert scheduler.schedule() is None and scheduler.has_work
+    assert scheduler.update(plan.number, {}) == [] and not scheduler.has_work
+
+
+def test_a_long_prompt_goes_in_chunks_and_the_last_one_asks_for_logits() -> None:
+    scheduler = Scheduler(4, chunk_rows=4)
+    scheduler.submit(sequence(1, n_prompt=10))
+    assert [rows_of(next_plan(scheduler)) for _ in range(3)] == [[(1, 0, 4, 0)], [(1, 4, 4, 0)], [(1, 8, 2, 1)]]
+    assert scheduler.schedule() is None
+
+
+def test_a_chunk_is_shared_by_prompts_and_joined_by_decoding_rows() -> None:
+    scheduler = Scheduler(1, chunk_rows=4)
+    scheduler.submit(sequence(1, n_prompt=1))
+    plan = next_plan(scheduler)
+    scheduler.submit(sequence(2, n_prompt=3))
+    scheduler.submit(sequence(3, n_prompt=3))
+    assert scheduler.schedule() is None  # one frame is in flight
+    scheduler.update(plan.number, {1: 5})
+    assert rows_of(next_plan(scheduler)) == [(1, 1, 1, 1), (2, 0, 3, 1), (3, 0, 1, 0)]
+
+
+def test_eos_comes_without_its_token() -> None:
+    scheduler = Scheduler(1)
+    scheduler.submit(sequence(1))
+    assert scheduler.update(next_plan(scheduler).number, {1: EOS}) == [Event(1, None, "eos")]
+
+
+def test_freed_ids_ride_on_the_next_frame() -> None:
+    scheduler = Scheduler(2)
+    scheduler.submit(sequence(1, n_tokens=1))
+    first = next_plan(scheduler)
+    scheduler.submit(sequence(2))
+    second = next_plan(scheduler)
+    scheduler.update(first.number, {1: 5})
+    assert scheduler.schedule() is None  # no frame for the sake of freeing while others are in flight
+    scheduler.update(second.number, {2: 5})
+    assert next_plan(scheduler).freed == (1,)
+
+
+def test_first_come_first_served_when_memory_is_short() -> None:
+    scheduler = Scheduler(2, kv_positions=10)
+    large, small = sequence(1, n_prompt=6, n_tokens=5), sequence(2, n_prompt=1, n_tokens=1)
+    blocked = sequence(3, n_prompt=8, n_tokens=3)
+    for one in (large, blocked, small):
+        scheduler.submit(one)
+    assert [row[0] for row in rows_of(next_plan(scheduler))] == [1]
+    assert scheduler.schedule() is None  # 2 would fit, but 3 was there first
+    assert scheduler.n_running == 1
+    assert scheduler.fits(sequence(4, n_prompt=10, n_tokens=1)) and not scheduler.fits(sequence(5, 10, 2))
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_frame_that_is_not_due_is_refused(number: int) -> None:
+    scheduler = Scheduler(2)
+    scheduler.submit(sequence(1))
+    next_plan(scheduler)
+    with pytest.raises(EngineError, match=f"frame {number} came back, expected frame 0"):
+        scheduler.update(number, {1: 5})
+
+
+def test_a_frame_out_of_nothing_is_refused() -> None:
+    with pytest.raises(EngineError, match="frame 0 came back, expected none"):
+        Scheduler(1).update(0, {})
+
+
+@pytest.mark.parametrize("tokens", [{}, {2: 5}, {1: 5, 2: 5}])
+def test_a_frame_with_other_rows_is_refused(tokens: dict[int, int]) -> None:
+    scheduler = Scheduler(1)
+    scheduler.submit(sequence(1))
+    with pytest.raises(EngineError, match="other sequences than it left with"):
+        scheduler.update(next_plan(scheduler).number, tokens)
+
+
+def test_cancelling_waiting_prefilling_flying_ready_and_ended_sequences() -> None:
+    scheduler = Scheduler(1, chunk_rows=2, kv_positions=20)
+    for seq_id in (1, 2):
+        scheduler.submit(sequence(seq_id, n_prompt=6))
+    assert scheduler.cancel(2) == Event(2, None, "cancelled") and scheduler.cancel(2) is None
+    plan = next_plan(scheduler)
+    assert scheduler.cancel(1, "enough") == Event(1, None, "enough")
+    assert scheduler.update(plan.number, {}) == []
+    # 2 never had a cache: it was cancelled before it entered
+    assert next_plan(scheduler).freed == (1,)
+    assert scheduler.cancel(1) is None and scheduler.cancel(99) is None
+
+
+@pytest.mark.parametrize(("n_sequences", "n_frames"), [(1, 3), (3, 3), (6, 3), (7, 3), (8, 2), (16, 5)])
+def test_decoding_sequences_spread_evenly_over_the_frames(n_sequences: int, n_frames: int) -> None:
+    scheduler = Scheduler(n_frames)
+    for seq_id in range(n_sequences):
+        scheduler.submit(sequence(seq_id, n_prompt=2, n_tokens=1000, max_length=10_000))
+    flying: deque[Plan] = deque()
+    sizes = []
+    for _ in range(20 * n_frames):
+        while (plan := scheduler.schedule()) is not None:
+            flying.append(plan)
+            sizes.append(len(plan.slices))
+        scheduler.update(flying[0].number, tokens_for(flying.popleft()))
+    settled = sizes[10 * n_frames :]
+    assert max(settled) <= -(-n_sequences // n_frames)
+    assert min(settled) >= 1
+    assert len(flying) >= min(n_sequences, n_frames) - 1
+
+
+class Model:
+    """Random traffic through a scheduler, and what every node would see, checked frame by frame."""
+
+    def __init__(self, rng: random.Random, n_frames: int, chunk_rows: int, kv_positions: int | None) -> None:
+        self.rng = rng
+        self.scheduler = Scheduler(n_frames, chunk_rows, kv_positions)
+        self.flying: deque[Plan] = deque()
+        self.sequences: dict[int, Sequence] = {}
+        self.events: dict[int, list[Event]] = {}
+        self.caches: dict[int, int] = {}  # positions that a node holds, by sequence
+        self.freed: Counter[int] = Counter()
+        self.entered: set[int] = set()
+        self.cancelled: set[int] = set()
+
+    def arrive(self) -> None:
+        rng = self.rng
+        one = sequence(len(self.sequences), rng.randint(1, 20), rng.randint(1, 8), 24)
+        if self.scheduler.fits(one):
+            self.sequences[one.seq_id] = one
+            self.events[one.seq_id] = []
+            self.scheduler.submit(one)
+
+    def cancel(self) -> None:
+        if self.sequences:
+            seq_id = self.rng.choice(list(self.sequences))
+            ended = self.sequences[seq_id].finish_reason is not None
+            event = self.scheduler.cancel(seq_id)
+            assert (event is None) == ended
+            if event is not None:
+                self.events[seq_id].append(event)
+                self.cancelled.add(seq_id)
+
+    def depart(self) -> None:
+        while (plan := self.scheduler.schedule()) is not None:
+            assert plan.slices or plan.freed
+            self.flying.append(plan)
+            assert len(self.flying) <= self.scheduler.n_frames
+            self.look_at(plan)
+
+    def look_at(self, plan: Plan) -> None:
+        """What a node does with a frame."""
+        for seq_id in plan.freed:
+            assert self.sequences[seq_id].finish_reason
+            self.freed[seq_id] += 1
+            self.caches.pop(seq_id, None)
+        assert len({part.seq_id for part in plan.slices}) == len(plan.slices)
+        prompt_rows = sum(p.n_rows for p in plan.slices if p.start < self.sequences[p.seq_id].n_prompt)
+        assert prompt_rows <= self.scheduler.chunk_rows
+        for part in plan.slices:
+            one = self.sequences[part.seq_id]
+            self.entered.add(part.seq_id)
+            assert not self.freed[part.seq_id]
+            # exactly once and in order: each slice begins where the cache ends
+            assert part.start == self.caches.get(part.seq_id, 0) and part.n_rows == len(part.ids) > 0
+            assert list(part.ids) == one.ids[part.start : part.start + part.n_rows]
+            end = part.start + part.n_rows
+            assert part.n_logits == (1 if end == len(one.ids) else 0)
+            assert end <= one.n_positions
+            self.caches[part.seq_id] = end
+        limit = self.scheduler.kv_positions
+        if limit is not None:
+            assert sum(self.sequences[seq_id].n_positions for seq_id in self.caches) <= limit
+
+    def land(self) -> None:
+        plan = self.flying.popleft()
+        tokens = {p.seq_id: self.rng.choice([EOS, *range(1, 12)]) for p in plan.slices if p.n_logits}
+        for event in self.scheduler.update(plan.number, tokens):
+            assert event.seq_id in tokens and event.seq_id not in self.cancelled
+            assert event.token == (None if event.finish_reason == "eos" else tokens[event.seq_id])
+            self.events[event.seq_id].append(event)
+
+    def finish(self) -> None:
+        n_steps = 0
+        while self.scheduler.has_work:
+            self.depart()
+            assert self.flying, "work is left, but nothing moves"
+            self.land()
+            n_steps += 1
+            assert n_steps < 10_000
+        assert self.scheduler.schedule() is None and not self.flying
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 2**32),
+    n_frames=st.integers(1, 6),
+    chunk_rows=st.integers(1, 24),
+    kv_positions=st.none() | st.integers(1, 100),
+    actions=st.lists(st.sampled_from(["arrive", "arrive", "cancel", "depart", "land", "land"]), max_size=80),
+)
+def test_random_traffic(
+    seed: int, n_frames: int, chunk_rows: int, kv_positions: int | None, actions: list[str]
+) -> None:
+    model = Model(random.Random(seed), n_frames, chunk_rows, kv_positions)
+    for action in actions:
+        if action != "land" or model.flying:
+            getattr(model, action)()
+    model.finish()
+    assert not model.caches
+    for seq_id, one in model.sequences.items():
+        reasons = [event.finish_reason for event in model.events[seq_id]]
+        assert one.finish_reason and reasons[-1] == one.finish_reason  # everybody ends, and is told so
+        assert not any(reasons[:-1])  # once
+        assert [e.token for e in model.events[seq_id] if e.token is not None] == one.generated
+    assert all(n == 1 for n in model.freed.values())
+    assert model.entered <= set(model.freed) <= set(model.sequences)
+
+
+@settings(deadline=None, max_examples=100)
+@given(n_frames=st.integers(1, 6), n_sequences=st.integers(1, 30), chunk_rows=st.integers(1, 64), data=st.data())
+def test_frames_balance_after_arrivals_and_cancels(
+    n_frames: int, n_sequences: int, chunk_rows: int, data: st.DataObject
+) -> None:
+    scheduler = Scheduler(n_frames, chunk_rows)
+    flying: deque[Plan] = deque()
+
+    def turn() -> list[int]:
+        while (plan := scheduler.schedule()) is not None:
+            flying.append(plan)
+        scheduler.update(flying[0].number, tokens_for(flying.popleft()))
+        return [len(plan.slices) for plan in flying]
+
+    for seq_id in range(n_sequences):
+        scheduler.submit(sequence(seq_id, data.draw(st.integers(1, 30)), 100_000, 1_000_000))
+        if data.draw(st.booleans()):
+            turn()
+    for seq_id in data.draw(st.sets(st.integers(0, n_sequences - 1), max_size=n_sequences - 1)):
+        scheduler.cancel(seq_id)
+    for _ in range(40 * n_sequences + 4 * n_frames):
+        turn()
+    n_left = scheduler.n_running
+    for _ in range(2 * n_frames):
+        assert max(turn(), default=0) <= -(-n_left // n_frames)
