@@ -1,4 +1,4 @@
-"""What goes into which frame: examples, and a ring of random arrivals, lengths, ends and cancels in which nothing may get lost."""
+"""What goes into which frame: examples, and random arrivals, lengths, ends and cancels in which nothing may get lost."""
 
 from __future__ import annotations
 
@@ -149,7 +149,6 @@ def test_decoding_sequences_spread_evenly_over_the_frames(n_sequences: int, n_fr
     settled = sizes[10 * n_frames :]
     assert max(settled) <= -(-n_sequences // n_frames)
     assert min(settled) >= 1
-    assert len(flying) >= min(n_sequences, n_frames) - 1
 
 
 class Model:

@@ -60,9 +60,7 @@ def encoded(frame: Frame) -> bytes:
     return encode_head(frame) + bytes(frame.payload)
 
 
-FRAME = Frame(
-    Kind.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24))
-)
+FRAME = Frame(Kind.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24)))
 
 
 def test_sizes() -> None:

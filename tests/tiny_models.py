@@ -99,7 +99,11 @@ def hf_state(config: Config, state: State) -> State:
     else:
         convert = partial(to_hf.copy_weights_llama, untie_weights=False)
     result: State = {}
-    convert(config, result, {name: tensor.clone() for name, tensor in state.items()})
+    given = {name: tensor.clone() for name, tensor in state.items()}
+    for i in range(config.n_layer if name.startswith("olmo-2") else 0):  # litgpt's way back forgets these
+        after = given.pop(f"transformer.h.{i}.post_attention_norm.weight")
+        result[f"model.layers.{i}.post_attention_layernorm.weight"] = after
+    convert(config, result, given)
     return {name: tensor.contiguous().clone() for name, tensor in result.items()}
 
 
@@ -149,4 +153,6 @@ def write_hf(
 def tiny_hf(directory: Path, family: str = "Llama-3.1-8B", **options: Any) -> tuple[Path, State]:
     """A Hugging Face directory, and what it must be as LitGPT's state."""
     config, state = tiny_state(family)
+    if family.startswith("Gemma-2-"):
+        state["lm_head.weight"] = state["transformer.wte.weight"].clone()  # always tied
     return write_hf(directory, hf_config(family, config), hf_state(config, state), **options), state

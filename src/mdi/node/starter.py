@@ -23,7 +23,7 @@ import mdi
 from mdi.checkpoint.parts import stage_parts
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, InitRequest
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sampling import seed_of
 from mdi.engine.sequence import SamplingParams
@@ -267,12 +267,7 @@ class StarterNode(StatusOnly):
             self._placement = ""
             return []
         nodes = self.cluster.nodes
-        if weights.is_checkpoint:
-            logger.info("computing the hashes of the model's blocks (remembered for the next time)")
-        parts = [
-            [weights.spec(part) for part in stage_parts(start, stop, starter=False)]
-            for start, stop in weights.blocks[1:]
-        ]
+        parts = self._hash_parts(weights)
         identity = [weights.config_hash, weights.blocks, self.names, [[p.sha256 for p in node] for node in parts]]
         self._placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         setups = []
@@ -302,6 +297,20 @@ class StarterNode(StatusOnly):
             )
             setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
         return setups
+
+    @staticmethod
+    def _hash_parts(weights: StarterWeights) -> list[list[PartSpec]]:
+        """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
+        parts: list[list[PartSpec]] = []
+        next_report = time.monotonic() + 2
+        for start, stop in weights.blocks[1:]:
+            parts.append([])
+            for name in stage_parts(start, stop, starter=False):
+                parts[-1].append(weights.spec(name))
+                if time.monotonic() > next_report:
+                    next_report += 2
+                    logger.info("hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer)
+        return parts
 
     def _load_stage(self) -> None:
         weights = self._weights

@@ -10,7 +10,7 @@ import torch
 
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.source import ChunkFile, LitCheckpoint, WeightSource, open_source
+from mdi.checkpoint.source import ChunkFile, WeightSource, open_source
 from mdi.checkpoint.split import default_split, parse_layers, ranges
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
@@ -136,9 +136,8 @@ class StarterWeights:
         return self._source_of(part).tensors(part)
 
     @property
-    def is_checkpoint(self) -> bool:
-        """Whether hashes have to be computed, which takes a while the first time."""
-        return any(isinstance(source, LitCheckpoint) for source in self._sources)
+    def n_layer(self) -> int:
+        return int(self.config["n_layer"])
 
     def close(self) -> None:
         for source in self._sources:

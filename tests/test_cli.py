@@ -1,0 +1,493 @@
+"""What a wrong command line, file or machine leads to: one clear line on stderr, a status that is not 0, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mdi
+from mdi.cli import COMMANDS, launch, main
+from mdi.node.local import free_ports
+from tiny_checkpoint import CONTEXT, TEXT, encode, reference, tiny_gpt, write_checkpoint
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+LAUNCHERS = sorted(path.name for path in SRC.glob("*.py"))
+
+Failure = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("ckpt") / "tiny")
+
+
+@pytest.fixture
+def failure(capsys: pytest.CaptureFixture[str]) -> Failure:
+    """Run a command that must fail; the line that it prints."""
+
+    def run(command: str, *args: object, status: int | None = None) -> str:
+        capsys.readouterr()
+        found = launch(command, list(map(str, args)))
+        printed = capsys.readouterr()
+        lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+        assert found in ((1, 2) if status is None else (status,)), (found, printed)
+        assert len(lines) == 1 and printed.err.splitlines()[-1] == lines[0], printed.err
+        assert "Traceback" not in printed.err and "--json" in args or not printed.out, printed
+        return lines[0]
+
+    return run
+
+
+def nodes_file(folder: Path, n_nodes: int = 2, **changes: Any) -> Path:
+    ports = iter(free_ports(2 * n_nodes))
+    entries: list[dict[str, Any]] = [
+        {"addr": "127.0.0.1", "communication": {"port": next(ports)}, "inference": {"port_in": next(ports)}}
+        for _ in range(n_nodes)
+    ]
+    for key, value in changes.items():
+        entries[-1][key] = value
+    path = folder / "nodes.json"
+    path.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}), encoding="utf-8")
+    return path
+
+
+def ports_of(path: Path, node: int) -> tuple[int, int]:
+    """Control and ring port of a node; 0 is the starter."""
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    entry = [nodes["starter"], *nodes["secondary"]][node]
+    return entry["communication"]["port"], entry["inference"]["port_in"]
+
+
+@contextlib.contextmanager
+def taken(port: int) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", port)):
+        yield
+
+
+@contextlib.contextmanager
+def web_server(port: int, answer: bytes, status: int = 200) -> Iterator[None]:
+    """Somebody else's HTTP server, or a node of another version."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="web-server")
+        thread.start()
+        yield
+        server.shutdown()
+        thread.join(10)
+
+
+# The nodes file
+
+
+@pytest.mark.parametrize("command", ["starter", "secondary"])
+def test_no_nodes_file(failure: Failure, tmp_path: Path, checkpoint: Path, command: str) -> None:
+    model = ["--ckpt", checkpoint] if command == "starter" else []
+    told = failure(command, *model, "--nodes-config", tmp_path / "no" / "nodes.json", status=2)
+    assert str(tmp_path / "no" / "nodes.json") in told and f"nearest that exists is {tmp_path}" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"nodes": ', "not valid JSON"),
+        ("[1]", "expected a JSON object, found a list"),
+        ("{}", "'nodes' is missing"),
+        ('{"nodes": {"secondary": []}}', "'starter' is missing"),
+        ('{"nodes": {"starter": {"addr": "127.0.0.1"}}}', "'communication' is missing"),
+        ('{"nodes": {"starter": {"addr": 1, "communication": {"port": 1}, "inference": {"port_in": 2}}}}', "addr"),
+        (
+            '{"nodes": {"starter": {"addr": "a", "communication": {"port": 99999}, "inference": {"port_in": 2}}}}',
+            "65535",
+        ),
+    ],
+)
+def test_broken_nodes_file(failure: Failure, tmp_path: Path, checkpoint: Path, text: str, words: str) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_text(text, encoding="utf-8")
+    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", path, status=2)
+    assert str(path) in told and words in told
+
+
+@pytest.mark.parametrize("flags", [["5"], ["x"], [], ["0", "1"], ["-1"]])
+def test_index_of_a_secondary(failure: Failure, tmp_path: Path, flags: list[str]) -> None:
+    path = nodes_file(tmp_path, 3)
+    assert "index" in failure("secondary", "--nodes-config", path, *flags, status=2)
+
+
+# Ports and other nodes
+
+
+# cheroot leaves a socket that it could not bind to the garbage collector
+@pytest.mark.filterwarnings("ignore:unclosed <socket.socket:ResourceWarning")
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("command", ["starter", "secondary"])
+def test_port_in_use(failure: Failure, tmp_path: Path, checkpoint: Path, command: str, which: int) -> None:
+    path = nodes_file(tmp_path)
+    port = ports_of(path, 0 if command == "starter" else 1)[which]
+    model = ["--ckpt", checkpoint] if command == "starter" else ["--cache-dir", tmp_path / "cache"]
+    with taken(port):
+        told = failure(command, *model, "--nodes-config", path, *([] if command == "starter" else ["0"]), status=2)
+    assert f"127.0.0.1:{port}" in told and "in use" in told
+
+
+def test_address_of_another_machine(failure: Failure, tmp_path: Path) -> None:
+    path = nodes_file(tmp_path, addr="192.0.2.1")
+    told = failure("secondary", "--nodes-config", path, "0", "--cache-dir", tmp_path / "cache", status=2)
+    assert "192.0.2.1" in told and "bind" in told
+
+
+def test_secondary_is_not_there(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    path = nodes_file(tmp_path)
+    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", path, "--wait", 1, status=1)
+    assert "secondary0" in told and f"127.0.0.1:{ports_of(path, 1)[0]}" in told and "secondary.py" in told
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        (b'{"state": "IDLE", "control_version": 99, "version": "9.0"}', 200, "version 9.0"),
+        (b"<html>a printer</html>", 200, "not a node of MDI-LLM"),
+        (b'{"hello": 1}', 200, "not a node of MDI-LLM"),
+        (b'{"error": "go away"}', 403, "go away"),
+    ],
+)
+def test_somebody_else_at_the_port(
+    failure: Failure, tmp_path: Path, checkpoint: Path, answer: bytes, status: int, words: str
+) -> None:
+    path = nodes_file(tmp_path)
+    with web_server(ports_of(path, 1)[0], answer, status):
+        told = failure("starter", "--ckpt", checkpoint, "--nodes-config", path, "--wait", 1, status=1)
+    assert "secondary0" in told and words in told
+
+
+# The model
+
+
+def test_no_checkpoint(failure: Failure, tmp_path: Path) -> None:
+    told = failure("sample", "--ckpt", tmp_path / "org" / "model")
+    assert str(tmp_path / "org" / "model") in told and f"nearest that exists is {tmp_path}" in told
+
+
+def test_no_model_is_named(failure: Failure) -> None:
+    assert "--ckpt" in failure("sample", status=2)
+
+
+def test_chunk_that_is_not_there(failure: Failure, tmp_path: Path) -> None:
+    told = failure(
+        "starter", "--chunk", tmp_path / "no" / "model_starter.safetensors", "--nodes-config", nodes_file(tmp_path)
+    )
+    assert "model_starter.safetensors" in told and f"nearest that exists is {tmp_path}" in told
+
+
+def test_folder_without_weights(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(checkpoint, folder)
+    (folder / "lit_model.pth").unlink()
+    assert "lit_model.pth" in failure("sample", "--ckpt", folder)
+
+
+def test_folder_without_tokenizer(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(checkpoint, folder)
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in failure("sample", "--ckpt", folder)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_checkpoint_cut_short(failure: Failure, tmp_path: Path, checkpoint: Path, part: float) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(checkpoint, folder)
+    weights = folder / "lit_model.pth"
+    os.truncate(weights, int(weights.stat().st_size * part))
+    told = failure("sample", "--ckpt", folder, status=1)
+    assert str(weights) in told and ("cut short" in told or "damaged" in told)
+
+
+def test_tensor_of_a_wrong_shape(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(checkpoint, folder)
+    state = {**tiny_gpt().state_dict(), "transformer.h.2.norm_1.weight": torch.ones(47)}
+    torch.save(state, folder / "lit_model.pth")
+    told = failure("sample", "--ckpt", folder, status=1)
+    assert "transformer.h.2.norm_1.weight" in told and "47" in told and "48" in told
+
+
+@pytest.mark.parametrize("name", ["transformer.h.4.mlp.fc_1.weight", "lm_head.weight", "transformer.ln_f.weight"])
+def test_tensor_that_is_missing(failure: Failure, tmp_path: Path, checkpoint: Path, name: str) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(checkpoint, folder)
+    torch.save({k: v for k, v in tiny_gpt().state_dict().items() if k != name}, folder / "lit_model.pth")
+    if name == "lm_head.weight":  # may be tied to the embedding: then the one stands in for the other
+        assert launch("sample", ["--ckpt", str(folder), "--n-tokens", "1", "--json"]) == 0
+        return
+    assert name in failure("sample", "--ckpt", folder, status=1)
+
+
+def test_code_in_a_checkpoint_is_not_run(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "evil"
+    shutil.copytree(checkpoint, folder)
+    trap = tmp_path / "trap"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(trap),)
+
+    torch.save({"lm_head.weight": Evil()}, folder / "lit_model.pth")
+    assert str(folder / "lit_model.pth") in failure("sample", "--ckpt", folder, status=1)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "n_layer: {", "n_layer: five\n", "no_such_field: 1\n"])
+def test_broken_model_config(failure: Failure, tmp_path: Path, checkpoint: Path, text: str) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    (folder / "model_config.yaml").write_text(text, encoding="utf-8")
+    assert "model_config.yaml" in failure("sample", "--ckpt", folder, status=1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ("2,2", "5"),
+        ("5,0", "secondary0"),
+        ("-1,6", "-1"),
+        ("1,2,2", "2 nodes"),
+        ("a,b", "starter first"),
+        ("", "starter first"),
+    ],
+)
+def test_split_that_does_not_add_up(
+    failure: Failure, tmp_path: Path, checkpoint: Path, layers: str, words: str
+) -> None:
+    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path), f"--layers={layers}")
+    assert f"layers {layers!r}" in told and words in told
+
+
+def test_more_nodes_than_blocks(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path, 7))
+    assert "5 blocks" in told and "1 to 6 nodes" in told
+
+
+# What to generate, and on what
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "-0.5"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-p", "0"], "top-p"),
+        (["--top-p", "1.5"], "top-p"),
+        (["--top-k", "-3"], "top-k"),
+        (["--n-tokens", "0"], "new tokens"),
+        (["--n-tokens", "-1"], "new tokens"),
+        (["--n-samples", "0"], "samples"),
+        (["--sequence-length", "0"], "--sequence-length 0"),
+        (["--sequence-length", str(CONTEXT + 1)], str(CONTEXT)),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "FILE:"], "FILE:"),
+        (["--prompt", "FILE:no/such/prompts.txt"], "no/such/prompts.txt"),
+        (["--prompt", TEXT * 10], "context"),
+        (["--prompt", TEXT, "--sequence-length", "8"], "context holds 8"),
+        (["--stop", ""], "--stop"),
+        (["--prompt-style", "telegram"], "telegram"),
+        (["--dtype", "float8"], "float8"),
+        (["--dtype", "int"], "int"),
+        (["--device", "banana"], "banana"),
+        (["--device", "xpu"], "xpu"),
+        (["--device", "meta"], "meta"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--threads", "0"], "--threads"),
+        (["--seed", "99999999999999999999999999"], "seed"),
+    ],
+)
+def test_bad_flags(failure: Failure, checkpoint: Path, flags: list[str], words: str) -> None:
+    if "--seed" in flags:  # any whole number will do
+        assert launch("sample", ["--ckpt", str(checkpoint), "--n-tokens", "1", "--json", *flags]) == 0
+        return
+    assert words in failure("sample", "--ckpt", checkpoint, *flags, status=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test does without")
+def test_no_gpu(failure: Failure, checkpoint: Path, tmp_path: Path) -> None:
+    assert "0 CUDA devices" in failure("sample", "--ckpt", checkpoint, "--device", "cuda", status=2)
+    path = nodes_file(tmp_path, device="cuda")
+    assert "'cuda'" in failure("secondary", "--nodes-config", path, "0", status=2)
+
+
+def test_empty_prompt_file(failure: Failure, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text(" \n\n", encoding="utf-8")
+    assert str(path) in failure("sample", "--ckpt", checkpoint, "--prompt", f"FILE:{path}", status=2)
+
+
+def test_the_prompt_alone_must_fit(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample that fills its context ends there, though it was to have more tokens."""
+    n_prompt = len(encode("The ring"))
+    argv = [
+        "--ckpt",
+        str(checkpoint),
+        "--prompt",
+        "The ring",
+        "--sequence-length",
+        str(n_prompt + 3),
+        "--n-samples",
+        "1",
+    ]
+    assert launch("sample", [*argv, "--temperature", "0", "--n-tokens", "9", "--json"]) == 0
+    sample = json.loads(capsys.readouterr().out)["samples"][0]
+    assert sample["token_ids"] == list(reference("The ring", 3)) and sample["finish_reason"] == "length"
+
+
+def test_failure_is_one_object_with_json(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
+        ["--prompt", ""],
+        ["--device", "banana"],
+        ["--nodes-config", str(tmp_path / "none.json")],
+        ["--nodes-config", str(nodes_file(tmp_path)), "--wait", "0.5"],
+    ]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for flags in cases:
+        argv = ["--ckpt", str(checkpoint), "--json", *flags]
+        if "--nodes-config" not in argv:
+            argv += ["--nodes-config", str(nodes_file(alone, 1))]
+        assert launch("starter", argv) in (1, 2)
+        printed = capsys.readouterr()
+        told = json.loads(printed.out)
+        assert set(told) == {"error", "samples"} and told["samples"] == [] and printed.out.count("\n") == 1
+        assert f"error: {told['error']}" in printed.err
+
+
+def test_time_run_file_that_cannot_be_written(
+    failure: Failure, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = launch(
+        "sample", ["--ckpt", str(checkpoint), "--n-tokens", "1", "--time-run", str(tmp_path / "no" / "runs.csv")]
+    )
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    assert status == 0 or "runs.csv" in printed.err
+
+
+def test_layers_cannot_be_both(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launch("secondary", ["--chunk", "a", "--ckpt", str(checkpoint)])
+
+
+# Secondaries
+
+
+def test_secondary_with_files_that_are_not_there(failure: Failure, tmp_path: Path) -> None:
+    path = nodes_file(tmp_path)
+    for flag, name in (("--chunk", "model_secondary0.safetensors"), ("--ckpt", "model")):
+        told = failure("secondary", "--nodes-config", path, "0", flag, tmp_path / "no" / name, status=1)
+        assert name in told and f"nearest that exists is {tmp_path}" in told
+
+
+def test_secondary_with_a_chunk_that_counts_from_zero(failure: Failure, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model_secondary0.safetensors"
+    save_file({"transformer.h.0.norm_1.weight": torch.ones(48)}, path)
+    told = failure("secondary", "--nodes-config", nodes_file(tmp_path), "0", "--chunk", path, status=1)
+    assert str(path) in told and "prepare_model.py" in told
+    old = tmp_path / "old.pth"
+    torch.save({"transformer.h.0.norm_1.weight": torch.ones(48)}, old)
+    told = failure("secondary", "--nodes-config", nodes_file(tmp_path), "0", "--chunk", old, status=1)
+    assert str(old) in told and "prepare_model.py" in told
+
+
+# Local rings
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nodes", "0"], "--nodes"),
+        (["--nodes", "2", "--devices", "cpu"], "1 devices for 2 nodes"),
+        (["--nodes", "2", "--threads", "0"], "--threads"),
+        (["--nodes", "1", "--device", "banana"], "banana"),
+    ],
+)
+def test_local_ring_flags(failure: Failure, checkpoint: Path, flags: list[str], words: str) -> None:
+    assert words in failure("local-ring", "--ckpt", checkpoint, *flags, status=2)
+
+
+# The commands themselves
+
+
+def test_console_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
+    with pytest.raises(SystemExit, match="2"):
+        main(["dance"])
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    with pytest.raises(SystemExit, match="0"):
+        main(["starter", "--version"])
+    assert mdi.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        launch(command, ["--help"])
+    shown = capsys.readouterr().out
+    assert "example" in shown and "--debug" in shown and len(shown) > 500
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have no such bit")
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers_are_executable(name: str) -> None:
+    path = SRC / name
+    assert os.access(path, os.X_OK) and path.read_text(encoding="utf-8").startswith("#!/usr/bin/env python3\n")
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_missing_libraries_are_told_in_one_line(name: str, tmp_path: Path) -> None:
+    """-S leaves out site-packages; with the standard library alone `--help` works, and a run says what to install."""
+    bare = [sys.executable, "-S", "-E", str(SRC / name)]
+    shown = subprocess.run([*bare, "--help"], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
+    path = nodes_file(tmp_path, 1)
+    text = tmp_path / "text.txt"
+    text.write_text("words", encoding="utf-8")
+    args = {
+        "starter.py": ["--ckpt", "x", "--nodes-config", path],
+        "secondary.py": ["--nodes-config", nodes_file(tmp_path, 2), "0"],
+        "prepare_data.py": [text, "--vocab-size", "300"],
+        "prepare_model.py": [tmp_path],
+        "train.py": ["--ckpt", tmp_path, "--dataset", tmp_path],
+    }.get(name, ["--ckpt", "x"])
+    done = subprocess.run([*bare, *map(str, args)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1].startswith("error: ") and "not installed" in lines[-1] and "requirements.txt" in lines[-1], lines

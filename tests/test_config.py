@@ -1,0 +1,213 @@
+"""The nodes file: every documented form is read, every mistake is named with its file and field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mdi.config import ClusterConfig, load_cluster, load_secondary, nearest_existing, read_json, standalone
+from mdi.errors import UsageError
+
+
+def entry(i: int, **more: Any) -> dict[str, Any]:
+    return {
+        "addr": "127.0.0.1",
+        "communication": {"port": 8000 + i, "starter_addr": "127.0.0.1"},
+        "inference": {"port_in": 5000 + 2 * i, "port_out": 5001 + 2 * i},
+        **more,
+    }
+
+
+def network(n_secondaries: int = 2) -> dict[str, Any]:
+    return {"nodes": {"starter": entry(0), "secondary": [entry(i + 1) for i in range(n_secondaries)]}}
+
+
+def write(folder: Path, data: object) -> Path:
+    path = folder / "nodes.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_a_whole_network(tmp_path: Path) -> None:
+    data = network()
+    data["nodes"]["secondary"][1] |= {"device": "cuda:1", "dtype": "bfloat16", "threads": 4, "bind": "0.0.0.0"}
+    cluster = load_cluster(write(tmp_path, data))
+    assert [node.name for node in cluster.nodes] == ["starter", "secondary0", "secondary1"]
+    assert cluster.n_nodes == 3
+    last = cluster.secondaries[1]
+    assert (last.port, last.port_in, last.port_out) == (8002, 5004, 5005)
+    assert (last.device, last.dtype, last.threads, last.listen_addr) == ("cuda:1", "bfloat16", 4, "0.0.0.0")
+    assert cluster.starter.listen_addr == "127.0.0.1" and cluster.starter.device is None
+
+
+def test_standalone_forms(tmp_path: Path) -> None:
+    alone = network(0)
+    assert load_cluster(write(tmp_path, alone)).secondaries == ()
+    del alone["nodes"]["secondary"]
+    assert load_cluster(write(tmp_path, alone)).n_nodes == 1
+    assert standalone().nodes == (standalone().starter,)
+
+
+def test_one_secondary_of_a_network_or_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, network())
+    assert load_secondary(path, 1).port == 8002
+    assert load_secondary(path, 1).name == "secondary1"
+    assert load_secondary(write(tmp_path, network(1)), None).port == 8001
+    path = write(tmp_path, entry(5))
+    assert (load_secondary(path, None).name, load_secondary(path, 3).name) == ("secondary0", "secondary3")
+    assert load_secondary(path, None).starter_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize("index", [None, 2, -1])
+def test_a_secondary_that_is_not_listed(tmp_path: Path, index: int | None) -> None:
+    with pytest.raises(UsageError, match="lists 2 secondary nodes: give the index .* 0 to 1"):
+        load_secondary(write(tmp_path, network()), index)
+    with pytest.raises(UsageError, match="lists no secondary"):
+        load_secondary(write(tmp_path, network(0)), index)
+
+
+def test_port_out_and_what_is_unknown_are_accepted(tmp_path: Path) -> None:
+    data = network()
+    del data["nodes"]["starter"]["inference"]["port_out"]
+    data["nodes"]["starter"]["comment"] = ["whatever"]
+    assert load_cluster(write(tmp_path, data)).starter.port_out is None
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps(network()), encoding="utf-8-sig")
+    assert load_cluster(path).n_nodes == 3
+
+
+def without(*keys: str | int) -> dict[str, Any]:
+    data = network()
+    where: Any = data
+    for key in keys[:-1]:
+        where = where[key]
+    del where[keys[-1]]
+    return data
+
+
+def with_value(value: object, *keys: str | int) -> dict[str, Any]:
+    data = network()
+    where: Any = data
+    for key in keys[:-1]:
+        where = where[key]
+    where[keys[-1]] = value
+    return data
+
+
+S0 = ("nodes", "secondary", 0)
+MISTAKES = [
+    (without("nodes"), "the field 'nodes' is missing"),
+    (without("nodes", "starter"), "nodes: the field 'starter' is missing"),
+    (without(*S0, "addr"), r"nodes\.secondary\[0\]: the field 'addr' is missing"),
+    (without(*S0, "communication"), r"secondary\[0\]: the field 'communication' is missing"),
+    (without(*S0, "communication", "port"), r"secondary\[0\]\.communication: the field 'port' is missing"),
+    (without(*S0, "inference", "port_in"), r"secondary\[0\]\.inference: the field 'port_in' is missing"),
+    (with_value(7, "nodes", "starter", "addr"), r"starter\.addr: expected a string, found 7"),
+    (with_value("", "nodes", "starter", "addr"), r"starter\.addr: expected a string, found ''"),
+    (with_value(None, "nodes", "starter", "addr"), r"starter\.addr: expected a string, found null"),
+    (with_value([], "nodes"), r"nodes: expected an object, found a list"),
+    (with_value({}, "nodes", "secondary"), "secondary: expected a list of nodes .*, found an object"),
+    (with_value(None, "nodes", "secondary"), "secondary: expected a list of nodes .*, found null"),
+    (with_value("x", *S0), r"secondary\[0\]: expected an object that describes one node, found 'x'"),
+    (with_value("8000", *S0, "communication", "port"), r"communication\.port: expected a whole number, found '8000'"),
+    (with_value(True, *S0, "communication", "port"), r"communication\.port: expected a whole number, found True"),
+    (with_value(1.5, *S0, "communication", "port"), r"communication\.port: expected a whole number, found 1.5"),
+    (with_value(65536, *S0, "inference", "port_in"), "a port is a number from 0 to 65535, found 65536"),
+    (with_value(-1, *S0, "inference", "port_out"), r"inference\.port_out: a port is .* found -1"),
+    (with_value(0, *S0, "threads"), r"threads: expected a number of threads from 1 on, found 0"),
+    (with_value(3, *S0, "device"), r"device: expected a string, found 3"),
+    (
+        with_value(8000, *S0, "communication", "port"),
+        "127.0.0.1:8000 is both starter's communication port and secondary0's",
+    ),
+    (with_value(8001, *S0, "inference", "port_in"), "is both secondary0's communication port and secondary0's port_in"),
+    (with_value([entry(0)] * 1024, "nodes", "secondary"), "1024 nodes; at most 1023"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), MISTAKES, ids=[m[:40] for _, m in MISTAKES])
+def test_each_mistake_is_named(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, data)
+    with pytest.raises(UsageError, match=message) as caught:
+        load_cluster(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not valid JSON: Expecting value at line 1, column 1"),
+        ('{"nodes": {\n  "starter": }', "is not valid JSON: .* at line 2, column 14"),
+        ("[1, 2]", "expected a JSON object, found a list"),
+        ("null", "expected a JSON object, found null"),
+        ('{"a": ' * 100_000, "cannot be read as JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "cannot be read as JSON|expected|missing"),
+    ],
+)
+def test_what_is_no_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_cluster(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file: .*no/such.json") as caught:
+        read_json(tmp_path / "no" / "such.json")
+    assert f"nearest that exists is {tmp_path})" in str(caught.value)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_json(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"addr": "\xe9"}')
+    with pytest.raises(UsageError, match="cannot read .*latin.json"):
+        read_json(tmp_path / "latin.json")
+
+
+def test_nearest_existing(tmp_path: Path) -> None:
+    assert nearest_existing(tmp_path / "a" / "b") == tmp_path
+    assert nearest_existing(tmp_path) == tmp_path
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def spots(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value in a JSON structure."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [spot for key, value in items for spot in ((*here, key), *spots(value, (*here, key)))]
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spot=st.sampled_from(spots(network())), value=JSON)
+def test_any_value_anywhere_is_accepted_or_a_usage_error(tmp_path: Path, spot: tuple[Any, ...], value: Any) -> None:
+    data = copy.deepcopy(network())
+    where: Any = data
+    for key in spot[:-1]:
+        where = where[key]
+    where[spot[-1]] = value
+    path = write(tmp_path, data)
+    try:
+        assert isinstance(load_cluster(path), ClusterConfig)
+    except UsageError as e:
+        assert str(path) in str(e)
+
+
+def test_the_nodes_files_that_are_shipped_can_be_read() -> None:
+    folder = Path(__file__).resolve().parents[1] / "src" / "settings_distr"
+    files = sorted(folder.glob("*.json"))
+    assert files
+    for path in files:
+        if "nodes" in read_json(path):
+            load_cluster(path)
+        else:
+            load_secondary(path, None)

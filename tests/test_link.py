@@ -1,0 +1,310 @@
+"""One link over a real socket pair: frames arrive whole, signs of life pass the queues by, and every loss has a reason."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mdi.errors import WireError
+from mdi.net import link as link_module
+from mdi.net.channel import Channel
+from mdi.net.link import BufferPool, ReceiveLink, SendLink, read_frame, send_frame
+from mdi.net.wire import HEADER_BYTES, Frame, Kind, Limits, Slice, encode_head
+
+EPOCH = 77
+DEADLINE_S = 30.0
+
+
+def batch(number: int, n_rows: int = 2, n_cols: int = 8) -> Frame:
+    data = bytes([number % 256]) * (n_rows * n_cols * 4)
+    return Frame(Kind.BATCH, EPOCH, number, "float32", n_rows, n_cols, (Slice(1, number, n_rows, 0),), (), data)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A TCP connection, as the links have it: (sending end, receiving end)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+class Received:
+    """A receive link, and what it reported."""
+
+    def __init__(self, sock: socket.socket, capacity: int = 4, limits: Limits | None = None) -> None:
+        self.inbox: Channel[Frame] = Channel(capacity)
+        self.lost: queue.Queue[str] = queue.Queue()
+        self.last: queue.Queue[Frame] = queue.Queue()
+        self.link = ReceiveLink(sock, EPOCH, limits or Limits(), self.inbox, self.last.put, self.lost.put)
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.link.close()
+
+
+@pytest.fixture
+def received(pair: tuple[socket.socket, socket.socket]) -> Iterator[Received]:
+    one = Received(pair[1])
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def fast_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.02)
+
+
+def until(channel: Channel[Frame], condition: Callable[[], bool]) -> None:
+    """Wait for a state of a channel."""
+    with channel._changed:
+        assert channel._changed.wait_for(condition, DEADLINE_S)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 3000])
+def test_a_frame_arrives_as_it_was_sent(pair: tuple[socket.socket, socket.socket], n_rows: int) -> None:
+    """Also one that is larger than what the kernel takes at once."""
+    sender, receiver = pair
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    frame = batch(5, n_rows, 64)
+    sent: list[int] = []
+    thread = threading.Thread(target=lambda: sent.append(send_frame(sender, frame)))
+    thread.start()
+    found = read_frame(receiver, Limits())
+    thread.join(DEADLINE_S)
+    assert found is not None
+    assert (found.number, found.slices, bytes(found.payload)) == (5, frame.slices, frame.payload)
+    assert sent == [HEADER_BYTES + 20 + n_rows * 64 * 4]
+
+
+def test_a_frame_is_sent_where_there_is_no_sendmsg() -> None:
+    class Windows:
+        def __init__(self) -> None:
+            self.data = b""
+
+        def sendall(self, data: bytes | memoryview) -> None:
+            self.data += bytes(data)
+
+    sock = Windows()
+    frame = batch(1)
+    assert send_frame(sock, frame) == len(sock.data)  # type: ignore[arg-type]
+    assert sock.data == encode_head(frame) + bytes(frame.payload)
+
+
+def test_an_end_between_frames_is_none_and_within_one_an_error(pair: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = pair
+    send_frame(sender, batch(1))
+    data = encode_head(batch(2)) + bytes(batch(2).payload)
+    sender.sendall(data[: HEADER_BYTES + 30])
+    sender.close()
+    assert read_frame(receiver, Limits()) is not None
+    with pytest.raises(WireError, match="closed 54 bytes before the end of a frame"):
+        read_frame(receiver, Limits())
+
+
+def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sender, receiver = pair
+    huge = struct.pack("<4sBBBBQQIIIIQ", b"MDIr", 1, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 1 << 16, 1 << 17, 1 << 35)
+    sender.sendall(huge + struct.pack("<I", zlib.crc32(huge)))
+    taken: list[int] = []
+
+    class Pool(BufferPool):
+        def take(self, n_bytes: int) -> memoryview:
+            taken.append(n_bytes)
+            return super().take(n_bytes)
+
+    with pytest.raises(WireError, match="payload bytes; this node accepts at most"):
+        read_frame(receiver, Limits(), Pool(1))
+    assert not taken
+
+
+def test_buffers_are_used_again() -> None:
+    pool = BufferPool(2)
+    first = pool.take(5000)
+    pool.give_back(first)
+    assert pool.take(100).obj is first.obj
+    assert pool.take(100).obj is not first.obj
+    assert len(pool.take(0)) == 0
+    for n_bytes in (10_000, 20_000, 30_000):
+        pool.give_back(bytearray(n_bytes))
+    assert len(pool.take(25_000).obj) == 30_000  # type: ignore[arg-type]
+    assert len(pool.take(15_000).obj) == 20_000  # type: ignore[arg-type]  # the smallest was the one to go
+    pool.give_back(b"a payload that came from no pool")
+
+
+def test_a_long_run_needs_no_more_buffers_than_are_in_flight(
+    pair: tuple[socket.socket, socket.socket], received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = set()
+    for number in range(200):
+        send_frame(pair[0], batch(number, 2, 600))
+        send_frame(pair[0], Frame(Kind.PING, EPOCH))
+        frame = received.inbox.get(DEADLINE_S)
+        assert frame is not None and isinstance(frame.payload, memoryview)
+        assert frame.number == number and bytes(frame.payload[:1]) == bytes([number % 256])
+        buffers.add(id(frame.payload.obj))
+        received.link.pool.give_back(frame.payload)
+    assert len(buffers) <= 3
+
+
+def test_pings_are_heard_and_not_passed_on(
+    pair: tuple[socket.socket, socket.socket], received: Received, fast_pings: None
+) -> None:
+    sender = SendLink(pair[0], EPOCH, 4, lambda reason: None)
+    before = sender.bytes_sent
+    while sender.bytes_sent < before + 5 * HEADER_BYTES:
+        assert received.inbox.get(0.01) is None
+    sender.put(batch(1))
+    frame = received.inbox.get(DEADLINE_S)
+    assert frame is not None and frame.number == 1
+    assert received.lost.empty() and received.last.empty()
+    sender.close()
+    assert received.lost.get(timeout=DEADLINE_S) == "it closed the connection"
+
+
+@pytest.mark.parametrize("kind", [Kind.STOP, Kind.ERROR])
+def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
+    pair: tuple[socket.socket, socket.socket], received: Received, kind: Kind
+) -> None:
+    """The engine takes nothing, yet the end of the run is heard; what waits to be sent stays behind."""
+    sender = SendLink(pair[0], EPOCH, 100, lambda reason: None)
+    for number in range(4):
+        sender.put(batch(number))
+    last = Frame.message(kind, EPOCH, b"why")
+    until(received.inbox, lambda: len(received.inbox._items) == 4)
+    sender.put_last(last)
+    found = received.last.get(timeout=DEADLINE_S)
+    assert (found.kind, bytes(found.payload)) == (kind, b"why")
+    sender._thread.join(DEADLINE_S)
+    assert not sender.put(batch(9))
+    sender.close()
+    assert received.lost.empty()
+
+
+def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, socket.socket]) -> None:
+    lost = threading.Event()
+    big = batch(0, 4096, 1024)
+    sender = SendLink(pair[0], EPOCH, 10, lambda reason: lost.set())
+    sender.put(big)  # more than fits into the connection: the thread hangs in it
+    sender.put(batch(1))
+    sender.put(batch(2))
+    until(sender._channel, lambda: len(sender._channel._items) == 2)
+    sender.put_last(Frame.message(Kind.STOP, EPOCH))
+    kinds = []
+    while (frame := read_frame(pair[1], Limits())) is not None:
+        kinds.append(frame.kind)
+    assert kinds == [Kind.BATCH, Kind.STOP]
+    sender.close()
+    assert not lost.is_set()
+
+
+def test_a_silent_peer_is_lost(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.2)
+    one = Received(pair[1])
+    assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
+    one.close()
+
+
+def test_a_peer_that_stops_within_a_frame_is_lost_too(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.2)
+    one = Received(pair[1])
+    pair[0].sendall(encode_head(batch(1)))
+    assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
+    one.close()
+
+
+def test_a_slow_engine_is_not_taken_for_dead(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, fast_pings: None
+) -> None:
+    """The inbox is full for much longer than the patience of the link: neither side gives the other up."""
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.6)
+    one = Received(pair[1], capacity=1)
+    lost: queue.Queue[str] = queue.Queue()
+    sender = SendLink(pair[0], EPOCH, 10, lost.put)
+    for number in range(5):
+        sender.put(batch(number))
+    with pytest.raises(queue.Empty):
+        one.lost.get(timeout=1.5)  # much longer than its patience
+    numbers = [frame.number for _ in range(5) if (frame := one.inbox.get(DEADLINE_S)) is not None]
+    assert numbers == [0, 1, 2, 3, 4]
+    with pytest.raises(queue.Empty):
+        one.lost.get(timeout=1.0)  # and with nothing but PINGs
+    assert lost.empty()
+    one.link._closing = True
+    sender.close()
+    one.close()
+
+
+GARBAGE: list[tuple[Callable[[], bytes], str]] = [
+    (lambda: b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nAccept: */*\r\n\r\n", "not a frame of MDI-LLM"),
+    (lambda: b"\x00" * 60, "not a frame of MDI-LLM"),
+    (
+        lambda: encode_head(Frame(Kind.PING, EPOCH + 1)),
+        "a frame of run 000000000000004e, expected run 000000000000004d",
+    ),
+    (lambda: encode_head(batch(1)) + b"\xff" * 64, "frame 1 is damaged"),
+    (lambda: encode_head(Frame(Kind.HELLO, EPOCH)), "a HELLO frame in the middle of a run"),
+    (lambda: encode_head(batch(1))[:20], "it closed the connection|closed 32 bytes before the end"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), GARBAGE, ids=[reason[:25] for _, reason in GARBAGE])
+def test_garbage_loses_the_peer_with_the_reason(
+    pair: tuple[socket.socket, socket.socket], received: Received, data: Callable[[], bytes], reason: str
+) -> None:
+    pair[0].sendall(data())
+    pair[0].close()
+    found = received.lost.get(timeout=DEADLINE_S)
+    assert any(part in found for part in reason.split("|"))
+    received.link._thread.join(DEADLINE_S)
+    assert received.lost.empty()  # it is said once
+
+
+def test_a_reset_connection_is_lost(pair: tuple[socket.socket, socket.socket], received: Received) -> None:
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    pair[0].close()
+    assert "the connection broke" in received.lost.get(timeout=DEADLINE_S)
+
+
+def test_sending_to_a_peer_that_is_gone_is_told_once(
+    pair: tuple[socket.socket, socket.socket], fast_pings: None
+) -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    pair[1].close()
+    assert lost.get(timeout=DEADLINE_S)
+    sender._thread.join(DEADLINE_S)
+    assert lost.empty() and not sender.put(batch(1))
+    sender.close()
+
+
+def test_closing_says_nothing_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = Received(pair[1])
+    one.close()
+    lost: queue.Queue[str] = queue.Queue()
+    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    sender.close()
+    assert one.lost.empty() and lost.empty()
+
+
+def test_closing_ends_a_send_that_hangs(pair: tuple[socket.socket, socket.socket]) -> None:
+    """The next node is stopped and its buffers are full."""
+    lost: queue.Queue[str] = queue.Queue()
+    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    sender.put(batch(0, 8192, 1024))
+    until(sender._channel, lambda: not sender._channel._items)
+    sender.put_last(Frame.message(Kind.STOP, EPOCH))
+    sender.close(flush_s=0.1)
+    assert not sender._thread.is_alive() and lost.empty()
