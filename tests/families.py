@@ -55,7 +55,8 @@ NAMED: dict[str, dict[str, Any]] = {
 
 # litgpt's table has no DeepSeek V3; this has its shape.
 DEEPSEEK_V3: dict[str, Any] = {
-    **_SMALL, **_MLP, "name": "deepseek-v3-shape", "n_head": 4, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
+    **_SMALL, **_MLP, "name": "deepseek-v3-shape", "n_head": 4, "rotary_percentage": 1.0,
+    "parallel_residual": False, "bias": False,
     "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "n_expert": 8,
     "n_shared_expert": 1, "n_expert_groups": 4, "n_topk_groups": 2, "n_topk_scores_per_group": 2, "n_expert_per_token": 3,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,

@@ -113,7 +113,7 @@ class Nodes:
 
     def close(self) -> None:
         for ring in self.rings:
-            ring._end(None)
+            ring.stop("the test is over")
         for ring in self.rings:
             ring.close()
         for one in self.listeners:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, config_of, prompt, random_gpt
-from test_stage import run_staggered, stages_of
 
+from families import FAMILIES, config_of, prompt, random_gpt
 from mdi.errors import UsageError
 from mdi.model import formats
 from mdi.model.formats import Fp16Linear, Int8Linear, check_format, quantize_block
+from test_stage import run_staggered, stages_of
 
 WEIGHT = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)) * 0.05
 BIAS = torch.randn(96, generator=torch.Generator().manual_seed(1))

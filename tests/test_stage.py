@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
+
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, stages_of
-
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.stage import Stage, StarterStage
+
 
 def run_staggered(stages: list[Stage], texts: list[list[int]], seed: int) -> list[torch.Tensor]:
     """All logits of several texts that travel together in pieces of random length."""

@@ -83,6 +83,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
     )
+    model.add_argument(
+        "--quantize", metavar="FORMAT", help="bring the blocks' weights into fp16 or int8 when they are loaded (CPU only): "
+        "less memory and faster; a secondary may choose its own",
+    )  # fmt: skip
+    model.add_argument("--quantize-head", metavar="FORMAT", help="the same for the head (default: as --quantize)")
     model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
@@ -168,6 +173,8 @@ def starter_options(args: argparse.Namespace) -> Any:
         dtype=args.dtype,
         sequence_length=args.sequence_length,
         compile=args.compile,
+        quantize=args.quantize,
+        quantize_head=args.quantize_head or args.quantize,
         prompt_style=args.prompt_style,
         wait_s=getattr(args, "wait", 30.0),
     )

@@ -119,9 +119,9 @@ def test_full_disk_while_weights_arrive(
     cluster.start(0, preexec_fn=limit)
     result = starter(checkpoint, cluster.path, *ONE, "--wait", 100)
     assert result.status == 1 and "Traceback" not in result.err
-    assert "secondary0" in result.json["error"] and "no room" in result.json["error"], result.json["error"]
+    assert "secondary0" in result.json["error"] and "disk is full" in result.json["error"], result.json["error"]
     found = cluster.wait_states("IDLE")
-    assert "no room" in found[0]["error"] and "Traceback" not in cluster[0].err
+    assert "disk is full" in found[0]["error"] and "Traceback" not in cluster[0].err
     assert not list(cluster.cache_dir(0).iterdir()), "nothing half-written is left"
     cluster.start(0)
     result = starter(checkpoint, cluster.path, *ONE, "--wait", 100)

@@ -33,6 +33,7 @@ class InitRequest:
         blocks: (start, stop) of the receiver.
         dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
+        quantize: weight format that the starter wishes, see model.formats.
     """
 
     epoch: str
@@ -50,6 +51,7 @@ class InitRequest:
     max_length: int
     dtype: str | None = None
     compile: bool = False
+    quantize: str | None = None
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
 
@@ -87,6 +89,7 @@ class InitRequest:
             max_length=get.integer("max_length", 1, 1 << 30),
             dtype=None if data.get("dtype") is None else get.string("dtype"),
             compile=get.boolean("compile"),
+            quantize=None if data.get("quantize") is None else get.string("quantize"),
             extensions=get.object("extensions"),
         )
         n_layer = data["config"].get("n_layer")

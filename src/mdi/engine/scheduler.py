@@ -192,4 +192,3 @@ class Scheduler:
         sequence.n_sent += n_rows
         ids = tuple(sequence.ids[start : start + n_rows])
         return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids)
-

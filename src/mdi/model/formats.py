@@ -175,6 +175,20 @@ def quantize_block(block: nn.Module, name: str) -> None:
             setattr(parent, child, quantize_linear(module, name, large.get(path)))
 
 
+def quantizer(blocks: str | None, head: str | None) -> Callable[[str, Any], None] | None:
+    """For `Stage.load`: brings each part into its format as soon as it is loaded; None if nothing is to be done."""
+    if blocks is None and head is None:
+        return None
+
+    def finish(part: str, stage: Any) -> None:
+        if part.startswith("block.") and blocks is not None:
+            quantize_block(stage.transformer["h"][part.removeprefix("block.")], blocks)
+        elif part == "head" and head is not None:
+            stage.lm_head = quantize_linear(stage.lm_head, head)
+
+    return finish
+
+
 def _expected_outliers(block: nn.Module) -> dict[str, torch.Tensor]:
     """Input columns that weights alone say to be large: those that a norm's gain, or the layer before, makes large."""
     found: dict[str, torch.Tensor] = {}

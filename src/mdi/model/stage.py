@@ -42,13 +42,19 @@ class Stage(nn.Module):
         self.eval().requires_grad_(False)
 
     def load(
-        self, parts: Sequence[str], tensors: Callable[[str], Tensors], device: torch.device, dtype: torch.dtype
+        self,
+        parts: Sequence[str],
+        tensors: Callable[[str], Tensors],
+        device: torch.device,
+        dtype: torch.dtype,
+        finish: Callable[[str, Stage], None] | None = None,
     ) -> None:
         """Take the weights, part by part, so that only one part exists twice.
 
         Args:
             parts: names of the parts that make up this stage.
             tensors: gives the tensors of a part, by their names in the full model.
+            finish: called with each part that is loaded, before the next one is: may replace its modules.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
@@ -60,6 +66,8 @@ class Stage(nn.Module):
             }
             self._check(part, given)
             self.load_state_dict(given, strict=False, assign=True)
+            if finish is not None:
+                finish(part, self)
         left = [name for name, t in self.state_dict().items() if t.is_meta]
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))

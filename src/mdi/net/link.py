@@ -119,6 +119,7 @@ class SendLink:
         self._epoch = epoch
         self._channel: Channel[Frame] = Channel(capacity)
         self._on_lost = on_lost
+        self._ending = False
         self.send_s = 0.0
         self.bytes_sent = 0
         self.n_frames = 0
@@ -132,6 +133,7 @@ class SendLink:
 
     def put_last(self, frame: Frame) -> None:
         """Send a STOP or ERROR before whatever is queued, and nothing after it."""
+        self._ending = True
         self._channel.put_first(frame)
 
     def _run(self) -> None:
@@ -158,7 +160,7 @@ class SendLink:
 
     def close(self, flush_s: float = 0.0) -> None:
         """End the thread and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
-        if flush_s:
+        if flush_s and self._ending:
             self._thread.join(flush_s)
         self._channel.close()
         _shut(self._sock)

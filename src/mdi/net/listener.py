@@ -38,7 +38,7 @@ def open_socket(addr: str, port: int, what: str) -> socket.socket:
         if os.name == "posix":  # elsewhere the option lets two processes share a port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(16)
+        sock.listen(128)  # a crowd of strangers must not fill the queue that the neighbour waits in
     except OSError as e:
         sock.close()
         raise UsageError(

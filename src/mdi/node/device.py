@@ -38,7 +38,7 @@ def choose_device(wanted: str | None) -> torch.device:
     return device
 
 
-def choose_dtype(wanted: str | None, stored: str, device: torch.device) -> torch.dtype:
+def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quantized: bool = False) -> torch.dtype:
     """The number format to compute in.
 
     Without a wish: on a GPU what the checkpoint is stored in; on a CPU, bfloat16 where the checkpoint is bfloat16 and the
@@ -49,7 +49,8 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device) -> torch
     """
     if wanted is None or wanted == "auto":
         if device.type == "cpu":
-            native = stored == "bfloat16" and cpu_multiplies_bfloat16()
+            # The kernels of the weight formats take and give float32.
+            native = stored == "bfloat16" and not is_quantized and cpu_multiplies_bfloat16()
             return torch.bfloat16 if native else torch.float32
         if (
             stored == "bfloat16"

@@ -25,8 +25,9 @@ from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.server import ControlServer
 from mdi.engine.secondary import SecondaryLoop
-from mdi.errors import ControlError, MdiError, RingError
+from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.metrics import peak_rss_bytes
+from mdi.model.formats import check_format, quantizer
 from mdi.model.stage import Stage
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
@@ -88,7 +89,7 @@ class SecondaryNode:
         config: this node's entry of the nodes file.
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept.
-        device, dtype: what the user asked for; None leaves it to the nodes file, then to the starter.
+        device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
     """
 
     def __init__(
@@ -99,12 +100,16 @@ class SecondaryNode:
         device: str | None = None,
         dtype: str | None = None,
         compile_stage: bool = False,
+        quantize: str | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
+        self._verified: set[str] = set()  # parts of a chunk that were hashed
         self._store = BlockStore(cache_dir)
         self._device = choose_device(device or config.device)
         self._dtype = dtype or config.dtype
+        self._quantize = quantize
+        check_format(quantize, self._device)
         choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
         self._compile = compile_stage
         self._lock = threading.Lock()
@@ -368,28 +373,43 @@ class SecondaryNode:
         """The stage of a run; the one in memory, if it is the same."""
         request = job.request
         device = self._device
-        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device)
+        quantize = self._format(request.quantize)
+        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device, quantize is not None)
         compiled = self._compile or request.compile
-        key = (request.config_hash, request.blocks, tuple(p.sha256 for p in request.parts), dtype, device, compiled)
+        shas = {part.name: part.sha256 for part in request.parts}
+        key = (request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize)
         if self._stage is not None and self._stage_key == key:
             return device, dtype, self._stage
         self._stage = self._stage_key = None  # give the memory back before the next one takes it
         stage = Stage(Config(**request.config), *request.blocks)
-        shas = {part.name: part.sha256 for part in request.parts}
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
             job.check()
             source = self._weights
             if source is not None and name in source.part_names() and source.info(name).sha256 == shas[name]:
+                if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
+                    source.verify_part(name)
+                    self._verified.add(name)
                 return source.tensors(name)
             return self._store.tensors(shas[name])
 
-        stage.load(list(shas), tensors, device, dtype)
+        stage.load(list(shas), tensors, device, dtype, quantizer(quantize, None))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
         self._blocks, self._model = request.blocks, request.model
         return device, dtype, stage
+
+    def _format(self, wished: str | None) -> str | None:
+        """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
+        if self._quantize is not None or wished is None:
+            return self._quantize
+        try:
+            check_format(wished, self._device)
+        except UsageError as e:
+            logger.warning("%s: %s", self.config.name, e)
+            return None
+        return wished
 
     def _missing(self, job: _Job) -> list[PartSpec]:
         source, request = self._weights, job.request

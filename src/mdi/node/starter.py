@@ -30,6 +30,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
+from mdi.model.formats import check_format, quantizer
 from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
@@ -56,6 +57,8 @@ class StarterOptions:
     dtype: str | None = None
     sequence_length: int | None = None
     compile: bool = False
+    quantize: str | None = None
+    quantize_head: str | None = None
     prompt_style: str = "auto"
     wait_s: float = 30.0
 
@@ -69,6 +72,8 @@ class StarterNode(StatusOnly):
         self._device = choose_device(options.device or cluster.starter.device)
         self._wished_dtype = options.dtype or cluster.starter.dtype
         choose_dtype(self._wished_dtype, "float32", self._device)
+        check_format(options.quantize, self._device)
+        check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
         self._clients = [ControlClient(node) for node in cluster.secondaries]
         self._listener: RingListener | None = None
@@ -108,7 +113,7 @@ class StarterNode(StatusOnly):
         options = self._options
         self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
         self.config = Config(**self._weights.config)
-        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device)
+        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, options.quantize is not None)
         self.codec = TextCodec.from_checkpoint(self._weights.directory, options.prompt_style)
 
     @property
@@ -294,6 +299,7 @@ class StarterNode(StatusOnly):
                 max_length=self.max_length,
                 dtype=self._options.dtype,
                 compile=self._options.compile,
+                quantize=self._options.quantize,
             )
             setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
         return setups
@@ -309,7 +315,9 @@ class StarterNode(StatusOnly):
                 parts[-1].append(weights.spec(name))
                 if time.monotonic() > next_report:
                     next_report += 2
-                    logger.info("hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer)
+                    logger.info(
+                        "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
+                    )
         return parts
 
     def _load_stage(self) -> None:
@@ -317,7 +325,9 @@ class StarterNode(StatusOnly):
         assert weights is not None
         stop = weights.blocks[0][1]
         self._stage = StarterStage(self.config, stop)
-        self._stage.load(stage_parts(0, stop, starter=True), weights.tensors, self._device, self._dtype)
+        finish = quantizer(self._options.quantize, self._options.quantize_head)
+        parts = stage_parts(0, stop, starter=True)
+        self._stage.load(parts, weights.verified_tensors, self._device, self._dtype, finish)
         self._stage.prepare(self.max_length, self._device, self._dtype)
         if self._options.compile:
             self._stage.compile()

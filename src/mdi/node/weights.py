@@ -135,6 +135,13 @@ class StarterWeights:
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         return self._source_of(part).tensors(part)
 
+    def verified_tensors(self, part: str) -> Mapping[str, torch.Tensor]:
+        """`tensors`, for use on this node: a chunk's are hashed first. CheckpointError if they are damaged."""
+        source = self._source_of(part)
+        if isinstance(source, ChunkFile):
+            source.verify_part(part)
+        return source.tensors(part)
+
     @property
     def n_layer(self) -> int:
         return int(self.config["n_layer"])

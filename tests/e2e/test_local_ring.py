@@ -1,0 +1,79 @@
+"""local_ring.py: a whole ring from one command, and nothing left of it, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from processes import SOON_S, Process, Spawn, children_of, is_running, wait_gone
+
+from tiny_checkpoint import TEXT, reference
+
+ENDLESS = ("--nodes", 3, "--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 2, "--temperature", 0)
+
+
+def started(spawn: Spawn, endless: Path, folder: Path) -> tuple[Process, list[int]]:
+    """A local ring in mid-run, and its secondaries in ring order."""
+    folder.mkdir()
+    process = spawn("local_ring", "--ckpt", endless, *ENDLESS, env={"TMPDIR": str(folder)})
+    process.wait_bytes(300)
+    children = sorted(children_of(process.pid), key=index_of)
+    assert len(children) == 2
+    return process, children
+
+
+def index_of(pid: int) -> int:
+    """Which secondary a process is, by its command line."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return int(words[words.index(b"--nodes-config") + 2])
+
+
+def test_three_nodes(spawn: Spawn, checkpoint: Path, tmp_path: Path) -> None:
+    process = spawn(
+        "local_ring", "--nodes", 3, "--ckpt", checkpoint, "--prompt", "The ring", "--prompt", TEXT, "--n-tokens", 10,
+        "--temperature", 0, "--prompt-style", "none", "--json", env={"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert process.wait() == 0, process.story()
+    found = json.loads(process.out)
+    assert [s["token_ids"] for s in found["samples"]] == [list(reference(p, 10)) for p in ("The ring", TEXT)]
+    assert [n["name"] for n in found["nodes"]] == ["starter", "secondary0", "secondary1"]
+    assert not list(tmp_path.glob("mdi-ring-*")), "its folder is gone as well"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path, number: int, status: int) -> None:
+    process, children = started(spawn, endless, tmp_path / "ring")
+    process.signal(number)
+    assert process.wait(SOON_S) == status, process.story()
+    wait_gone(children)
+    if number != signal.SIGKILL:
+        assert "what each sample had reached" in process.out
+        assert not list((tmp_path / "ring").glob("mdi-ring-*"))
+        assert "Traceback" not in process.err, process.err
+
+
+def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
+    process, children = started(spawn, endless, tmp_path / "ring")
+    os.kill(children[1], signal.SIGKILL)
+    assert process.wait(SOON_S) == 1, process.story()
+    assert "secondary1 is lost" in process.err and "what each sample had reached" in process.out
+    assert "Traceback" not in process.err
+    wait_gone(children)
+
+
+def test_a_child_that_is_stopped(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
+    process, children = started(spawn, endless, tmp_path / "ring")
+    os.kill(children[0], signal.SIGSTOP)
+    assert process.wait(2 * SOON_S) == 1, process.story()
+    assert "secondary0 is lost" in process.err
+    assert not any(is_running(pid) for pid in children)
+
+
+def test_a_child_that_cannot_start(spawn: Spawn, checkpoint: Path) -> None:
+    """Its own line says why, and the whole is over soon, not after all the waiting for a node that will not come."""
+    process = spawn("local_ring", "--nodes", 2, "--devices", "cpu,cuda:77", "--ckpt", checkpoint, "--wait", 1000)
+    assert process.wait(2 * SOON_S) not in (0, None), process.story()
+    assert "cuda:77" in process.err and "Traceback" not in process.err, process.err

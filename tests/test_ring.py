@@ -1,0 +1,439 @@
+"""Rings of real TCP links: how they are closed, how they end, and that a lost node is called by its right name."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, seats_of
+from mdi.errors import NodeLostError, RingError
+from mdi.net import link as link_module
+from mdi.net import ring as ring_module
+from mdi.net.hello import Fault
+from mdi.net.link import read_frame, send_frame
+from mdi.net.listener import RingListener
+from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring, join_ring
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice, encode_head
+
+EPOCH = 11
+
+
+def batch(epoch: int, number: int = 0) -> Frame:
+    return Frame(Kind.BATCH, epoch, number, "float32", 1, 4, (Slice(1, number, 1, 1),), (), bytes(range(16)))
+
+
+def received(ring: TcpRing) -> Frame:
+    frame = ring.recv(DEADLINE_S)
+    assert frame is not None
+    return frame
+
+
+def loss(ring: TcpRing) -> RingError:
+    """The error that ends a ring."""
+    with pytest.raises(RingError) as caught:
+        while ring.recv(DEADLINE_S) is not None:
+            pass
+    return caught.value
+
+
+def test_frames_go_round_in_order() -> None:
+    with nodes(4) as n:
+        for number in range(20):
+            n.rings[0].send(batch(n.epoch, number))
+            for ring in n.rings[1:]:
+                frame = received(ring)
+                ring.send(
+                    Frame(Kind.BATCH, n.epoch, frame.number, "float32", 1, 4, frame.slices, (), bytes(frame.payload))
+                )
+                ring.release(frame)
+            frame = received(n.rings[0])
+            assert (frame.number, bytes(frame.payload)) == (number, bytes(range(16)))
+        assert [ring.n_frames for ring in n.rings] == [20] * 4
+        assert all(ring.bytes_sent >= 20 * (52 + 20 + 16) for ring in n.rings)
+
+
+def test_a_ring_of_two_has_one_neighbour_on_both_sides() -> None:
+    with nodes(2) as n:
+        n.rings[0].send(batch(n.epoch, 1))
+        n.rings[1].send(received(n.rings[1]))
+        assert received(n.rings[0]).number == 1
+        n.kill(1)
+        error = loss(n.rings[0])
+        assert isinstance(error, NodeLostError) and error.node == "secondary0"
+
+
+def test_wake_ends_one_wait_and_takes_no_place() -> None:
+    with nodes(2) as n:
+        for _ in range(10):
+            n.rings[0].wake()
+        assert n.rings[0].recv(DEADLINE_S) is None and not n.rings[0].ended
+        assert n.rings[0].recv(0.01) is None
+
+
+def test_the_ring_of_one_node() -> None:
+    ring = LoopbackRing(1)
+    for _ in range(5):
+        ring.wake()
+    frame = batch(1)
+    ring.send(frame)  # would wait for ever if the wakes took its place
+    assert ring.recv() is frame
+    ring.release(frame)
+    assert ring.n_frames == 1 and not ring.ended
+    ring.wake()
+    assert ring.recv(DEADLINE_S) is None
+    ring.stop("over")
+    assert ring.ended and ring.recv() is None
+    ring.close()
+
+
+@pytest.mark.parametrize("n_nodes", [2, 5])
+def test_stop_ends_every_node_though_no_engine_takes_a_frame(n_nodes: int) -> None:
+    with nodes(n_nodes) as n:
+        for number in range(n_nodes):
+            n.rings[0].send(batch(n.epoch, number))
+        n.rings[0].stop("the run is over")
+        for ring in n.rings:
+            assert ring.wait_end(DEADLINE_S)
+            assert ring.recv() is None and ring.ended
+            ring.send(batch(n.epoch))  # does nothing
+
+
+def test_a_fault_reaches_the_nodes_downstream_and_the_starter() -> None:
+    with nodes(4) as n:
+        n.rings[1].fail(Fault("secondary0", "it failed: no memory", "secondary0"))
+        for ring in (n.rings[2], n.rings[3], n.rings[0]):
+            error = loss(ring)
+            assert isinstance(error, NodeLostError) and error.node == "secondary0"
+            assert str(error) == "secondary0 is lost: it failed: no memory"
+
+
+def test_a_fault_of_nobody_is_a_ring_error() -> None:
+    with nodes(2) as n:
+        n.rings[1].fail(Fault("", "something is wrong", "secondary0"))
+        error = loss(n.rings[0])
+        assert not isinstance(error, NodeLostError) and str(error) == "something is wrong"
+
+
+@pytest.mark.parametrize(("n_nodes", "victim"), [(3, 1), (3, 2), (5, 1), (5, 2), (5, 4)])
+def test_a_node_that_dies_is_named_to_the_starter_and_all_others_end(n_nodes: int, victim: int) -> None:
+    with nodes(n_nodes) as n:
+        for number in range(n_nodes):
+            n.rings[0].send(batch(n.epoch, number))
+        n.kill(victim)
+        error = loss(n.rings[0])
+        assert isinstance(error, NodeLostError) and error.node == n.seats[victim].name
+        n.rings[0].close()
+        for index, ring in enumerate(n.rings):
+            if index not in (0, victim):
+                assert ring.wait_end(DEADLINE_S)
+                assert isinstance(loss(ring), NodeLostError)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_node_that_falls_silent_is_named(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP: its connections stand, but nothing comes any more."""
+    monkeypatch.setattr(link_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.05)
+    with nodes(3) as n:
+        n.rings[victim]._out._channel.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
+        frozen = threading.Event()
+        n.rings[victim]._out._channel.put_first(Frame(Kind.PING, n.epoch))
+        try:
+            error = loss(n.rings[0])
+            assert isinstance(error, NodeLostError) and error.node == n.seats[victim].name
+            assert "nothing was heard for 1 s" in str(error)
+        finally:
+            n.rings[victim]._end(None)
+            n.rings[victim]._out._channel.close()
+            frozen.set()
+
+
+def test_the_starter_that_dies_is_noticed_by_everybody() -> None:
+    with nodes(4) as n:
+        n.kill(0)
+        for ring in n.rings[1:]:
+            error = loss(ring)
+            assert isinstance(error, NodeLostError) and error.node == "starter"
+
+
+def raw_link(n: Nodes, index: int) -> socket.socket:
+    """The socket on which node `index` sends: for bytes that a sound node would not send."""
+    return n.rings[index]._out._sock
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (
+            encode_head(batch(EPOCH + 1)) + bytes(range(16)),
+            "a frame of run 000000000000000c, expected run 000000000000000b",
+        ),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20, "not a frame of MDI-LLM"),
+        (encode_head(batch(EPOCH)) + bytes(16), "is damaged"),
+    ],
+    ids=["epoch", "http", "crc"],
+)
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_garbage_in_the_middle_of_a_run_names_the_neighbour(culprit: int, data: bytes, reason: str) -> None:
+    with nodes(3, epoch=EPOCH) as n:
+        raw_link(n, culprit).sendall(data)
+        error = loss(n.rings[0])
+        assert isinstance(error, NodeLostError) and error.node == n.seats[culprit].name
+        assert reason in str(error)
+
+
+def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
+    with contextlib.ExitStack() as guests, nodes(3) as n:
+        for one in n.listeners:
+            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, encode_head(Frame(Kind.BATCH, n.epoch))):
+                sock = guests.enter_context(socket.create_connection(("127.0.0.1", one.port), DEADLINE_S))
+                sock.sendall(data)
+        n.rings[0].send(batch(n.epoch, 3))
+        assert received(n.rings[1]).number == 3
+        assert not any(ring.ended for ring in n.rings)
+
+
+def test_a_send_that_fails_is_reported_when_nobody_else_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "REPORT_S", 0.1)
+    with nodes(3) as n:
+        n.rings[0]._next_lost("broken pipe")
+        assert str(loss(n.rings[0])) == "secondary0 is lost: sending to it failed: broken pipe (noticed by starter)"
+
+
+def test_closing_does_not_wait_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "REPORT_S", 3600.0)
+    with nodes(2) as n:
+        n.rings[0]._next_lost("broken pipe")
+    assert not [t for t in threading.enumerate() if t.name.startswith("ring-")]
+
+
+# Closing the ring
+
+
+class Starting:
+    """A starter that closes its ring in a thread, and the listener on which its last node is to call."""
+
+    def __init__(self, ports: list[int], timeout_s: float = DEADLINE_S) -> None:
+        self.listener = listener()
+        self.seats = seats_of([self.listener.port, *ports], EPOCH)
+        self._timeout_s = timeout_s
+        self._result: queue.Queue[TcpRing | Exception] = queue.Queue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result.put(close_starter_ring(self.listener, self.seats[0], 4, Limits(), self._timeout_s))
+        except Exception as e:
+            self._result.put(e)
+
+    def error(self) -> NodeLostError:
+        found = self._result.get(timeout=DEADLINE_S)
+        assert isinstance(found, NodeLostError), found
+        return found
+
+    def close(self) -> None:
+        self._thread.join(DEADLINE_S)
+        self.listener.close()
+
+
+@contextlib.contextmanager
+def starting(ports: list[int], timeout_s: float = DEADLINE_S) -> Iterator[Starting]:
+    one = Starting(ports, timeout_s)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@contextlib.contextmanager
+def fake_node(behave: Callable[[socket.socket], object]) -> Iterator[int]:
+    """A ring port on which `behave` gets the first connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(DEADLINE_S)
+
+        def run() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.settimeout(DEADLINE_S)
+                behave(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join(DEADLINE_S)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def refuse(sock: socket.socket) -> None:
+    frame = read_frame(sock, HANDSHAKE_LIMITS)
+    assert frame is not None
+    send_frame(sock, Frame.message(Kind.ERROR, frame.epoch, Fault("", "no, thank you", "secondary0").to_bytes()))
+
+
+def die(sock: socket.socket) -> None:
+    read_frame(sock, HANDSHAKE_LIMITS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def answer_with(frame: Frame) -> Callable[[socket.socket], object]:
+    return lambda sock: (read_frame(sock, HANDSHAKE_LIMITS), send_frame(sock, frame))
+
+
+def wait_for_the_end(sock: socket.socket) -> None:
+    read_frame(sock, HANDSHAKE_LIMITS)
+    with contextlib.suppress(OSError):
+        sock.recv(1)
+
+
+BAD_NEIGHBOURS: list[tuple[Callable[[socket.socket], object], str]] = [
+    (refuse, "no, thank you"),
+    (lambda sock: read_frame(sock, HANDSHAKE_LIMITS), "closed the connection in the handshake"),
+    (die, "broke off the handshake"),
+    (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), "broke off the handshake: not a frame of MDI-LLM"),
+    (answer_with(batch(EPOCH)), "broke off the handshake"),
+    (answer_with(Frame(Kind.PING, EPOCH)), "answered with a PING frame"),
+    (answer_with(Frame.message(Kind.HELLO, EPOCH + 1, b"{}")), "answered with a HELLO frame"),
+]
+
+
+@pytest.mark.parametrize(("behave", "message"), BAD_NEIGHBOURS, ids=[m[:30] for _, m in BAD_NEIGHBOURS])
+def test_a_next_node_that_spoils_the_handshake_is_named(
+    behave: Callable[[socket.socket], object], message: str
+) -> None:
+    with fake_node(behave) as port, starting([port, free_port()]) as starter:
+        error = starter.error()
+        assert error.node == "secondary0" and message in str(error)
+
+
+def test_a_next_node_that_is_not_there_is_named() -> None:
+    port = free_port()
+    with starting([port, free_port()]) as starter:
+        error = starter.error()
+        assert error.node == "secondary0"
+        assert f"starter cannot reach the ring port of secondary0 at 127.0.0.1:{port}" in str(error)
+
+
+def test_a_next_node_whose_name_is_unknown_is_named() -> None:
+    one = listener()
+    try:
+        seat = Seat(EPOCH, 0, names_of(2), PLACEMENT, "no-such-host.invalid", 1)
+        with pytest.raises(NodeLostError, match="cannot reach the ring port of secondary0 at no-such-host.invalid:1"):
+            close_starter_ring(one, seat, 2, Limits())
+    finally:
+        one.close()
+
+
+def test_a_next_node_that_stays_silent_is_named() -> None:
+    with fake_node(wait_for_the_end) as port, starting([port, free_port()], timeout_s=0.2) as starter:
+        error = starter.error()
+        assert error.node == "secondary0" and "did not answer within" in str(error)
+
+
+def test_a_last_node_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "CONNECT_S", 0.2)
+
+    def lie(sock: socket.socket) -> None:
+        frame = read_frame(sock, HANDSHAKE_LIMITS)
+        assert frame is not None
+        send_frame(sock, frame)
+        wait_for_the_end(sock)
+
+    with fake_node(lie) as port, starting([port, free_port()]) as starter:
+        error = starter.error()
+        assert error.node == "secondary1" and "secondary1 did not connect to starter" in str(error)
+
+
+class Joining:
+    """A secondary that takes its place in a thread."""
+
+    def __init__(self, one: RingListener, seat: Seat, timeout_s: float = DEADLINE_S) -> None:
+        self._expectation = one.expect(seat.epoch, seat.prev_hello)
+        self._seat = seat
+        self._timeout_s = timeout_s
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sock = self._expectation.wait(DEADLINE_S)
+        assert sock is not None
+        try:
+            join_ring(sock, self._seat, 4, Limits(), self._timeout_s).close()
+        except RingError as e:
+            self.error = e
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        *BAD_NEIGHBOURS,
+        (None, "secondary1 cannot reach the ring port of secondary2"),
+        (wait_for_the_end, "did not answer"),
+    ],
+    ids=[*(m[:30] for _, m in BAD_NEIGHBOURS), "absent", "silent"],
+)
+def test_what_is_wrong_far_away_is_told_to_the_starter(
+    behave: Callable[[socket.socket], object] | None, message: str
+) -> None:
+    """A ring of four whose third secondary is no good: the two in between pass on who it is."""
+    timeout_s = 2.0 if behave is wait_for_the_end else DEADLINE_S
+    bad = fake_node(behave) if behave else contextlib.nullcontext(free_port())
+    middle = [listener("secondary0"), listener("secondary1")]
+    with bad as port:
+        ports = [middle[0].port, middle[1].port, port]
+        seats = seats_of([free_port(), *ports], EPOCH)
+        joining = [Joining(one, seats[i + 1], timeout_s) for i, one in enumerate(middle)]
+        with starting(ports, timeout_s) as starter:
+            error = starter.error()
+            assert error.node == "secondary2" and message in str(error)
+        for one in joining:
+            one.join()
+            assert isinstance(one.error, NodeLostError) and one.error.node == "secondary2"
+    for one in middle:
+        one.close()
+
+
+def test_nodes_that_disagree_say_so_in_words() -> None:
+    one = listener("secondary0")
+    seats = seats_of([free_port(), one.port], EPOCH)
+    one.expect(EPOCH, Seat(EPOCH, 1, names_of(2), "b" * 64, "127.0.0.1", seats[1].next_port).prev_hello)
+    with starting([one.port]) as starter:
+        error = starter.error()
+        assert error.node == "secondary0" and "disagree about the model or its cut" in str(error)
+    one.expect(EPOCH + 1, seats[1].prev_hello)
+    with starting([one.port]) as starter:
+        assert "secondary0 knows nothing of run 000000000000000b" in str(starter.error())
+    one.close()
+
+
+def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer cannot be sent to who has called."""
+    seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", free_port())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        sock, _ = server.accept()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    caller.close()
+    good = answer_with(Frame.message(Kind.HELLO, EPOCH, b"{}"))
+    with fake_node(good) as port:
+        seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", port)
+        with pytest.raises(RingError, match="starter went away while the ring was formed"):
+            join_ring(sock, seat, 2, Limits())
+    assert sock.fileno() == -1
