@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import secrets
 import statistics
 import subprocess
@@ -38,7 +39,13 @@ CONFIG = {"name": "overheads", "n_layer": 4, "n_embd": 1024, "n_head": 16, "n_qu
           "padding_multiple": 8, "block_size": 512, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 2816}  # fmt: skip
 LAYERS = "1,3"  # blocks of the starter and of the secondary that is measured
-BASELINE = "import torch, litgpt, cherrypy, requests, psutil; print(psutil.Process().memory_info().rss)"
+BASELINE = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+from overheads import resident
+import torch, litgpt, cherrypy, requests
+print(*resident(os.getpid()))
+"""
 
 
 # 2. Bytes on the wire
@@ -157,10 +164,19 @@ def time_until_ready(folder: Path, client: Any) -> float:
     return ready_s
 
 
-def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, int]:
-    """Resident bytes of a secondary in a run, of its weights and caches, and of a process with the libraries alone."""
+def resident(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and those of them that are no file's pages (-1 where the system does not tell)."""
     import psutil
 
+    anonymous = -1
+    with contextlib.suppress(OSError, TypeError):
+        found = re.search(r"Anonymous: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+        anonymous = int(found[1]) * 1024  # type: ignore[index]
+    return psutil.Process(pid).memory_info().rss, anonymous
+
+
+def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, int]:
+    """Resident bytes of a secondary in a run, of its weights and caches, and of a process with the libraries alone."""
     from mdi.checkpoint.source import ChunkFile
 
     chunk = ChunkFile(folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors")
@@ -180,15 +196,17 @@ def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, i
         ]
         command += ["--prompt", "1 2 3 4 5 6 7 8", "--n-samples", str(n_samples), "--n-tokens", str(n_tokens), "--json"]
         starter = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        most = 0
+        most = (0, 0)
         while starter.poll() is None:
-            most = max(most, psutil.Process(process.pid).memory_info().rss)
-            time.sleep(0.005)
+            most = max(most, resident(process.pid))
+            time.sleep(0.02)
         if starter.returncode:
             raise SystemExit(f"the starter ended with status {starter.returncode}")
-    alone = int(subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True).stdout)
-    return {"rss_bytes": most, "weights_bytes": weights, "caches_bytes": caches, "imports_bytes": alone,
-            "beyond_bytes": most - weights - caches - alone}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True)
+    alone, alone_anonymous = map(int, done.stdout.split())
+    return {"rss_bytes": most[0], "weights_bytes": weights, "caches_bytes": caches, "imports_bytes": alone,
+            "beyond_bytes": most[0] - weights - caches - alone,
+            "anonymous_beyond_bytes": most[1] - caches - alone_anonymous}  # fmt: skip
 
 
 # 5. --help
@@ -238,6 +256,7 @@ def report(result: dict[str, Any]) -> None:
     )
     print(f"\nsecondary in a run, MB: {m['rss_bytes']:.0f} resident = {m['weights_bytes']:.0f} weights")
     print(f"  + {m['caches_bytes']:.1f} caches + {m['imports_bytes']:.0f} imports + {m['beyond_bytes']:.0f} beyond")
+    print(f"  without the pages of files: {m['anonymous_beyond_bytes']:.0f} beyond caches and imports")
     print("\n--help, s: " + ", ".join(f"{name} {t:.2f}" for name, t in result["help_s"].items()))
 
 

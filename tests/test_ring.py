@@ -393,7 +393,7 @@ def test_what_is_wrong_far_away_is_told_to_the_starter(
     behave: Callable[[socket.socket], object] | None, message: str
 ) -> None:
     """A ring of four whose third secondary is no good: the two in between pass on who it is."""
-    timeout_s = 2.0 if behave is wait_for_the_end else DEADLINE_S
+    timeout_s = 4.0 if behave is wait_for_the_end else DEADLINE_S
     bad = fake_node(behave) if behave else contextlib.nullcontext(free_port())
     middle = [listener("secondary0"), listener("secondary1")]
     with bad as port:

@@ -149,6 +149,7 @@ def _on_sigterm(handler: object) -> None:
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:
+    _on_sigterm(signal.SIG_IGN)  # a second one must not break off the good order in which the first one ends things
     raise Terminated
 
 

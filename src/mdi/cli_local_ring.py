@@ -11,6 +11,11 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mdi.config import ClusterConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from mdi.cli_starter import run_on
     from mdi.node.local import LocalRing
 
-    n_threads = args.threads
-    with LocalRing(args.nodes, args.devices, n_threads, args.ckpt, args.verb, args.debug) as ring:
-        args.threads = ring.threads_of_starter
-        return run_on(args, lambda: ring.cluster)
+    with contextlib.ExitStack() as stack:
+        rings: list[LocalRing] = []
+
+        def open_ring() -> ClusterConfig:
+            ring = LocalRing(args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug)
+            rings.append(stack.enter_context(ring))
+            args.threads = ring.threads_of_starter
+            return ring.cluster
+
+        return run_on(args, open_ring, lambda: rings[0].check())

@@ -129,19 +129,25 @@ def run(args: argparse.Namespace) -> int:
     return run_on(args, lambda: load_cluster(args.nodes_config))
 
 
-def run_on(args: argparse.Namespace, cluster_of: Callable[[], ClusterConfig]) -> int:
-    """One run on a cluster, from flags to report; also behind sample.py and local_ring.py."""
+def run_on(
+    args: argparse.Namespace, cluster_of: Callable[[], ClusterConfig], check: Callable[[], None] = lambda: None
+) -> int:
+    """One run on a cluster, from flags to report; also behind sample.py and local_ring.py.
+
+    Args:
+        check: called again and again while the nodes get ready; raises if that has become pointless.
+    """
     from mdi.errors import MdiError
 
     try:
-        return _generate(args, cluster_of())
+        return _generate(args, cluster_of(), check)
     except (MdiError, KeyboardInterrupt) as e:
         if args.json and not getattr(e, "is_reported", False):
             _print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
-def _generate(args: argparse.Namespace, cluster: ClusterConfig) -> int:
+def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None]) -> int:
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
     from mdi.node.starter import StarterNode
@@ -156,7 +162,7 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig) -> int:
     try:
         node.open()
         encoded = encode_prompts(node, prompts)
-        node.prepare(max(map(len, encoded)) + args.n_tokens)
+        node.prepare(max(map(len, encoded)) + args.n_tokens, check)
         return _run(args, node, prompts, encoded, params)
     finally:
         node.close()

@@ -65,12 +65,12 @@ def test_during_a_run(ring: Cluster, endless: Path, checkpoint: Path, spawn: Spa
         process.wait_bytes(len(process.printed["out"]) + 300)
     process.wait_bytes(len(process.printed["out"]) + 300)
     assert [ring.status(node)["state"] for node in (0, 1, 2)] == ["RUNNING"] * 3
+    process.signal(signal.SIGINT)
+    assert process.wait() == 130
     # what was printed is what a lone node prints
     alone = starter(endless, ring.nodes_file(1), "--n-tokens", 400, "--n-samples", 1).json["samples"][0]["text"]
     n_chars = 200
     assert process.out[: n_chars + len("Who are you?")] in ("Who are you?" + alone[:n_chars], alone[: n_chars + 12])
-    process.signal(signal.SIGINT)
-    assert process.wait() == 130
     assert "Traceback" not in process.err + ring[0].err + ring[1].err
 
 

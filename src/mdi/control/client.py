@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from mdi.config import NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
@@ -62,11 +63,11 @@ class ControlClient:
                 session.trust_env = False  # a proxy of the environment has no business between two nodes
                 timeout = (min(CONNECT_S, timeout_s), timeout_s)
                 response = session.request(method, self._url + path, timeout=timeout, allow_redirects=False, **kwargs)
-        except requests.RequestException as e:
+        except (requests.RequestException, HTTPError, UnicodeError) as e:  # requests lets some through as they are
             raise ControlError(f"{self.where} does not answer ({_reason(e)})") from None
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ControlError(
@@ -91,7 +92,7 @@ class _Body:
         return iter(self._pieces)
 
 
-def _reason(error: requests.RequestException) -> str:
+def _reason(error: Exception) -> str:
     """The innermost cause, in a few words; requests wraps three layers around it."""
     cause: BaseException = error
     while (inner := cause.__cause__ or cause.__context__) is not None:

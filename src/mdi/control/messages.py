@@ -64,9 +64,9 @@ class InitRequest:
         if not isinstance(data, dict):
             raise ControlError("the run configuration must be a JSON object", 400)
         version = data.get("control_version")
-        if version != CONTROL_VERSION:
+        if type(version) is not int or version != CONTROL_VERSION:
             raise ControlError(
-                f"the starter speaks version {version} of the control protocol, this node version {CONTROL_VERSION}: "
+                f"the starter speaks version {_shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
                 "install the same version of MDI-LLM on both",
                 409,
             )

@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -126,7 +127,7 @@ class _Pages:
         self.parts = cherrypy.expose(_answer(self._parts))
         self.default = cherrypy.expose(_answer(self._default))
 
-    def _index(self, run: str | None = None) -> dict[str, Any]:
+    def _index(self, *, run: str | None = None) -> dict[str, Any]:
         _allow("GET")
         return self._node.status(run)
 
@@ -142,7 +143,7 @@ class _Pages:
         self._node.stop(body["run"], body.get("leave") is True)
         return {}
 
-    def _parts(self, sha256: str = "", run: str = "", offset: str = "0") -> dict[str, Any]:
+    def _parts(self, sha256: str = "", *, run: str = "", offset: str = "0") -> dict[str, Any]:
         _allow("PUT")
         start = _number(offset)
         if start is None:
@@ -158,6 +159,17 @@ def _plain_error(status: str, message: str, traceback: str, version: str) -> byt
     cherrypy.response.headers["Content-Type"] = "application/json"
     logger.debug("HTTP %s: %s\n%s", status, message, traceback)
     return json.dumps({"error": f"{status}: {message}"}).encode()
+
+
+class _Server(wsgi.Server):
+    @staticmethod
+    def bind_socket(socket_: socket.socket, bind_addr: tuple[str, int]) -> socket.socket:
+        try:
+            socket_.bind(bind_addr)
+        except BaseException:
+            socket_.close()  # cheroot leaves it open
+            raise
+        return socket_
 
 
 class ControlServer:
@@ -177,7 +189,7 @@ class ControlServer:
         app.log.access_log.handlers = []
         app.log.error_log.handlers = []
         app.log.error_log.propagate = app.log.access_log.propagate = False
-        self._server = wsgi.Server(
+        self._server = _Server(
             (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2
         )
         self._server.keep_alive_conn_limit = 0

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from mdi.config import ClusterConfig, load_cluster
-from mdi.errors import UsageError
+from mdi.errors import NodeLostError, UsageError
 
-END_S = 10.0
+END_S = 5.0  # for what a child still has to tidy up; a stopped one will not
 
 
 class LocalRing:
@@ -78,6 +78,13 @@ class LocalRing:
                 child.wait(END_S)
         if self._folder is not None:
             self._folder.cleanup()
+
+    def check(self) -> None:
+        """Raises NodeLostError if a child has ended: what it has printed itself says why."""
+        for index, child in enumerate(self._children):
+            status = child.poll()
+            if status is not None:
+                raise NodeLostError(f"secondary{index}", f"secondary{index} has ended by itself (status {status})")
 
     def _nodes(self) -> dict[str, Any]:
         ports = iter(free_ports(2 * self._n_nodes))

@@ -386,6 +386,8 @@ class SecondaryNode:
         def tensors(name: str) -> dict[str, torch.Tensor]:
             job.check()
             source = self._weights
+            if source is not None:
+                source.release()  # parts are needed one after the other
             if source is not None and name in source.part_names() and source.info(name).sha256 == shas[name]:
                 if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
                     source.verify_part(name)

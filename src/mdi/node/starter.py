@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,12 @@ class StarterNode(StatusOnly):
             )
         return wanted
 
-    def prepare(self, max_length: int) -> None:
+    def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
         """Get all nodes ready: weights where they belong, stages built.
 
         Args:
             max_length: tokens that the longest sequence of the run can reach.
+            check: called again and again meanwhile; what it raises ends the waiting.
 
         Raises:
             MdiError: a node is not there or cannot; those that are have been told that the run is off.
@@ -145,6 +146,7 @@ class StarterNode(StatusOnly):
             self._load_stage()
             while not all(setup.wait(0.1) for setup in setups):
                 self._raise_first(setups)
+                check()
             self._raise_first(setups)
         finally:
             for setup in setups:

@@ -10,7 +10,7 @@ import torch
 
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.source import ChunkFile, WeightSource, open_source
+from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
 from mdi.checkpoint.split import default_split, parse_layers, ranges
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
@@ -92,8 +92,12 @@ class StarterWeights:
     def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
         """Use the chunks beside a checkpoint if they are there, whole, and not older than it."""
         path = find_chunk(ckpt, n_nodes, "starter")
-        weights = ckpt / "lit_model.pth"
-        if not path.is_file() or (weights.is_file() and weights.stat().st_mtime > path.stat().st_mtime):
+        if not path.is_file():
+            return
+        # Each of them: where prepare_model.py was broken off, new chunks lie beside old ones, of other weights.
+        oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
+        if any(file.stat().st_mtime > oldest for name in WEIGHT_FILES if (file := ckpt / name).is_file()):
+            logger.info("the chunks in %s are older than the checkpoint, and not used", path.parent)
             return
         try:
             source = ChunkFile(path)
@@ -133,14 +137,16 @@ class StarterWeights:
         return PartSpec(info.name, info.sha256, info.n_bytes)
 
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
-        return self._source_of(part).tensors(part)
+        source = self._source_of(part)
+        source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
+        return source.tensors(part)
 
     def verified_tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         """`tensors`, for use on this node: a chunk's are hashed first. CheckpointError if they are damaged."""
         source = self._source_of(part)
         if isinstance(source, ChunkFile):
             source.verify_part(part)
-        return source.tensors(part)
+        return self.tensors(part)
 
     @property
     def n_layer(self) -> int:

@@ -1,0 +1,643 @@
+"""The control plane: a real server with a node that only remembers, bad requests of every kind, and the client's errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mdi.config import NodeConfig
+from mdi.control import client as client_module
+from mdi.control import server as server_module
+from mdi.control.client import ControlClient
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
+from mdi.errors import CheckpointError, ControlError, UsageError
+
+DEADLINE_S = 30.0
+DATA = bytes(range(256)) * 8192  # 2 MiB
+PART = PartSpec("block.1", hashlib.sha256(DATA).hexdigest(), len(DATA))
+RUN = "0123456789abcdef"
+REQUEST = InitRequest(
+    epoch=RUN,
+    index=1,
+    names=("starter", "secondary0", "secondary1"),
+    placement="a" * 64,
+    next_addr="127.0.0.1",
+    next_port=5002,
+    model="tiny",
+    config={"n_layer": 5, "name": "tiny"},
+    config_hash="c" * 64,
+    stored_dtype="float32",
+    blocks=(1, 3),
+    parts=(PART, PartSpec("block.2", "b" * 64, 7)),
+    max_length=100,
+)
+
+
+class FakeNode:
+    """Remembers what it was asked, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.error: Exception | None = None
+        self.parts: dict[str, bytes] = {}
+        self.broken_off: queue.Queue[int] = queue.Queue()
+
+    def _note(self, *call: Any) -> None:
+        self.calls.put(call)
+        if self.error is not None:
+            raise self.error
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        self._note("status", run)
+        return {"state": "IDLE"}
+
+    def init(self, request: InitRequest) -> dict[str, Any]:
+        self._note("init", request)
+        return {"missing": [part.name for part in request.parts]}
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        self._note("part", run, sha256, offset, n_bytes)
+        data = b""
+        try:
+            while len(data) < n_bytes:
+                piece = read(min(65536, n_bytes - len(data)))
+                if not piece:
+                    raise CheckpointError(f"cut off at {len(data)} of {n_bytes} bytes")
+                data += piece
+        finally:
+            if len(data) < n_bytes:
+                self.broken_off.put(len(data))
+        self.parts[sha256] = self.parts.get(sha256, b"")[:offset] + data
+
+    def stop(self, run: str, leave: bool) -> None:
+        self._note("stop", run, leave)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeNode, ControlServer]]:
+    node = FakeNode()
+    server = ControlServer(node, "127.0.0.1", 0, "secondary0")
+    yield node, server
+    server.close()
+
+
+@pytest.fixture
+def node(served: tuple[FakeNode, ControlServer]) -> FakeNode:
+    one = served[0]
+    while not one.calls.empty():
+        one.calls.get_nowait()
+    one.error = None
+    one.parts.clear()
+    return one
+
+
+@pytest.fixture
+def url(served: tuple[FakeNode, ControlServer]) -> str:
+    return f"http://127.0.0.1:{served[1].port}"
+
+
+@pytest.fixture
+def client(served: tuple[FakeNode, ControlServer]) -> ControlClient:
+    return client_of(served[1].port)
+
+
+def client_of(port: int) -> ControlClient:
+    return ControlClient(NodeConfig("secondary0", "127.0.0.1", port, 0))
+
+
+def send(method: str, url: str, **kwargs: Any) -> requests.Response:
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, timeout=DEADLINE_S, **kwargs)
+
+
+def refused(response: requests.Response) -> tuple[int, str]:
+    assert response.headers["Content-Type"] == "application/json"
+    error = response.json()["error"]
+    assert "Traceback" not in error
+    return response.status_code, error
+
+
+def raw(port: int, data: bytes, then_shut: bool = False) -> bytes:
+    """Everything that the server answers to bytes that no library would send."""
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
+        sock.sendall(data)
+        if then_shut:
+            sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(65536):
+                answer += piece
+        return answer
+
+
+def test_status(node: FakeNode, client: ControlClient) -> None:
+    assert client.status() == {"state": "IDLE"}
+    assert client.status(RUN) == {"state": "IDLE"}
+    assert [node.calls.get_nowait() for _ in range(2)] == [("status", None), ("status", RUN)]
+
+
+def test_init_comes_as_it_was_sent(node: FakeNode, client: ControlClient) -> None:
+    assert client.init(REQUEST) == {"missing": ["block.1", "block.2"]}
+    assert node.calls.get_nowait() == ("init", REQUEST)
+
+
+def test_stop(node: FakeNode, client: ControlClient) -> None:
+    client.stop(RUN)
+    client.stop(RUN, leave=True)
+    assert [node.calls.get_nowait() for _ in range(2)] == [("stop", RUN, False), ("stop", RUN, True)]
+
+
+@pytest.mark.parametrize("offset", [0, 1, len(DATA) - 1, len(DATA)])
+def test_a_part_is_streamed_from_an_offset_on(node: FakeNode, client: ControlClient, offset: int) -> None:
+    node.parts[PART.sha256] = DATA[:offset]
+    pieces = (memoryview(DATA)[i : i + 100_000] for i in range(offset, len(DATA), 100_000))
+    client.send_part(PART, RUN, offset, pieces)
+    assert node.calls.get_nowait() == ("part", RUN, PART.sha256, offset, len(DATA) - offset)
+    assert node.parts[PART.sha256] == DATA
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ControlError("busy with another run", 409), 409),
+        (ControlError("no status given"), 500),
+        (UsageError("you asked for something odd"), 400),
+        (CheckpointError("the disk is full"), 500),
+    ],
+)
+def test_what_a_node_raises_is_the_answer(node: FakeNode, client: ControlClient, error: Exception, status: int) -> None:
+    node.error = error
+    with pytest.raises(ControlError, match=f"secondary0 at 127.0.0.1:[0-9]+: {error}") as caught:
+        client.init(REQUEST)
+    assert caught.value.status == status
+
+
+def test_a_defect_in_a_node_is_an_answer_without_a_traceback(node: FakeNode, url: str) -> None:
+    node.error = ZeroDivisionError("a defect")
+    assert refused(send("GET", url + "/"))[0] == 500
+
+
+def test_a_refused_part_is_answered_though_its_bytes_are_not_read(node: FakeNode, client: ControlClient) -> None:
+    node.error = ControlError("takes part in no such run", 409)
+    with pytest.raises(ControlError, match="takes part in no such run") as caught:
+        client.send_part(PART, RUN, 0, iter([DATA]))
+    assert caught.value.status == 409
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "use"),
+    [
+        ("POST", "/", "GET"),
+        ("PUT", "/", "GET"),
+        ("DELETE", "/", "GET"),
+        ("GET", "/init", "POST"),
+        ("PUT", "/init", "POST"),
+        ("GET", "/stop", "PUT"),
+        ("POST", "/stop", "PUT"),
+        ("GET", "/parts/" + "a" * 64, "PUT"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(node: FakeNode, url: str, method: str, path: str, use: str) -> None:
+    response = send(method, url + path, data=b"{}")
+    assert refused(response) == (405, f"{method} is not for this address; use {use}")
+    assert response.headers["Allow"] == use
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nothing",
+        "/init/more",
+        "/stop/a/b",
+        "/a/b/c",
+        "/?other=1",
+        "/parts/a/b/c/d",
+        "/?run=a&more=b",
+        "/%00",
+        "/index/x",
+        "/parts/a/b",
+    ],
+)
+def test_unknown_addresses(node: FakeNode, url: str, path: str) -> None:
+    for method in ("GET", "POST", "PUT"):
+        assert refused(send(method, url + path, data=b"{}"))[0] in (404, 405)
+    assert node.calls.empty()
+
+
+def test_a_body_that_is_too_large_is_refused_unread(node: FakeNode, served: tuple[FakeNode, ControlServer]) -> None:
+    head = f"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: {JSON_LIMIT_BYTES + 1}\r\n\r\n".encode()
+    answer = raw(served[1].port, head)  # not one byte of the body is sent, and the answer is there
+    assert b" 413 " in answer.splitlines()[0] and b"at most 4194304 are accepted here" in answer
+    assert node.calls.empty()
+
+
+def test_a_client_that_sends_too_much_gets_the_answer_as_well(url: str) -> None:
+    response = send("POST", url + "/init", data=b" " * (JSON_LIMIT_BYTES + 1))
+    assert refused(response)[0] == 413
+
+
+def test_a_body_at_the_limit_is_read(node: FakeNode, url: str) -> None:
+    body = json.dumps(REQUEST.to_json()).encode()
+    assert send("POST", url + "/init", data=body.ljust(JSON_LIMIT_BYTES)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["POST /init", "PUT /stop", "PUT /parts/" + "a" * 64])
+def test_a_body_without_a_length_is_refused(served: tuple[FakeNode, ControlServer], path: str) -> None:
+    port = served[1].port
+    for header in ("", "Transfer-Encoding: chunked\r\n"):
+        answer = raw(port, f"{path} HTTP/1.1\r\nHost: x\r\n{header}\r\n0\r\n\r\n".encode())
+        assert b" 411 " in answer.splitlines()[0] and b"must say its Content-Length" in answer
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "\xb2", "9" * 5000, "0x10", "+5", "1 1"])
+def test_a_length_that_is_none_is_refused(node: FakeNode, served: tuple[FakeNode, ControlServer], length: str) -> None:
+    request = f"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{}}".encode("latin-1")
+    status = raw(served[1].port, request, then_shut=True).splitlines()[0].split()[1]
+    assert status.startswith(b"4")
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"epoch": ' + b"9" * 5000 + b"}",
+        b"\x00",
+    ],
+)
+@pytest.mark.parametrize("path", ["POST /init", "PUT /stop"])
+def test_a_body_that_is_no_json_is_refused(node: FakeNode, url: str, path: str, body: bytes) -> None:
+    method, address = path.split()
+    status, error = refused(send(method, url + address, data=body, headers={"Content-Length": str(len(body))}))
+    assert status == 400 and "is not JSON" in error
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize("depth", range(100, 1000, 50))
+def test_nesting_of_any_depth_is_refused(node: FakeNode, url: str, depth: int) -> None:
+    for key in ("epoch", "control_version", "dtype"):
+        deep = b"[" * depth + b"]" * depth
+        body = json.dumps({**REQUEST.to_json(), key: "DEEP"}).encode().replace(b'"DEEP"', deep)
+        assert refused(send("POST", url + "/init", data=body))[0] in (400, 409)
+    assert refused(send("PUT", url + "/stop", data=deep))[0] == 400
+
+
+def test_a_body_that_is_cut_off_is_refused(node: FakeNode, served: tuple[FakeNode, ControlServer]) -> None:
+    answer = raw(served[1].port, b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{}", then_shut=True)
+    assert b" 400 " in answer.splitlines()[0] and b"cut off" in answer
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize("body", [{}, {"run": 7}, {"run": None}, [], "x", {"leave": True}])
+def test_a_stop_without_a_run_is_refused(node: FakeNode, url: str, body: object) -> None:
+    assert refused(send("PUT", url + "/stop", json=body)) == (
+        400,
+        "field 'run': expected the id of the run that is to end",
+    )
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize("offset", ["-1", "x", "1.5", "%C2%B2", "9" * 5000, ""])
+def test_an_offset_that_is_none_is_refused(node: FakeNode, url: str, offset: str) -> None:
+    status, error = refused(send("PUT", f"{url}/parts/{'a' * 64}?run={RUN}&offset={offset}", data=b"x"))
+    assert status == 400 and "offset must be a number" in error
+    assert node.calls.empty()
+
+
+def test_a_parameter_that_is_given_twice_is_refused(node: FakeNode, url: str) -> None:
+    assert refused(send("GET", f"{url}/?run=a&run=b")) == (400, "'run' is given more than once")
+    assert refused(send("PUT", f"{url}/parts/{'a' * 64}?offset=1&offset=2", data=b"x"))[0] == 400
+    assert node.calls.empty()
+
+
+def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer]) -> None:
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-Filler: " + b"y" * 200_000 + b"\r\n\r\n"
+    answer = raw(served[1].port, request)
+    assert answer == b"" or answer.splitlines()[0].split()[1].startswith(b"4")
+
+
+FIELDS = sorted(REQUEST.to_json())
+OPTIONAL = {"dtype", "quantize"}
+
+
+@pytest.mark.parametrize("key", [key for key in FIELDS if key not in OPTIONAL | {"control_version"}])
+def test_a_missing_field_is_named(url: str, key: str) -> None:
+    body = REQUEST.to_json()
+    del body[key]
+    status, error = refused(send("POST", url + "/init", json=body))
+    assert status == 400 and error.startswith(f"field {key!r} is missing: expected ")
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, -1, "", [], {}, ["x", 3], [1, 2, 3], "x" * 2000, 10**30], ids=repr)
+@pytest.mark.parametrize("key", FIELDS)
+def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
+    data = {**json.loads(json.dumps(REQUEST.to_json())), key: value}
+    try:
+        InitRequest.from_json(data)
+    except ControlError as e:
+        if key == "control_version":
+            assert e.status == 409 and "install the same version of MDI-LLM on both" in str(e)
+        else:
+            assert e.status == 400 and (key in str(e) or (key == "config" and "no blocks of a model" in str(e)))
+        assert len(str(e)) < 500
+    else:
+        of_that_type = {"compile", "extensions", "placement", "next_addr", "model", "config_hash", "stored_dtype"}
+        assert key in of_that_type | OPTIONAL
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": [3, 3]}, r"blocks \[3, 3\) are no blocks of a model of 5 blocks"),
+        ({"blocks": [4, 6]}, r"blocks \[4, 6\) are no blocks"),
+        ({"blocks": [-1, 2]}, "are no blocks"),
+        ({"blocks": [1, True]}, r"expected \[start, stop\]"),
+        ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "parts that are named are not those of blocks"),
+        ({"blocks": [2, 4]}, "parts that are named are not those of blocks"),
+        ({"config": {}}, "a model of None blocks"),
+        ({"config": {"n_layer": "5"}}, "a model of 5 blocks"),
+        ({"index": 0}, "field 'index': 0 is not from 1 to 2"),
+        ({"index": 3}, "field 'index': 3 is not from 1 to 2"),
+        ({"epoch": "0123456789ABCDEF"}, "field 'epoch': expected 16 hex digits"),
+        ({"next_port": 0}, "field 'next_port': 0 is not from 1 to 65535"),
+        ({"parts": [7]}, "field 'parts': expected objects"),
+        ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "field 'sha256': expected 64 hex digits"),
+        ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "field 'n_bytes': 0 is not from"),
+        ({"control_version": 2}, "the starter speaks version 2 of the control protocol, this node version 1"),
+    ],
+)
+def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ControlError, match=message):
+        InitRequest.from_json({**json.loads(json.dumps(REQUEST.to_json())), **change})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def spots(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [spot for key, value in items for spot in ((*here, key), *spots(value, (*here, key)))]
+
+
+GOOD = json.loads(json.dumps(REQUEST.to_json()))
+
+
+@settings(deadline=None, max_examples=400)
+@given(changes=st.lists(st.tuples(st.sampled_from(spots(GOOD)), JSON), min_size=1, max_size=3), whole=st.none() | JSON)
+def test_any_json_is_taken_or_refused_with_a_client_error(
+    changes: list[tuple[tuple[Any, ...], Any]], whole: Any
+) -> None:
+    data = copy.deepcopy(GOOD)
+    for spot, value in changes:
+        where = data
+        with contextlib.suppress(TypeError, KeyError, IndexError):  # an earlier change took the place away
+            for key in spot[:-1]:
+                where = where[key]
+            where[spot[-1]] = value
+    for candidate in (data, whole):
+        try:
+            assert isinstance(InitRequest.from_json(candidate), InitRequest)
+        except ControlError as e:
+            assert e.status in (400, 409)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()),
+    path=st.sampled_from(["init", "stop"]),
+)
+def test_any_body_gets_a_client_error_over_http(node: FakeNode, url: str, body: bytes, path: str) -> None:
+    method = "POST" if path == "init" else "PUT"
+    response = send(method, f"{url}/{path}", data=body, headers={"Content-Length": str(len(body))})
+    if response.status_code != 200:
+        assert refused(response)[0] in (400, 409)
+    else:
+        assert node.calls.get_nowait()[0] == path
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=300),
+    prefix=st.sampled_from([b"", b"GET / HTTP/1.1\r\n", b"PUT /parts/x?", b"POST /init HTTP/1.1\r\n"]),
+)
+def test_any_bytes_leave_the_server_up(
+    served: tuple[FakeNode, ControlServer], client: ControlClient, data: bytes, prefix: bytes
+) -> None:
+    answer = raw(served[1].port, prefix + data + b"\r\n\r\n", then_shut=True)
+    assert b" 500 " not in answer.split(b"\r\n")[0]
+    assert client.status()["state"] == "IDLE"
+
+
+def test_a_transfer_that_is_cut_off_is_noticed_and_goes_on_from_where_it_was(
+    node: FakeNode, client: ControlClient, served: tuple[FakeNode, ControlServer]
+) -> None:
+    head = f"PUT /parts/{PART.sha256}?run={RUN}&offset=0 HTTP/1.1\r\nHost: x\r\nContent-Length: {len(DATA)}\r\n\r\n"
+    answer = raw(served[1].port, head.encode() + DATA[:150_000], then_shut=True)
+    assert answer == b"" or b"cut off at 150000" in answer
+    assert node.broken_off.get(timeout=DEADLINE_S) <= 150_000
+    node.parts[PART.sha256] = DATA[:131_072]
+    client.send_part(PART, RUN, 131_072, iter([memoryview(DATA)[131_072:]]))
+    assert node.parts[PART.sha256] == DATA
+
+
+def test_slow_and_silent_clients_hold_nobody_up(
+    node: FakeNode, client: ControlClient, served: tuple[FakeNode, ControlServer]
+) -> None:
+    address = ("127.0.0.1", served[1].port)
+    with contextlib.ExitStack() as stack:
+        for data in (b"", b"GET / HT", b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{") * 4:
+            sock = stack.enter_context(socket.create_connection(address, DEADLINE_S))
+            sock.sendall(data)
+        for _ in range(3):
+            assert client.status(timeout_s=DEADLINE_S)["state"] == "IDLE"
+
+
+def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 0.3)
+    node = FakeNode()
+    server = ControlServer(node, "127.0.0.1", 0, "secondary0")
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as sock:
+            sock.sendall(f"PUT /parts/{PART.sha256} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc".encode())
+            assert node.broken_off.get(timeout=DEADLINE_S) <= 3
+            while sock.recv(4096):
+                pass
+    finally:
+        server.close()
+
+
+def test_a_closed_server_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    server = ControlServer(FakeNode(), "127.0.0.1", 0, "secondary0")
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
+        silent.sendall(b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        client_of(server.port).status()
+        server.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread.name
+    with pytest.raises(ControlError, match="does not answer"):
+        client_of(server.port).status()
+
+
+def test_a_port_in_use_is_told(served: tuple[FakeNode, ControlServer]) -> None:
+    port = served[1].port
+    message = f"cannot listen on 127.0.0.1:{port} \\(secondary0's communication port\\).*Choose another"
+    with pytest.raises(UsageError, match=message):
+        ControlServer(FakeNode(), "127.0.0.1", port, "secondary0")
+    for addr in ("192.0.2.1", "no-such-host.invalid", "a..b"):
+        with pytest.raises(UsageError, match="cannot listen on"):
+            ControlServer(FakeNode(), addr, 0, "secondary0")
+
+
+def test_a_starter_answers_status_only() -> None:
+    class Starter(StatusOnly):
+        def status(self, run: str | None) -> dict[str, Any]:
+            return {"state": "RUNNING"}
+
+    server = ControlServer(Starter(), "127.0.0.1", 0, "starter")
+    try:
+        client = client_of(server.port)
+        assert client.status()["state"] == "RUNNING"
+        for call in (
+            lambda: client.init(REQUEST),
+            lambda: client.send_part(PART, RUN, 0, iter([DATA])),
+            lambda: client.stop(RUN),
+        ):
+            with pytest.raises(ControlError) as caught:
+                call()
+            assert caught.value.status == 409
+    finally:
+        server.close()
+
+
+# The client against servers that are not ours
+
+
+@contextlib.contextmanager
+def other_server(answer: bytes | None, n_requests: int = 1) -> Iterator[int]:
+    """A server that answers every request alike; None: not at all, until the client gives up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(DEADLINE_S)
+
+        def run() -> None:
+            for _ in range(n_requests):
+                sock, _ = server.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.settimeout(DEADLINE_S)
+                    sock.recv(65536)
+                    if answer is None:
+                        sock.recv(1)
+                    else:
+                        sock.sendall(answer)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join(DEADLINE_S)
+
+
+def http(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n".encode() + body
+
+
+NOT_OURS = [
+    (http(b"<html>It works!</html>"), "is not a node of MDI-LLM: its answer is no JSON object", 200),
+    (http(b"[1, 2]"), "its answer is no JSON object", 200),
+    (http(b'{"hello": "world"}'), "is not a node of MDI-LLM: its status has no state", None),
+    (http(b'{"state": 5}'), "its status has no state", None),
+    (http(b"not here", "404 Not Found"), "is not a node of MDI-LLM", 404),
+    (http(b'{"other": 1}', "500 Oh"), "secondary0 at 127.0.0.1:[0-9]+: Oh", 500),
+    (http(b"", "302 Found", "Location: http://192.0.2.1/\r\n"), "is not a node of MDI-LLM", 302),
+    (http(b"\xff\xfe\x00"), "is not a node of MDI-LLM", 200),
+    (http(b"[" * 100_000), "is not a node of MDI-LLM", 200),
+    (b"", "secondary0 at 127.0.0.1:[0-9]+ does not answer", None),
+    (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer", None),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", "does not answer", None),
+]
+
+
+@pytest.mark.parametrize(("answer", "message", "status"), NOT_OURS, ids=[str(a[:60]) for a, _, _ in NOT_OURS])
+def test_a_server_that_is_not_ours_is_told(answer: bytes, message: str, status: int | None) -> None:
+    with other_server(answer) as port, pytest.raises(ControlError, match=message) as caught:
+        client_of(port).status()
+    assert caught.value.status == status
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ControlError, match=f"secondary0 at 127.0.0.1:{port} does not answer \\(Connection refused\\)"):
+        client_of(port).status()
+
+
+def test_an_unknown_host() -> None:
+    node = NodeConfig("secondary1", "no-such-host.invalid", 80, 0)
+    with pytest.raises(ControlError, match="secondary1 at no-such-host.invalid:80 does not answer"):
+        ControlClient(node).status()
+
+
+@pytest.mark.parametrize("addr", ["a..b", "a" * 300, "with space", "[::1", "\udcff"])
+def test_an_address_that_can_be_none(addr: str) -> None:
+    with pytest.raises(ControlError, match="does not answer"):
+        ControlClient(NodeConfig("secondary0", addr, 80, 0)).status()
+
+
+def test_a_silent_server_is_given_up() -> None:
+    with other_server(None) as port, pytest.raises(ControlError, match=r"does not answer \(no answer in time\)"):
+        client_of(port).status(timeout_s=0.2)
+
+
+def test_a_node_that_takes_no_bytes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the middle of a transfer: its buffers are full and nothing moves."""
+    monkeypatch.setattr(client_module, "PART_ANSWER_S", 0.3)
+    part = PartSpec("block.0", "a" * 64, 64 << 20)
+    piece = bytes(1 << 20)
+    with other_server(None) as port, pytest.raises(ControlError, match="does not answer"):
+        client_of(port).send_part(part, RUN, 0, (piece for _ in range(64)))
+
+
+def test_an_error_of_the_source_goes_through(
+    served: tuple[FakeNode, ControlServer], node: FakeNode, client: ControlClient
+) -> None:
+    def broken() -> Iterator[bytes]:
+        yield DATA[:1000]
+        raise CheckpointError("the disk broke")
+
+    with pytest.raises(CheckpointError, match="the disk broke"):
+        client.send_part(PART, RUN, 0, broken())
+    assert node.broken_off.get(timeout=DEADLINE_S) <= 1000
+
+
+def test_proxies_of_the_environment_are_ignored(client: ControlClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://192.0.2.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert client.status()["state"] == "IDLE"

@@ -1,0 +1,446 @@
+"""The parts of a node: where weights come from, devices and dtypes, local rings, the display, a secondary's life."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mdi.net.link
+import mdi.node.secondary
+from mdi.checkpoint.chunks import find_chunk, write_chunks
+from mdi.checkpoint.source import ChunkFile, open_source
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.display import WIDTH, Stream
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.model.stage import Stage
+from mdi.node.device import choose_device, choose_dtype
+from mdi.node.local import LocalRing, available_cores, free_ports
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.weights import StarterWeights
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("plain") / "tiny")
+
+
+@pytest.fixture
+def chunked(tmp_path: Path) -> Path:
+    """A checkpoint with chunks for three nodes, cut 0, 4, 1: not as an even split would."""
+    folder = write_checkpoint(tmp_path / "tiny")
+    source = open_source(folder)
+    write_chunks(source, folder, (0, 4, 1))
+    source.close()
+    return folder
+
+
+@contextlib.contextmanager
+def weights_of(*args: Any) -> Iterator[StarterWeights]:
+    weights = StarterWeights(*args)
+    try:
+        yield weights
+    finally:
+        weights.close()
+
+
+# Weights
+
+
+def reads_checkpoint(weights: StarterWeights) -> bool:
+    return any(not isinstance(source, ChunkFile) for source in weights._sources)
+
+
+def test_chunks_beside_the_checkpoint_are_used(chunked: Path) -> None:
+    with weights_of(chunked, None, 3, None) as weights:
+        assert weights.blocks == [(0, 0), (0, 4), (4, 5)]
+        assert not reads_checkpoint(weights), "nothing needs to be hashed"
+        assert weights.model == "tiny-random" and weights.dtype == "float32"
+
+
+def test_another_cut_or_count_takes_the_checkpoint(chunked: Path) -> None:
+    with weights_of(chunked, None, 3, "1,2,2") as weights:
+        assert weights.blocks == [(0, 1), (1, 3), (3, 5)]
+    with weights_of(chunked, None, 2, None) as weights:
+        assert weights.blocks[0][0] == 0 and weights.blocks[-1][1] == 5 and reads_checkpoint(weights)
+    with weights_of(chunked, None, 1, None) as weights:
+        assert weights.blocks == [(0, 5)]
+
+
+@pytest.mark.parametrize("n_newer", [0, 1, 2])
+def test_stale_chunks_are_not_used(chunked: Path, n_newer: int) -> None:
+    """The weights were written again, by a training that went on, say, and only some of the chunks were made again."""
+    now = (chunked / "lit_model.pth").stat().st_mtime + 100
+    os.utime(chunked / "lit_model.pth", (now, now))
+    for node in ("starter", "secondary0")[:n_newer]:
+        os.utime(find_chunk(chunked, 3, node), (now + 1, now + 1))
+    with weights_of(chunked, None, 3, None) as weights:
+        assert reads_checkpoint(weights) and weights.blocks != [(0, 0), (0, 4), (4, 5)]
+
+
+def test_a_damaged_chunk_beside_the_checkpoint_is_passed_over(chunked: Path) -> None:
+    os.truncate(find_chunk(chunked, 3, "secondary0"), 1000)
+    with weights_of(chunked, None, 3, None) as weights:
+        assert reads_checkpoint(weights) and len(weights.tensors("block.2")) > 5
+
+
+def test_a_missing_chunk_is_made_up_for_by_the_checkpoint(chunked: Path) -> None:
+    find_chunk(chunked, 3, "secondary1").unlink()
+    with weights_of(chunked, None, 3, None) as weights:
+        assert len(weights.tensors("block.4")) > 5
+
+
+def test_the_starters_chunk_and_its_siblings(chunked: Path, tmp_path: Path) -> None:
+    chunk = find_chunk(chunked, 3, "starter")
+    with weights_of(None, chunk, 3, None) as weights:
+        assert weights.blocks == [(0, 0), (0, 4), (4, 5)]
+        assert weights.directory == chunked, "the tokenizer is looked for there"
+    # other chunks may hold what a cut by hand needs
+    with weights_of(None, chunk, 3, "1,2,2") as weights:
+        assert len(weights.tensors("block.0")) > 5
+    with pytest.raises(UsageError, match="secondary0.*model_starter.safetensors"):
+        StarterWeights(None, find_chunk(chunked, 3, "secondary0"), 3, None)
+    with pytest.raises(UsageError, match="over 3 nodes.*lists 2.*--n-nodes 2"):
+        StarterWeights(None, chunk, 2, None)
+    with pytest.raises(UsageError, match="directory"):
+        StarterWeights(None, chunked, 3, None)
+
+
+def test_a_starters_chunk_alone(chunked: Path) -> None:
+    for node in ("secondary0", "secondary1"):
+        find_chunk(chunked, 3, node).unlink()
+    with pytest.raises(CheckpointError, match=r"block\.0"):
+        StarterWeights(None, find_chunk(chunked, 3, "starter"), 3, "1,2,2")
+
+
+def test_a_damaged_part_is_noticed_before_it_is_used(chunked: Path) -> None:
+    path = find_chunk(chunked, 3, "starter")
+    with open(path, "r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\x3f" * 16)
+    with weights_of(None, path, 3, None) as weights, pytest.raises(CheckpointError, match="sha256"):
+        for part in ("embedding", "head"):
+            weights.verified_tensors(part)
+
+
+def test_wrong_wishes(chunked: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--ckpt"):
+        StarterWeights(None, None, 1, None)
+    with pytest.raises(CheckpointError, match="nearest that exists"):
+        StarterWeights(tmp_path / "nowhere", None, 1, None)
+    with pytest.raises(SplitError):
+        StarterWeights(chunked, None, 3, "1,1,1")
+    with pytest.raises(SplitError, match="1 to 6"):
+        StarterWeights(chunked, None, 7, None)
+
+
+# Devices
+
+
+def test_choose_device() -> None:
+    assert choose_device("cpu") == CPU
+    found = choose_device(None)
+    assert found == choose_device("auto")
+    assert found.type == (
+        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    )
+    for wrong in ("banana", "xpu", "meta", "cuda:99", "cuda:x", "", "cpu,cpu"):
+        if wrong:
+            with pytest.raises(UsageError, match=f"{wrong!r}"):
+                choose_device(wrong)
+
+
+def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("half", torch.float16),
+        ("FP16", torch.float16),
+    ):
+        assert choose_dtype(name, "float32", CPU) == dtype
+    for wrong in ("float64", "int8", "banana", "float8"):
+        with pytest.raises(UsageError, match=wrong):
+            choose_dtype(wrong, "float32", CPU)
+    for native, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr("mdi.node.device.cpu_multiplies_bfloat16", lambda native=native: native)
+        assert choose_dtype(None, "bfloat16", CPU) == expected
+        assert choose_dtype("auto", "float16", CPU) == torch.float32, "which is emulated on most CPUs"
+        assert choose_dtype(None, "float32", CPU) == torch.float32, "nothing is lost without being asked for"
+
+
+# Local rings
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "devices", "n_threads", "words"),
+    [
+        (0, None, None, "--nodes"),
+        (-1, None, None, "--nodes"),
+        (2, "cpu", None, "1 devices for 2"),
+        (2, None, 0, "--threads"),
+    ],
+)
+def test_local_ring_arguments(n_nodes: int, devices: str | None, n_threads: int | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        LocalRing(n_nodes, devices, n_threads, None, False, False)
+
+
+def test_local_ring_of_one_node() -> None:
+    with LocalRing(1, "cpu", None, None, False, False) as ring:
+        assert ring.cluster.n_nodes == 1 and ring.cluster.starter.device == "cpu"
+        assert ring.threads_of_starter == available_cores()
+        ring.check()
+
+
+def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(LocalRing, "_spawn", spawn)
+    with LocalRing(2, None, 1, None, False, False) as ring:
+        ring._children[0].wait(60)
+        with pytest.raises(NodeLostError, match="secondary0 has ended by itself .status 3"):
+            ring.check()
+
+
+def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.node.local.available_cores", lambda: 7)
+    assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
+    assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
+    assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5
+
+
+def test_free_ports() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+# Display
+
+
+def shown(n_samples: int, *pieces: tuple[int, str]) -> str:
+    out = io.StringIO()
+    stream = Stream(n_samples, out)
+    for index, text in pieces:
+        stream.show(index, text)
+    return out.getvalue()
+
+
+def test_one_sample_flows() -> None:
+    assert shown(1, (0, "Who"), (0, " are\nyou"), (0, "")) == "Who are\nyou\n"
+
+
+def test_several_samples_take_turns_line_by_line() -> None:
+    pieces = [(0, "one\ntw"), (1, "eins\n\nz"), (0, "o"), (0, ""), (1, "wei\n"), (1, "")]
+    assert shown(2, *pieces) == "[0] one\n[1] eins\n[1] \n[0] two\n[1] zwei\n"
+
+
+@pytest.mark.parametrize("n_piece", [1, 7, 1000])
+def test_long_lines_are_wrapped_at_spaces(n_piece: int) -> None:
+    text = " ".join(f"word{i}" for i in range(60)) + " " + "x" * (2 * WIDTH + 5)
+    pieces = [(0, text[i : i + n_piece]) for i in range(0, len(text), n_piece)]
+    lines = shown(2, *pieces, (0, "")).splitlines()
+    assert all(line.startswith("[0] ") and len(line) <= WIDTH + 4 for line in lines) and len(lines) >= 6
+    assert "".join(line[4:] for line in lines).replace(" ", "") == text.replace(" ", ""), "nothing is lost"
+    assert all(len(line) > WIDTH // 2 for line in lines[:-1])
+
+
+def test_colours_on_a_terminal_only() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    Stream(2, out).show(1, "a\n")
+    assert out.getvalue().startswith("\033[") and "\033" not in shown(2, (1, "a\n"))
+
+
+# A secondary's life, in this process
+
+
+Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
+
+
+@pytest.fixture
+def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
+    """A starter and a secondary whose work is done by a thread."""
+    with contextlib.ExitStack() as stack:
+        secondaries: list[SecondaryNode] = []
+
+        def make() -> tuple[StarterNode, SecondaryNode]:
+            if not secondaries:
+                node = SecondaryNode(NodeConfig("secondary0", "127.0.0.1", 0, 0), None, tmp_path / "cache")
+                node.open()
+                thread = threading.Thread(target=node.run, name="secondary0")
+                thread.start()
+                stack.callback(thread.join, 30)
+                stack.callback(node.close)
+                secondaries.append(node)
+            node = secondaries[0]
+            cluster = ClusterConfig(
+                NodeConfig("starter", "127.0.0.1", 0, 0),
+                (NodeConfig("secondary0", "127.0.0.1", node.control_port, node.ring_port),),
+            )
+            starter = StarterNode(cluster, StarterOptions(ckpt=plain_checkpoint, prompt_style="none", device="cpu"))
+            stack.callback(starter.close)
+            return starter, node
+
+        yield make
+
+
+def generate(starter: StarterNode, n_tokens: int = 6) -> list[int]:
+    starter.open()
+    starter.prepare(60)
+    starter.start()
+    sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
+    starter.generate()
+    starter.end()
+    starter.close()
+    return sample.token_ids
+
+
+def wait_state(node: SecondaryNode, *states: str) -> dict[str, Any]:
+    for _ in range(1000):
+        status = node.status(None)
+        if status["state"] in states and node._job is None:
+            return status
+        threading.Event().wait(0.02)
+    raise AssertionError(status)
+
+
+def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that takes several times the silence after which a neighbour is taken for dead."""
+    monkeypatch.setattr(mdi.net.link, "SILENCE_S", 0.6)
+    monkeypatch.setattr(mdi.net.link, "PING_INTERVAL_S", 0.1)
+    never = threading.Event()
+    n_slow = 0
+
+    class SlowStage(Stage):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal n_slow
+            if n_slow < 1:
+                n_slow += 1
+                never.wait(2.5)
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(mdi.node.secondary, "Stage", SlowStage)
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+    assert n_slow == 1
+
+
+def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenStage(Stage):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise RuntimeError("out of something")
+
+    monkeypatch.setattr(mdi.node.secondary, "Stage", BrokenStage)
+    starter, secondary = ring()
+    with pytest.raises(NodeLostError, match="secondary0.*out of something") as raised:
+        generate(starter)
+    assert raised.value.node == "secondary0"
+    starter.close()
+    assert "out of something" in wait_state(secondary, "IDLE")["error"]
+    monkeypatch.undo()
+    secondary._stage = secondary._stage_key = None
+    again, _ = ring()
+    assert generate(again) == list(reference("The ring", 6))
+    assert wait_state(secondary, "READY")["error"] is None
+
+
+def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Stage, *args: Any) -> None:
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(mdi.node.secondary.Stage, "load", load)
+    starter, secondary = ring()
+    monkeypatch.setattr(StarterNode, "_load_stage", lambda self: None)
+    with pytest.raises(MdiError, match="secondary0 could not get ready: MemoryError: no more of it"):
+        generate(starter)
+    starter.close()
+    assert wait_state(secondary, "IDLE")["error"] == "MemoryError: no more of it"
+
+
+def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ring) -> None:
+    """As a chat does."""
+    starter, _ = ring()
+    starter.open()
+    starter.prepare(60)
+    starter.start()
+    for n_tokens in (3, 5):
+        sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
+        starter.generate()
+        assert sample.token_ids == list(reference("The ring", n_tokens)) and sample.finish_reason == "length"
+    starter.end()
+
+
+def request(**changes: Any) -> InitRequest:
+    fields: dict[str, Any] = {
+        "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p", "next_addr": "127.0.0.1",
+        "next_port": 1, "model": "m", "config": {"n_layer": 1}, "config_hash": "h", "stored_dtype": "float32",
+        "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
+    }  # fmt: skip
+    return InitRequest(**{**fields, **changes})
+
+
+def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, secondary = ring()
+    with pytest.raises(ControlError, match="no such run"):
+        secondary.stop("0" * 16, False)
+    with pytest.raises(ControlError, match="no such run"):
+        secondary.receive_part("0" * 16, "a" * 64, 0, 100, lambda n: b"")
+    secondary.init(request())
+    with pytest.raises(ControlError, match="busy with another run") as busy:
+        secondary.init(request(epoch="1" * 16))
+    assert busy.value.status == 409
+    while secondary.status("0" * 16)["missing"] is None:
+        threading.Event().wait(0.01)
+    with pytest.raises(ControlError, match="not asked for"):
+        secondary.receive_part("0" * 16, "b" * 64, 0, 100, lambda n: b"")
+    with pytest.raises(ControlError, match="do not make up part"):
+        secondary.receive_part("0" * 16, "a" * 64, 0, 99, lambda n: b"")
+    with pytest.raises(MdiError, match="cut off"):
+        secondary.receive_part("0" * 16, "a" * 64, 0, 100, _pieces(40))
+    assert secondary.status("0" * 16)["missing"] == [{"sha256": "a" * 64, "have_bytes": 40}]
+    with pytest.raises(MdiError, match="sha256"):
+        secondary.receive_part("0" * 16, "a" * 64, 40, 60, _pieces(60))
+    status = wait_state(secondary, "IDLE")
+    assert "sha256" in status["error"] and not list(secondary._store.directory.iterdir())
+
+
+def _pieces(n_bytes: int) -> Callable[[int], bytes]:
+    left = [b"x" * n_bytes]
+    return lambda n: left.pop() if left else b""
+
+
+def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdi.node.secondary, "LEASE_S", 0.3)
+    _, secondary = ring()
+    secondary.init(request())
+    assert "silent" in wait_state(secondary, "IDLE")["error"]
+
+
+def test_a_run_that_is_stopped_before_it_begins(ring: Ring) -> None:
+    _, secondary = ring()
+    secondary.init(request())
+    secondary.stop("0" * 16, False)
+    assert "before it began" in wait_state(secondary, "IDLE")["error"]
