@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import json
 import os
 import shutil
@@ -393,7 +394,23 @@ def test_time_run_file_that_cannot_be_written(
     assert status == 0 or "runs.csv" in printed.err
 
 
-def test_layers_cannot_be_both(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_terminal_that_cannot_show_everything(
+    checkpoint: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a random model writes is not ASCII; what goes to a program is whole nevertheless."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    argv = ["--ckpt", str(checkpoint), "--prompt", "Who are you?", "--temperature", "0", "--n-tokens", "12"]
+    assert launch("sample", [*argv, *flags]) == 0
+    shown = out.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    if flags:
+        assert "\ufffd" in json.loads(shown)["samples"][0]["text"]
+    else:
+        assert "?" in shown
+
+
+def test_chunk_and_checkpoint_exclude_each_other(checkpoint: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
         launch("secondary", ["--chunk", "a", "--ckpt", str(checkpoint)])
 

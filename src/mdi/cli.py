@@ -71,7 +71,11 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
     args = parser.parse_args(argv)
     is_debugging = bool(getattr(args, "debug", False))
     _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
-    _on_sigterm(_raise_terminated)
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    _on_signal(signal.SIGTERM, _raise_terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
+            stream.reconfigure(errors="replace")
     try:
         status: int = module.run(args)
         return status
@@ -89,15 +93,20 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
             file=sys.stderr,
         )
         return 1
-    except Terminated:
-        return 143
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as e:
+        handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
+        return 143 if isinstance(e, Terminated) else 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     finally:
-        _on_sigterm(signal.SIG_DFL)
+        for number, handler in handlers.items():
+            _on_signal(number, handler)
+
+
+def ignore_interrupts() -> None:
+    """For the end of a command: a second Ctrl-C must not break off the good order in which the first one ends things."""
+    _on_signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -143,13 +152,13 @@ def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet
         logger.info("debug log: %s", path)
 
 
-def _on_sigterm(handler: object) -> None:
-    with contextlib.suppress(ValueError):  # not in the main thread, as in tests
-        signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+def _on_signal(number: signal.Signals, handler: object) -> None:
+    with contextlib.suppress(ValueError, TypeError):  # not in the main thread, as in tests; not a handler of Python's
+        signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:
-    _on_sigterm(signal.SIG_IGN)  # a second one must not break off the good order in which the first one ends things
+    _on_signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, see `ignore_interrupts`
     raise Terminated
 
 

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.cli import ignore_interrupts
     from mdi.cli_starter import sampling_params, starter_options
     from mdi.config import load_cluster, standalone
     from mdi.node.device import set_threads
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         node.raise_failure()
         node.end(leave=args.stop_nodes)
     finally:
+        ignore_interrupts()
         node.close()
     return 0
 

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.cli import ignore_interrupts
     from mdi.cli_starter import run_on
     from mdi.node.local import LocalRing
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         def open_ring() -> ClusterConfig:
             ring = LocalRing(args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug)
             rings.append(stack.enter_context(ring))
+            stack.callback(ignore_interrupts)
             args.threads = ring.threads_of_starter
             return ring.cluster
 

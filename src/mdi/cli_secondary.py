@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.cli import ignore_interrupts
     from mdi.config import load_secondary
     from mdi.errors import UsageError
 
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
         node.run()
     finally:
+        ignore_interrupts()
         node.close()
         if weights is not None:
             weights.close()

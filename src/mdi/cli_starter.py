@@ -148,6 +148,7 @@ def run_on(
 
 
 def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None]) -> int:
+    from mdi.cli import ignore_interrupts
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
     from mdi.node.starter import StarterNode
@@ -165,6 +166,7 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
         node.prepare(max(map(len, encoded)) + args.n_tokens, check)
         return _run(args, node, prompts, encoded, params)
     finally:
+        ignore_interrupts()
         node.close()
 
 
@@ -216,6 +218,7 @@ def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
 
 
 def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any) -> int:
+    from mdi.cli import ignore_interrupts
     from mdi.display import Stream
     from mdi.errors import MdiError, NodeLostError
 
@@ -233,6 +236,7 @@ def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encode
         node.generate()
         node.end(leave=getattr(args, "stop_nodes", False))
     except (MdiError, KeyboardInterrupt) as e:
+        ignore_interrupts()
         failure = e
         if isinstance(e, NodeLostError):
             node.mark_broken()
@@ -290,6 +294,7 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
 
 
 def _print_json(result: dict[str, Any]) -> None:
-    json.dump(result, sys.stdout, ensure_ascii=False)
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    json.dump(result, sys.stdout, ensure_ascii=not is_unicode)
     sys.stdout.write("\n")
     sys.stdout.flush()
