@@ -132,10 +132,23 @@ class Stage(nn.Module):
                 x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
         return x[0]
 
+    @torch.inference_mode()
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile what is worth it and has static control flow: the MLPs and norms. Attention reads ragged caches."""
-        for block in self.blocks:
-            block.mlp.compile(dynamic=True)
+        """Compile what is worth it and has static control flow, the MLPs; attention reads ragged caches.
+
+        They are run once, with one row and with several, so that no sequence waits for the compiler.
+
+        Raises:
+            EngineError: torch cannot compile on this machine.
+        """
+        try:
+            for block in self.blocks:
+                block.mlp.compile(dynamic=True)
+                weight = next(block.parameters())
+                for n_rows in (1, 3):
+                    block.mlp(torch.zeros(1, n_rows, self.config.n_embd, device=weight.device, dtype=weight.dtype))
+        except Exception as e:  # of many kinds, from a missing compiler to a bug of one
+            raise EngineError(f"--compile: torch cannot compile here: {(str(e).splitlines() or [''])[0]}") from e
 
 
 class StarterStage(Stage):
