@@ -232,7 +232,6 @@ def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encode
             sample = node.submit(prompt, ids, params, args.stop, on_text)
             if is_streaming:
                 stream.show(sample.index, prompt + ("" if node.codec.prompt_style is None else "\n"))
-        node.restart_clock()
         node.generate()
         node.end(leave=getattr(args, "stop_nodes", False))
     except (MdiError, KeyboardInterrupt) as e:

@@ -210,7 +210,7 @@ class SecondaryNode:
     def init(self, request: InitRequest) -> dict[str, Any]:
         self._refuse_misfit_chunk(request)
         with self._lock:
-            if self._job is not None and not (self._state == "LOADING" and self._job.is_abandoned):
+            if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
                 raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
             self._error, self._metrics = None, None
             job = _Job(request)

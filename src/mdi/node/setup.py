@@ -16,7 +16,7 @@ from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.node.weights import StarterWeights
 
 POLL_S = 0.2
-BUSY_S = 3.0  # a node that has just ended another run needs a moment
+BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
 REPORT_S = 2.0
 
 logger = logging.getLogger("mdi")
@@ -112,6 +112,7 @@ class SecondarySetup:
     def _configure(self) -> None:
         """Send the run configuration."""
         deadline = time.monotonic() + BUSY_S
+        is_told = False
         while True:
             self._check()
             try:
@@ -120,6 +121,9 @@ class SecondarySetup:
             except ControlError as e:
                 if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
                     raise
+                if not is_told:
+                    logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
+                    is_told = True
                 self._cancelled.wait(POLL_S)
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:

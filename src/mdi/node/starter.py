@@ -1,6 +1,6 @@
 """The starter node: cuts the model, configures the secondaries, closes the ring and drives the generation.
 
-One `StarterNode` is one run: `open`, `prepare`, `start`, then `submit` and `generate` as often as one likes, `stop`, `close`.
+One `StarterNode` is one run: `open`, `prepare`, `start`, then `submit` and `generate` as often as one likes, `end`, `close`.
 A ring of one node goes the same way, only without ports.
 """
 
@@ -12,11 +12,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from litgpt.config import Config
 
 import mdi
@@ -143,10 +144,9 @@ class StarterNode(StatusOnly):
         self.max_length = min(max_length, self.context_length)
         setups = self._configure_secondaries()
         try:
-            self._load_stage()
+            self._load_stage(lambda: self._check(setups, check))
             while not all(setup.wait(0.1) for setup in setups):
-                self._raise_first(setups)
-                check()
+                self._check(setups, check)
             self._raise_first(setups)
         finally:
             for setup in setups:
@@ -213,10 +213,6 @@ class StarterNode(StatusOnly):
         if self._failure is not None:
             self.mark_broken()
             raise self._failure
-
-    def restart_clock(self) -> None:
-        """Count times from now on: the run is ready, and what comes next is generation."""
-        self._begin = time.perf_counter()
 
     def end(self, leave: bool = False) -> None:
         """End the run on all nodes and collect what they measured; with `leave`, end the secondaries' processes too."""
@@ -322,17 +318,27 @@ class StarterNode(StatusOnly):
                     )
         return parts
 
-    def _load_stage(self) -> None:
+    def _load_stage(self, check: Callable[[], None]) -> None:
+        """Load the starter's own stage; `check` is called before each part, for loading may take long."""
         weights = self._weights
         assert weights is not None
         stop = weights.blocks[0][1]
         self._stage = StarterStage(self.config, stop)
         finish = quantizer(self._options.quantize, self._options.quantize_head)
         parts = stage_parts(0, stop, starter=True)
-        self._stage.load(parts, weights.verified_tensors, self._device, self._dtype, finish)
+
+        def tensors(part: str) -> Mapping[str, torch.Tensor]:
+            check()
+            return weights.verified_tensors(part)
+
+        self._stage.load(parts, tensors, self._device, self._dtype, finish)
         self._stage.prepare(self.max_length, self._device, self._dtype)
         if self._options.compile:
             self._stage.compile()
+
+    def _check(self, setups: list[SecondarySetup], check: Callable[[], None]) -> None:
+        self._raise_first(setups)
+        check()
 
     @staticmethod
     def _raise_first(setups: list[SecondarySetup]) -> None:
