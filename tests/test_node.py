@@ -219,6 +219,26 @@ def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch)
             ring.check()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="no such signals elsewhere")
+def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that is stopped, or stuck in a driver, hears no SIGTERM."""
+    monkeypatch.setattr("mdi.node.local.END_S", 1.0)
+
+    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+        code = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+        )
+        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline()
+        child.stdout.close()
+        return child
+
+    monkeypatch.setattr(LocalRing, "_spawn", spawn)
+    with LocalRing(3, None, 1, None, False, False) as ring:
+        children = list(ring._children)
+    assert [child.returncode for child in children] == [-9, -9]
+
+
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.node.local.available_cores", lambda: 7)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2

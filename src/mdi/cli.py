@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,9 @@ COMMANDS = {
     "train": ("mdi.cli_train", "train a small model from scratch"),
     "prepare-data": ("mdi.cli_data", "make training data and a tokenizer from text"),
 }
+
+# Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
+ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample")
 
 logger = logging.getLogger("mdi")
 
@@ -71,8 +75,11 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
     args = parser.parse_args(argv)
     is_debugging = bool(getattr(args, "debug", False))
     _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
+    threads_before = set(threading.enumerate())
     handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
     _on_signal(signal.SIGTERM, _raise_terminated)
+    if command in ENDED_AT_ONCE and handlers[signal.SIGINT] is signal.default_int_handler:
+        _on_signal(signal.SIGINT, _raise_interrupted)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")
@@ -95,7 +102,9 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
         return 1
     except KeyboardInterrupt as e:
         handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
-        return 143 if isinstance(e, Terminated) else 130
+        status = 143 if isinstance(e, Terminated) else 130
+        _leave_threads_behind(threads_before, status)
+        return status
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -105,7 +114,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
 
 
 def ignore_interrupts() -> None:
-    """For the end of a command: a second Ctrl-C must not break off the good order in which the first one ends things."""
+    """For the end of a command, which is to happen in good order."""
     _on_signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -158,8 +167,29 @@ def _on_signal(number: signal.Signals, handler: object) -> None:
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:
-    _on_signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, see `ignore_interrupts`
+    _ignore_both()
     raise Terminated
+
+
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    _ignore_both()
+    raise KeyboardInterrupt
+
+
+def _ignore_both() -> None:
+    """Once is enough: what comes again while things are brought to an end in good order would break that off."""
+    _on_signal(signal.SIGTERM, signal.SIG_IGN)
+    _on_signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave_threads_behind(threads_before: set[threading.Thread], status: int) -> None:
+    """An interrupt in a bad moment may leave a library's threads running, for which the interpreter would wait for ever."""
+    if all(thread.daemon or thread in threads_before for thread in threading.enumerate()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

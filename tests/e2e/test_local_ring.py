@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import SOON_S, Process, Spawn, children_of, is_running, wait_gone
+from processes import SOON_S, Process, Spawn, children_of, wait_gone
 
 from tiny_checkpoint import TEXT, reference
 
@@ -62,14 +62,6 @@ def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
     assert "secondary1 is lost" in process.err and "what each sample had reached" in process.out
     assert "Traceback" not in process.err
     wait_gone(children)
-
-
-def test_a_child_that_is_stopped(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
-    process, children = started(spawn, endless, tmp_path / "ring")
-    os.kill(children[0], signal.SIGSTOP)
-    assert process.wait(2 * SOON_S) == 1, process.story()
-    assert "secondary0 is lost" in process.err
-    assert not any(is_running(pid) for pid in children)
 
 
 def test_a_child_that_cannot_start(spawn: Spawn, checkpoint: Path) -> None:

@@ -161,22 +161,6 @@ def test_an_interrupted_starter_ends_the_run_everywhere(
     check_next_run(ring, checkpoint, starter)
 
 
-def test_a_starter_that_is_killed_while_it_loads(
-    ring: Cluster, endless: Path, spawn: Spawn, checkpoint: Path, starter: Starter
-) -> None:
-    """Secondary 1 is stopped, so that the ring cannot close; secondary 0 waits for a starter that is gone."""
-    ring[1].signal(signal.SIGSTOP)
-    process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--wait", 60)
-    n_ready, n_given_up = (ring[0].err.count(text) for text in ("is ready: blocks", "given up"))
-    ring[0].wait_for("is ready: blocks", n_ready + 1)
-    process.signal(signal.SIGKILL)
-    ring[1].signal(signal.SIGCONT)
-    ring[0].wait_for("given up", n_given_up + 1, deadline_s=SOON_S)
-    status = ring.status(1)
-    assert status["state"] == "IDLE" and "silent" in status["error"]
-    check_next_run(ring, checkpoint, starter)
-
-
 def test_an_idle_secondary_ends_when_it_is_told_to(make_cluster: Callable[[int], Cluster]) -> None:
     """At once after its ports are open, too, and however often it is told."""
     cluster = make_cluster(3)

@@ -6,6 +6,7 @@ connection, so that a body which is refused need not be read to its end.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import cherrypy
 from cheroot import wsgi
+from cheroot.server import HTTPConnection
 
 from mdi.control.messages import InitRequest, parse_json
 from mdi.errors import ControlError, MdiError, UsageError
@@ -172,6 +174,15 @@ class _Server(wsgi.Server):
         return socket_
 
 
+class _Connection(HTTPConnection):
+    """cheroot leaves its writer to the garbage collector, which complains, from Python 3.13 on, that a client went away."""
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):
+            self.wfile.raw.close()
+
+
 class ControlServer:
     """Serves one node's control endpoints until `close`.
 
@@ -193,6 +204,7 @@ class ControlServer:
             (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2
         )
         self._server.keep_alive_conn_limit = 0
+        self._server.ConnectionClass = _Connection
         self._server.max_request_header_size = HEADER_LIMIT_BYTES
         try:
             self._server.prepare()
