@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import io
 import json
+import logging
 import os
 import shutil
 import socket
@@ -455,6 +456,20 @@ def test_local_ring_flags(failure: Failure, checkpoint: Path, flags: list[str], 
 
 
 # The commands themselves
+
+
+def test_debug_log(
+    failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With -d a failure shows where it came from, and there is a log; without, neither."""
+    monkeypatch.setattr("mdi.cli.output_dir", lambda kind: tmp_path / kind)
+    failure("sample", "--ckpt", tmp_path / "none")
+    assert not (tmp_path / "logs").exists()
+    assert launch("sample", ["--ckpt", str(tmp_path / "none"), "-d"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.name.startswith("logs_sample_") and "Traceback" in log.read_text(encoding="utf-8")
+    assert not logging.getLogger("mdi").handlers and logging.getLogger("mdi").propagate
 
 
 def test_console_command(capsys: pytest.CaptureFixture[str]) -> None:

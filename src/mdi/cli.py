@@ -111,6 +111,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
     finally:
         for number, handler in handlers.items():
             _on_signal(number, handler)
+        _take_down_logging()
 
 
 def ignore_interrupts() -> None:
@@ -159,6 +160,15 @@ def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
         logger.addHandler(file_handler)
         logger.info("debug log: %s", path)
+
+
+def _take_down_logging() -> None:
+    """Leave no open file behind, and the logger as it was, for whoever calls `launch` in a program of their own."""
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers = []
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 def _on_signal(number: signal.Signals, handler: object) -> None:
