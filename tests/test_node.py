@@ -393,7 +393,7 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
 
     monkeypatch.setattr(mdi.node.secondary.Stage, "load", load)
     starter, secondary = ring()
-    monkeypatch.setattr(StarterNode, "_load_stage", lambda self: None)
+    monkeypatch.setattr(StarterNode, "_load_stage", lambda self, check: None)
     with pytest.raises(MdiError, match="secondary0 could not get ready: MemoryError: no more of it"):
         generate(starter)
     starter.close()
