@@ -480,8 +480,8 @@ def test_console_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in shown for command in COMMANDS)
     with pytest.raises(SystemExit, match="2"):
         main(["dance"])
-    with pytest.raises(SystemExit, match="2"):
-        main([])
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         main(["starter", "--version"])
     assert mdi.__version__ in capsys.readouterr().out
@@ -523,3 +523,16 @@ def test_missing_libraries_are_told_in_one_line(name: str, tmp_path: Path) -> No
     assert "Traceback" not in done.stderr, done.stderr
     lines = done.stderr.strip().splitlines()
     assert lines[-1].startswith("error: ") and "not installed" in lines[-1] and "requirements.txt" in lines[-1], lines
+
+
+def test_what_nobody_foresaw_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> int:
+        raise RuntimeError("out of memory\nand many more lines")
+
+    monkeypatch.setattr("mdi.cli_starter._generate", fail)
+    assert launch("sample", ["--ckpt", "nowhere", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "error: RuntimeError: out of memory (-d shows where)\n"
+    assert json.loads(out)["samples"] == []

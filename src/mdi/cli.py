@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="what to do")
+    if not args:
+        parser.print_help()
+        return 2
     parser.parse_args(args[:1])
     return 0
 
@@ -100,14 +103,20 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
             file=sys.stderr,
         )
         return 1
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:  # a defect, or a machine at its limits: memory, a driver, a disk
+        if is_debugging:
+            raise
+        reason = (str(e).splitlines() or [""])[0]
+        print(f"error: {type(e).__name__}: {reason} (-d shows where)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as e:
         handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
         status = 143 if isinstance(e, Terminated) else 130
         _leave_threads_behind(threads_before, status)
         return status
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     finally:
         for number, handler in handlers.items():
             _on_signal(number, handler)

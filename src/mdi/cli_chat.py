@@ -11,8 +11,11 @@ An empty line or Ctrl-D ends the chat, /new forgets what was said, Ctrl-C ends a
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +77,14 @@ def _drive(node: StarterNode) -> None:
 def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
+    lines = Lines(lambda: node.failed)
     while not node.failed:
         if is_terminal:
             print(">> User: ", end="", flush=True)
-        line = sys.stdin.readline()
+        line = lines.next()
         if not line.strip():
+            if node.failed:
+                print()
             break
         if line.strip() == "/new":
             history.clear()
@@ -89,9 +95,16 @@ def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
 
 def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
     """Stream one answer; its text."""
+    from mdi.errors import UsageError
+
     ids = _fit(node, history, question, params.n_tokens)
     if ids is None:
         print(f"error: this message alone does not fit into {node.max_length} tokens", file=sys.stderr)
+        return ""
+    try:
+        node.check_prompt(ids)
+    except UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
         return ""
     print(">> Reply: ", end="", flush=True)
     sample = node.submit(question, ids, params, stop, lambda _, text: print(text or "\n", end="", flush=True))
@@ -101,7 +114,41 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
     except KeyboardInterrupt:
         sample.cancel("cancelled")
         sample.ended.wait(5)
+    if node.failed:
+        print()
     return sample.text
+
+
+class Lines:
+    """Lines of stdin, with an eye on something else while none comes.
+
+    Args:
+        is_over: asked twice a second; once it is true, waiting ends.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._read = b""
+
+    def next(self) -> str:
+        """The next line; "" at the end of the input, or when it is over."""
+        try:
+            fd = sys.stdin.fileno()
+        except (OSError, ValueError):  # not a real file
+            return sys.stdin.readline()
+        if sys.platform == "win32":  # which cannot wait for a console and for something else
+            return sys.stdin.readline()
+        while b"\n" not in self._read:
+            if self._is_over():
+                return ""
+            if not select.select([fd], [], [], 0.5)[0]:
+                continue
+            data = os.read(fd, 65536)
+            if not data:
+                break
+            self._read += data
+        line, newline, self._read = self._read.partition(b"\n")
+        return (line + newline).decode(errors="replace")
 
 
 def _fit(node: StarterNode, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:

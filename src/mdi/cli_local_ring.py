@@ -25,13 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
     parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
     cli_starter.add_arguments(parser)
+    parser.set_defaults(nodes_config=None)
 
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.cli_starter import run_on
+    from mdi.errors import UsageError
     from mdi.node.local import LocalRing
 
+    if args.nodes_config is not None:
+        raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
     with contextlib.ExitStack() as stack:
         rings: list[LocalRing] = []
 

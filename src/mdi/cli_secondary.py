@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("FILE", "INDEX"),
         default=[str(default_nodes_config()), "0"],
         help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX for a file that describes "
-        "one secondary alone); default: %(default)s",
+        "one secondary alone); default: settings_distr/configuration.json 0",
     )
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")

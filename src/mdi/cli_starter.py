@@ -120,7 +120,9 @@ def add_generation_flags(
         "--prompt-style", default="auto", metavar="auto|none|NAME", help="how a prompt is wrapped for the model (%(default)s: "
         "as the checkpoint wants it)",
     )  # fmt: skip
-    generation.add_argument("--seed", type=int, default=10137, help="%(default)s")
+    generation.add_argument(
+        "--seed", type=int, default=10137, help="of the random draws: the same seed gives the same texts (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,12 +139,10 @@ def run_on(
     Args:
         check: called again and again while the nodes get ready; raises if that has become pointless.
     """
-    from mdi.errors import MdiError
-
     try:
         return _generate(args, cluster_of(), check)
-    except (MdiError, KeyboardInterrupt) as e:
-        if args.json and not getattr(e, "is_reported", False):
+    except (Exception, KeyboardInterrupt) as e:
+        if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             _print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
@@ -154,6 +154,8 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
     from mdi.node.starter import StarterNode
     from mdi.text import read_prompts
 
+    if not 0 <= getattr(args, "wait", 0.0) < float("inf"):
+        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
     prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
@@ -207,13 +209,10 @@ def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
 
     encoded = [node.codec.encode_prompt(prompt) for prompt in prompts]
     for i, ids in enumerate(encoded):
-        if not ids:
-            raise UsageError(f"prompt {i} has no tokens: give it some text")
-        if len(ids) > node.context_length:
-            raise UsageError(
-                f"prompt {i} has {len(ids)} tokens, but the context holds {node.context_length}: shorten it, or choose a "
-                "larger --sequence-length if the model allows it"
-            )
+        try:
+            node.check_prompt(ids)
+        except UsageError as e:
+            raise UsageError(f"prompt {i}: {e}") from None
     return encoded
 
 
@@ -251,37 +250,27 @@ def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException 
     from mdi.metrics import format_report
 
     metrics = node.metrics()
-
     if args.json:
         result = metrics.to_json()
-        _print_json(
-            result if failure is None else {"error": str(failure) or "interrupted", "samples": result["samples"]}
-        )
-        return
-    if failure is not None:
-        print("\nwhat each sample had reached:")
-    if failure is not None or not was_streamed:
+        if failure is not None:
+            result = {"error": str(failure) or "interrupted", "samples": result["samples"]}
+        _print_json(result)
+    elif failure is not None or not was_streamed:
+        if failure is not None and metrics.samples:
+            print("\nwhat each sample had reached:")
         for i, sample in enumerate(metrics.samples):
             print(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
     if failure is None:
-        print("\n" + format_report(metrics))
+        if not args.json:
+            print("\n" + format_report(metrics))
         _write_files(args, metrics, node.context_length)
 
 
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
+    """What --time-run and --plots ask for; told on stderr, for stdout may be a program's."""
     from mdi.cli import output_dir
     from mdi.metrics import append_time_run, tokens_over_time, write_tokens_csv
 
-    if args.plots:
-        from mdi.plots import plot_tokens_over_time
-
-        csv = write_tokens_csv(output_dir("logs"), metrics)
-        print(f"wrote {csv}")
-        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
-        series["all samples"] = tokens_over_time(metrics.samples)
-        image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
-        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
-        print(f"wrote {image}")
     if args.time_run is not None:
         append_time_run(
             args.time_run,
@@ -290,6 +279,16 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
             context_size=context_size,
             gen_time_s=metrics.duration_s,
         )
+    if args.plots:
+        from mdi.plots import plot_tokens_over_time
+
+        csv = write_tokens_csv(output_dir("logs"), metrics)
+        logger.info("wrote %s", csv)
+        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
+        series["all samples"] = tokens_over_time(metrics.samples)
+        image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
+        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
+        logger.info("wrote %s", image)
 
 
 def _print_json(result: dict[str, Any]) -> None:

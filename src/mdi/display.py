@@ -6,6 +6,8 @@ import sys
 from typing import TextIO
 
 WIDTH = 88
+# What a model writes must not move the cursor or change the terminal.
+_INVISIBLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 
@@ -24,6 +26,10 @@ class Stream:
 
     def show(self, index: int, text: str) -> None:
         """A piece of sample `index`; "" when it has ended."""
+        if text and self._is_terminal:
+            text = text.translate(_INVISIBLE)
+            if not text:
+                return
         if self._n_samples == 1:
             self._out.write(text or "\n")
             self._out.flush()

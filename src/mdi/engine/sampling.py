@@ -51,8 +51,9 @@ class Sampler:
     def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
         """Temperature, then top-k, then top-p, then one draw by inversion of the cumulative distribution."""
         k = min(params.top_k or logits.numel(), logits.numel())
-        values, ids = torch.topk(logits.float() / params.temperature, k)  # sorted, the most probable first
-        probs = torch.softmax(values, dim=-1).cpu()
+        values, ids = torch.topk(logits.float(), k)  # sorted, the most probable first
+        # The largest is subtracted first: divided by a tiny temperature it would be infinite.
+        probs = torch.softmax((values - values[0]) / params.temperature, dim=-1).cpu()
         cumulative = probs.cumsum(dim=-1)
         if params.top_p < 1:
             n_kept = int((cumulative - probs < params.top_p).sum())  # the token that passes top_p is still in

@@ -153,6 +153,11 @@ class StarterEngine:
             x = rows_of(frame, self._stage.config.n_embd, self._device, self._dtype)
             if x.size(0) != len(wanting):
                 raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
+            if not bool(torch.isfinite(x).all()):
+                raise EngineError(
+                    "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
+                    "(--dtype float32 or bfloat16 there), or damaged weights"
+                )
             logits = self._stage.head(x)
             drawn = self._sampler.sample(logits, self._who(wanting))
             tokens = dict(zip(wanting, drawn, strict=True))

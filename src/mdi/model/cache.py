@@ -26,8 +26,10 @@ class CacheShape:
     v_size: int
     window: int | None = None
 
-    def bytes_per_position(self, itemsize: int) -> int:
-        return self.n_groups * (self.k_size + self.v_size) * itemsize
+    def n_bytes(self, length: int, itemsize: int) -> int:
+        """What a sequence of `length` tokens takes."""
+        kept = length if self.window is None else min(length, self.window + WINDOW_SLACK)
+        return self.n_groups * (self.k_size + self.v_size) * itemsize * kept
 
 
 class BlockCache:

@@ -83,6 +83,12 @@ class Stage(nn.Module):
                     f"tensor {name} has the shape {list(tensor.shape)}, expected {list(wanted[name].shape)}"
                 )
 
+    def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
+        """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
+        tables = 2 * 4 * max_length * self.config.rope_n_elem * (2 if self.config.rope_local_base_freq else 1)
+        caches = (block.attn.cache_shape.n_bytes(max_length, dtype.itemsize) for block in self.blocks)
+        return tables + sum(caches)
+
     def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
 

@@ -68,6 +68,11 @@ class Fault:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:
         try:
             fields = json.loads(bytes(data))
-            return cls(str(fields["node"]), str(fields["message"]), str(fields["reporter"]))
+            return cls(*(_printable(fields[key]) for key in ("node", "message", "reporter")))
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls("", "an error report that cannot be read", "")
+
+
+def _printable(value: Any) -> str:
+    """Text of a peer for one line of a terminal."""
+    return "".join(c if c.isprintable() else " " for c in str(value))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import psutil
 import torch
 
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
+from mdi.model.stage import Stage
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
@@ -74,6 +76,17 @@ def cpu_multiplies_bfloat16() -> bool:
         return True
     arm = getattr(torch.cpu, "_is_arm_bf16_supported", None)  # absent in some releases
     return bool(arm is not None and arm())
+
+
+def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UsageError if not even one sequence of full length fits into the memory that is left."""
+    needed = stage.run_bytes(max_length, dtype)
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
+            f"{stage.stop}), but {available / 1e9:.1f} GB are left: ask for fewer tokens, or a smaller --sequence-length"
+        )
 
 
 def set_threads(n_threads: int | None) -> None:

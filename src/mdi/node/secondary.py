@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
 
@@ -131,6 +132,7 @@ class SecondaryNode:
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
+        self._probe_cache()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self._listener = RingListener(sock, name)
         self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
@@ -138,6 +140,17 @@ class SecondaryNode:
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
             *(name, self.config.listen_addr, self.control_port, self.ring_port, self._device),
         )
+
+    def _probe_cache(self) -> None:
+        """A place for weights that cannot be written to is told now, not in the middle of the first run."""
+        try:
+            self._store.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._store.directory):
+                pass
+        except OSError as e:
+            raise UsageError(
+                f"cannot keep weights in {self._store.directory} ({e.strerror or e}): choose a place with --cache-dir"
+            ) from None
 
     @property
     def control_port(self) -> int:
@@ -285,6 +298,7 @@ class SecondaryNode:
         self._wait_for_parts(job)
         device, dtype, stage = self._load(job)
         request = job.request
+        check_room(stage, request.max_length, device, dtype)
         stage.prepare(request.max_length, device, dtype)
         seat = Seat(
             int(request.epoch, 16),

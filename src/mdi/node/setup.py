@@ -132,7 +132,10 @@ class SecondarySetup:
             self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
         try:
-            return [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
+            parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
+            if any(not 0 <= have <= part.n_bytes for part, have in parts):
+                raise ValueError
+            return parts
         except (KeyError, TypeError, ValueError):
             raise ControlError(f"{self._client.where} names missing parts in a way that cannot be read") from None
 
@@ -187,13 +190,16 @@ class SecondarySetup:
         return status
 
     def _watch_node(self) -> None:
-        """Ask for a sign of life while the other thread sends, or waits for a disk: this needs no answer from those."""
-        while not self._done.is_set() and not self._cancelled.is_set():
+        """Ask for a sign of life, and give one, until all nodes are ready: this needs no answer from sender or disk.
+
+        A node that is ready before the others must not take its starter for dead while those still load.
+        """
+        while not self._cancelled.is_set() and self.error is None:
             try:
                 self._status()
             except MdiError as e:
                 return self._fail(e)
-            self._done.wait(1.0)
+            self._cancelled.wait(1.0)
 
     def _status(self) -> dict[str, Any]:
         try:

@@ -29,14 +29,14 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sampling import seed_of
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format, quantizer
 from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
@@ -115,7 +115,8 @@ class StarterNode(StatusOnly):
         self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
         self.config = Config(**self._weights.config)
         self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, options.quantize is not None)
-        self.codec = TextCodec.from_checkpoint(self._weights.directory, options.prompt_style)
+        self._directory = self._weights.directory
+        self.codec = TextCodec.from_checkpoint(self._directory, options.prompt_style)
 
     @property
     def context_length(self) -> int:
@@ -128,6 +129,21 @@ class StarterNode(StatusOnly):
                 f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size}"
             )
         return wanted
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
+        if not prompt_ids:
+            raise UsageError("a prompt without any token cannot be continued: give it some text")
+        if len(prompt_ids) > self.context_length:
+            raise UsageError(
+                f"a prompt has {len(prompt_ids)} tokens, but the context holds {self.context_length}: shorten it, or choose "
+                "a larger --sequence-length if the model allows it"
+            )
+        if max(prompt_ids) >= self.config.padded_vocab_size:
+            raise UsageError(
+                f"a prompt has the token {max(prompt_ids)}, but the model knows {self.config.padded_vocab_size} tokens: the "
+                f"tokenizer in {self._directory} belongs to another model"
+            )
 
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
         """Get all nodes ready: weights where they belong, stages built.
@@ -177,6 +193,7 @@ class StarterNode(StatusOnly):
         on_text: OnText | None = None,
     ) -> Sample:  # fmt: skip
         """Queue a sample; its own generator is seeded by params.seed and its number in this run."""
+        self.check_prompt(prompt_ids)
         index = len(self.samples)
         sample = Sample(index, prompt, prompt_ids, self.codec, stop, self._begin, on_text)
         params = replace(
@@ -194,6 +211,10 @@ class StarterNode(StatusOnly):
         """Run until all submitted samples have ended; RingError if the ring breaks before."""
         try:
             self.engine.run()
+        except MdiError:
+            raise
+        except Exception as e:  # out of memory, say: what the samples have reached is still to be told
+            raise EngineError(f"starter failed: {type(e).__name__}: {e}") from e
         finally:
             self._end = time.perf_counter()
 
@@ -332,6 +353,7 @@ class StarterNode(StatusOnly):
             return weights.verified_tensors(part)
 
         self._stage.load(parts, tensors, self._device, self._dtype, finish)
+        check_room(self._stage, self.max_length, self._device, self._dtype)
         self._stage.prepare(self.max_length, self._device, self._dtype)
         if self._options.compile:
             self._stage.compile()
@@ -382,7 +404,12 @@ class StarterNode(StatusOnly):
         for name, blocks, measured in zip(
             self.names[1:], self._weights.blocks[1:], self.secondary_metrics or [{}] * len(self._clients), strict=True
         ):
-            nodes.append(NodeMetrics.from_json({"name": name, "layers": list(blocks), **_ZERO, **measured}))
+            fields = {"name": name, "layers": list(blocks)}
+            try:
+                nodes.append(NodeMetrics.from_json({**_ZERO, **measured, **fields}))
+            except (ControlError, TypeError) as e:  # a run is not lost for what a node says of it
+                logger.warning("the measurements of %s cannot be read: %s", name, e)
+                nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
         return nodes
 
 

@@ -1,0 +1,102 @@
+"""What a starter makes of nodes that are slow, or say strange things, and of runs that cannot work."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mdi.node.device
+import mdi.node.secondary
+from mdi.cli import launch
+from mdi.errors import ControlError, EngineError, MdiError, UsageError
+from mdi.model.stage import Stage
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode
+from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
+from tiny_checkpoint import reference
+
+Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
+
+
+def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The starter takes several times as long as a node waits for one that says nothing."""
+    monkeypatch.setattr(mdi.node.secondary, "LEASE_S", 2.0)
+    load = StarterNode._load_stage
+
+    def load_late(self: StarterNode, check: Callable[[], None]) -> None:
+        threading.Event().wait(6.0)
+        load(self, check)
+
+    monkeypatch.setattr(StarterNode, "_load_stage", load_late)
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+
+
+def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    class Overflowing(Stage):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(*args, **kwargs) * float("inf")
+
+    monkeypatch.setattr(mdi.node.secondary, "Stage", Overflowing)
+    starter, secondary = ring()
+    with pytest.raises(EngineError, match="not finite.*--dtype float32"):
+        generate(starter)
+    starter.close()
+    wait_state(secondary, "READY")
+
+
+def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    status = SecondaryNode.status
+    monkeypatch.setattr(SecondaryNode, "status", lambda self, run: {**status(self, run), "metrics": {"frames": "many"}})
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+    node = starter.metrics().nodes
+    assert [n.name for n in node] in (["starter", "secondary0"], [])
+
+
+def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    missing_of = SecondaryNode._missing_of
+
+    def odd(self: SecondaryNode, job: Any) -> Any:
+        missing = missing_of(self, job)
+        return missing and [{**entry, "have_bytes": -5} for entry in missing]
+
+    monkeypatch.setattr(SecondaryNode, "_missing_of", odd)
+    starter, _ = ring()
+    with pytest.raises(ControlError, match="cannot be read"):
+        generate(starter)
+
+
+def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    little = SimpleNamespace(available=1000)
+    starter, _ = ring()
+    monkeypatch.setattr(mdi.node.device.psutil, "virtual_memory", lambda: little)
+    with pytest.raises(MdiError, match="ask for fewer tokens"):
+        generate(starter)
+
+
+def test_prompts_that_cannot_be_continued(ring: Ring) -> None:  # noqa: F811
+    starter, _ = ring()
+    starter.open()
+    for ids, words in (([], "without any token"), ([1] * 5000, "holds"), ([1, 10**6], "belongs to another model")):
+        with pytest.raises(UsageError, match=words):
+            starter.check_prompt(ids)
+
+
+def test_json_does_not_swallow_what_else_was_asked_for(
+    plain_checkpoint: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = tmp_path / "times.csv"
+    flags = ["--prompt", "The ring", "--prompt-style", "none", "--n-tokens", "3", "--json", "--time-run", str(times)]
+    assert launch("sample", ["--ckpt", str(plain_checkpoint), "--device", "cpu", *flags]) == 0
+    assert len(json.loads(capsys.readouterr().out)["samples"]) == 1
+    assert len(times.read_text().splitlines()) == 2
