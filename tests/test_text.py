@@ -527,7 +527,7 @@ def test_prompts_for_samples(caplog):
     with caplog.at_level(logging.WARNING, "mdi.text"):
         assert not caplog.records
         assert read_prompts(["a", "b", "c"], 2) == ["a", "b"]
-    assert "3 prompts for 2 samples" in caplog.text
+    assert "1 of the 3 prompts are left out" in caplog.text
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])

@@ -234,7 +234,8 @@ def test_a_hello_of_a_later_version_may_say_more() -> None:
 def test_a_fault_fits_a_handshake_whatever_it_says(node: str, message: str, reporter: str) -> None:
     frame = Frame.message(Kind.ERROR, 1, Fault(node, message, reporter).to_bytes())
     found = Fault.from_bytes(decoded(encoded(frame), HANDSHAKE_LIMITS).payload)
-    assert found == Fault(node[:40], message[:500], reporter[:40])
+    shown = ["".join(c if c.isprintable() else " " for c in text) for text in (node[:40], message[:500], reporter[:40])]
+    assert found == Fault(*shown)  # a terminal's control characters have no place in a report
 
 
 @pytest.mark.parametrize("text", ["\U0001f600" * 1000, "\x00" * 1000, "\ud800" * 1000, '"\\' * 1000])

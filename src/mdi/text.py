@@ -295,7 +295,9 @@ def read_prompts(values: Sequence[str], n_samples: int | None = None, default: i
     if n_samples is None:
         n_samples = default if len(prompts) == 1 else len(prompts)
     if n_samples < len(prompts):
-        _log.warning("%d prompts for %d samples: only the first %d are used", len(prompts), n_samples, n_samples)
+        _log.warning(
+            "--n-samples is %d: %d of the %d prompts are left out", n_samples, len(prompts) - n_samples, len(prompts)
+        )
     return [prompts[i % len(prompts)] for i in range(n_samples)]
 
 

@@ -105,9 +105,9 @@ def _torch_load(path: Path) -> Any:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except Exception as e:  # what torch raises for a file that is no checkpoint is not documented: of many kinds
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        if type(e).__name__ == "UnpicklingError":
+        if type(e).__name__ == "UnpicklingError":  # torch's own words advise to read it without the restriction
             raise CheckpointError(
-                f"{path} is refused: it is damaged, or holds more than weights, which could run code when read ({reason})"
+                f"{path} is refused: it is damaged, or holds more than weights, which could run code when read"
             ) from None
         raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {reason}") from None
 

@@ -25,7 +25,7 @@ from mdi.errors import ControlError, MdiError, UsageError
 
 JSON_LIMIT_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 64 << 10
-N_THREADS = 16
+N_THREADS = 40  # of them, 20 may be held by clients that dribble, and the starter is still answered
 REQUEST_TIMEOUT_S = 10
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
 
+DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
 CHUNK_ROWS = 64  # prompt rows per frame: small enough that stages overlap during prefill (DESIGN: measured)
 
 
@@ -169,7 +170,7 @@ class Scheduler:
         # An even share, so that frames which have become unequal even out. With few sequences some frames stay away: a
         # round takes as long, and the weights are read less often.
         n_decoding = len(self._running) - len(self._prefilling)
-        share = -(-n_decoding // self.n_frames)
+        share = min(-(-n_decoding // self.n_frames), DECODE_ROWS)
         slices: list[PlannedSlice] = []
         while self._ready and len(slices) < share:
             slices.append(self._cut(self._ready.popleft(), 1))

@@ -37,6 +37,7 @@ from mdi.errors import WireError
 
 MAGIC = b"MDIr"
 VERSION = 1
+FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 _HEADER = struct.Struct("<4sBBBBQQIIIIQI")
 _SLICE = struct.Struct("<QIII")
 _SEQ_ID = struct.Struct("<Q")
@@ -84,7 +85,7 @@ class Slice:
 class Limits:
     """What a receiver accepts; a frame beyond it is refused before its payload is allocated."""
 
-    max_rows: int = 1 << 16
+    max_rows: int = FRAME_ROWS
     max_cols: int = 1 << 17
     max_slices: int = 1 << 16
     max_payload_bytes: int = 1 << 30

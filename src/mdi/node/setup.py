@@ -100,7 +100,7 @@ class SecondarySetup:
                     raise NodeLostError(
                         self.name, f"{e}: is secondary.py running there, and are address and communication port right?"
                     ) from None
-                if attempt == 2:
+                if attempt == 6:  # three seconds: what is just starting is not worth a word
                     logger.info("waiting for %s (up to %.0f s): %s", self.name, self._wait_s, e)
                 self._cancelled.wait(0.5)
         if status.get("control_version") != CONTROL_VERSION:

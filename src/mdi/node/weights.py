@@ -41,6 +41,10 @@ class StarterWeights:
             raise
 
     def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+        if ckpt is not None and ckpt.is_file():
+            raise UsageError(
+                f"--ckpt {ckpt} is a file: give the directory that it is in (a chunk is given with --chunk)"
+            )
         if chunk is not None:
             self._take_chunks(self._starter_chunk(chunk, n_nodes), n_nodes)
             self.directory = ckpt or Path(chunk).absolute().parent.parent.parent
