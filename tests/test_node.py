@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import mdi.net.link
+import mdi.node.job
 import mdi.node.secondary
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import ChunkFile, open_source
@@ -453,7 +454,7 @@ def _pieces(n_bytes: int) -> Callable[[int], bytes]:
 
 
 def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.secondary, "LEASE_S", 0.3)
+    monkeypatch.setattr(mdi.node.job, "LEASE_S", 0.3)
     _, secondary = ring()
     secondary.init(request())
     assert "silent" in wait_state(secondary, "IDLE")["error"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mdi.node.device
+import mdi.node.job
 import mdi.node.secondary
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
@@ -27,7 +28,7 @@ Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
-    monkeypatch.setattr(mdi.node.secondary, "LEASE_S", 2.0)
+    monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
     load = StarterNode._load_stage
 
     def load_late(self: StarterNode, check: Callable[[], None]) -> None:

@@ -35,52 +35,9 @@ from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import check_room, choose_device, choose_dtype
-
-LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
+from mdi.node.job import Abandoned, Job
 
 logger = logging.getLogger("mdi")
-
-
-class _Abandoned(MdiError):
-    """The run ended before it began."""
-
-
-class _Job:
-    """One run that this node was asked to take part in.
-
-    Attributes:
-        missing: parts that the starter has to send, by sha256; None until that is known.
-        failure: what went wrong while they came.
-    """
-
-    def __init__(self, request: InitRequest) -> None:
-        self.request = request
-        self.missing: dict[str, PartSpec] | None = None
-        self.failure: MdiError | None = None
-        self.total_bytes = 0
-        self.received_bytes = 0
-        self.changed = threading.Condition()
-        self.stopped = False
-        self._last_sign = time.monotonic()
-
-    def touch(self) -> None:
-        self._last_sign = time.monotonic()
-
-    @property
-    def run(self) -> str:
-        return self.request.epoch
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.stopped or time.monotonic() - self._last_sign > LEASE_S
-
-    def check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if self.stopped:
-            raise _Abandoned("the starter ended the run before it began")
-        if self.is_abandoned:
-            raise _Abandoned(f"the starter has been silent for {LEASE_S:.0f} s: given up")
 
 
 class SecondaryNode:
@@ -114,8 +71,8 @@ class SecondaryNode:
         choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
         self._compile = compile_stage
         self._lock = threading.Lock()
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._job: _Job | None = None
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._job: Job | None = None
         self._last_run = ""
         self._state = "IDLE"
         self._error: str | None = None
@@ -213,7 +170,7 @@ class SecondaryNode:
             "metrics": metrics if is_known else None,
         }
 
-    def _missing_of(self, job: _Job) -> list[dict[str, Any]] | None:
+    def _missing_of(self, job: Job) -> list[dict[str, Any]] | None:
         """What the starter has to send, and how much of it is here from an earlier try; None until it is known."""
         missing = job.missing
         if missing is None:
@@ -226,7 +183,7 @@ class SecondaryNode:
             if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
                 raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
             self._error, self._metrics = None, None
-            job = _Job(request)
+            job = Job(request)
             self._job, self._state, self._last_run = job, "LOADING", request.epoch
         self._jobs.put(job)
         return {}
@@ -274,11 +231,11 @@ class SecondaryNode:
 
     # The work, on the main thread
 
-    def _work(self, job: _Job) -> None:
+    def _work(self, job: Job) -> None:
         error = None
         try:
             self._serve(job)
-        except _Abandoned as e:
+        except Abandoned as e:
             logger.info("%s: %s", self.config.name, e)
             error = str(e)
         except RingError as e:
@@ -294,7 +251,7 @@ class SecondaryNode:
             self._state, self._error = ("IDLE", error) if error else ("READY", None)
         logger.info("%s waits for the next run", self.config.name)
 
-    def _serve(self, job: _Job) -> None:
+    def _serve(self, job: Job) -> None:
         self._wait_for_parts(job)
         device, dtype, stage = self._load(job)
         request = job.request
@@ -363,7 +320,7 @@ class SecondaryNode:
                 ring.inbox.wait_s,
             )
 
-    def _wait_for_parts(self, job: _Job) -> None:
+    def _wait_for_parts(self, job: Job) -> None:
         """Find out what is missing (hashing a checkpoint may take a while), and wait until it has come."""
         missing = self._missing(job)
         self._check_disk(missing)
@@ -383,7 +340,7 @@ class SecondaryNode:
                 next_report += 2
                 logger.info("%s: %.1f of %.1f MB", self.config.name, job.received_bytes / 1e6, job.total_bytes / 1e6)
 
-    def _load(self, job: _Job) -> tuple[torch.device, torch.dtype, Stage]:
+    def _load(self, job: Job) -> tuple[torch.device, torch.dtype, Stage]:
         """The stage of a run; the one in memory, if it is the same."""
         request = job.request
         device = self._device
@@ -427,7 +384,7 @@ class SecondaryNode:
             return None
         return wished
 
-    def _missing(self, job: _Job) -> list[PartSpec]:
+    def _missing(self, job: Job) -> list[PartSpec]:
         source, request = self._weights, job.request
         own: set[str] = set()
         if source is not None and source.config_hash == request.config_hash:
@@ -467,7 +424,7 @@ class SecondaryNode:
             )
 
     @staticmethod
-    def _end(job: _Job, ring: TcpRing | None) -> None:
+    def _end(job: Job, ring: TcpRing | None) -> None:
         with job.changed:
             job.stopped = True
             job.changed.notify_all()
