@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
@@ -114,7 +115,7 @@ def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sender, receiver = pair
-    huge = struct.pack("<4sBBBBQQIIIIQ", b"MDIr", 1, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 1 << 16, 1 << 17, 1 << 35)
+    huge = struct.pack("<4sBBBBQQIIIIQ", b"MDIr", 1, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 1 << 13, 1 << 17, 1 << 32)
     sender.sendall(huge + struct.pack("<I", zlib.crc32(huge)))
     taken: list[int] = []
 
@@ -223,6 +224,20 @@ def test_a_peer_that_stops_within_a_frame_is_lost_too(
     pair[0].sendall(encode_head(batch(1)))
     assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
     one.close()
+
+
+def test_a_frame_that_never_ends_is_not_waited_for(
+    pair: tuple[socket.socket, socket.socket], received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes keep coming, so the peer is not silent."""
+    monkeypatch.setattr(link_module, "PATIENCE_S", 0.2)
+    pair[0].sendall(encode_head(batch(0)))
+    pause = threading.Event()
+    while received.lost.empty():
+        with contextlib.suppress(OSError):
+            pair[0].send(b"x")
+        pause.wait(0.05)
+    assert "bytes are still missing" in received.lost.get(timeout=DEADLINE_S)
 
 
 def test_a_slow_engine_is_not_taken_for_dead(

@@ -20,6 +20,9 @@ from mdi.net.wire import HEADER_BYTES, Frame, Kind, Limits, decode_frame, decode
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead
 JOIN_S = 10.0
+# Each byte is a sign of life, but a frame must end: no link that a ring can use is slower than this.
+PATIENCE_S = 30.0
+SLOWEST_BYTES_PER_S = 10_000
 
 
 class BufferPool:
@@ -94,6 +97,7 @@ def read_frame(sock: socket.socket, limits: Limits, pool: BufferPool | None = No
 
 def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) -> bool:
     done = 0
+    deadline = None
     while done < len(view):
         n = sock.recv_into(view[done:])
         if n == 0:
@@ -101,6 +105,11 @@ def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) 
                 return False
             raise WireError(f"the connection was closed {len(view) - done} bytes before the end of a frame")
         done += n
+        now = time.monotonic()
+        if deadline is None:  # the clock runs from the first byte on: before it, silence is what is measured
+            deadline = now + PATIENCE_S + len(view) / SLOWEST_BYTES_PER_S
+        if now > deadline and done < len(view):
+            raise WireError(f"a frame came in so slowly that {len(view) - done} of {len(view)} bytes are still missing")
     return True
 
 
