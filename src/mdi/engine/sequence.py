@@ -32,7 +32,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.n_tokens < 1:
             raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}")
-        if not 0 <= self.temperature < float("inf"):
+        if not self.temperature >= 0:
             raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top-k must be at least 1, got {self.top_k}")
