@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
 
 from families import FAMILIES, config_of
+from mdi.checkpoint.files import replacing
 from mdi.checkpoint.layout import read_header
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
     PartInfo,
     part_of,
-    replacing,
     serialize,
     serialized_bytes,
     sha256_of,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi import cli_data
+from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.data import (
     encode_texts,
@@ -22,7 +23,6 @@ from mdi.training.data import (
     read_text,
     write_data_set,
 )
-from mdi.training.storage import replacing
 from mdi.training.vocabulary import EOS_TOKEN, Vocabulary, load_vocabulary, train_vocabulary
 
 TEXT = "The cat sat on the mat.\n\n  Was it the cat?\r\nIt was; the dog\tslept.\n" * 40
@@ -222,6 +222,6 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(CheckpointError, match=r"file could not be written: No space left.*unchanged"), replacing(path):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file: No space left.*unchanged"), replacing(path):
         raise OSError(28, "No space left on device")
     assert path.read_bytes() == b"old"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.files import replacing
 from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
-from mdi.checkpoint.parts import PartInfo, part_of, replacing, spec_bytes, stage_parts, tensor_bytes
+from mdi.checkpoint.parts import PartInfo, part_of, spec_bytes, stage_parts, tensor_bytes
 from mdi.checkpoint.source import ChunkFile, WeightSource
 from mdi.checkpoint.split import ranges
 from mdi.config import nearest_existing

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from mdi.checkpoint.files import replacing
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.layout import TensorSpec
-from mdi.checkpoint.parts import replacing, stage_parts
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.source import CONFIG_FILE, WEIGHT_FILES
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.convert import is_hf_dir, is_lit_dir, weight_files
-from mdi.checkpoint.parts import replacing
+from mdi.checkpoint.files import replacing
 from mdi.config import nearest_existing
 from mdi.errors import DownloadError
 

@@ -7,9 +7,7 @@ machines that torch runs on in practice). Knows nothing of configurations, nor o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mdi.checkpoint.files import replacing
 from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.errors import CheckpointError
 
@@ -113,27 +112,6 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> PartInfo:
             file.write(piece)
             n_bytes += len(piece)
     return PartInfo(path.stem, digest.hexdigest(), n_bytes)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Any]:
-    """A binary file to write, which takes the place of `path` when the block ends well, and else is removed.
-
-    Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
-    """
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as e:
-        raise CheckpointError(f"cannot write {path}: {e.strerror or e}") from e
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

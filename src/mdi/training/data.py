@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
-from mdi.training.storage import make_folder, missing, replacing, sha256_file
+from mdi.training.storage import make_folder, missing, sha256_file
 from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
 
 # Token ids on disk: uint16 or uint32, little-endian.

@@ -14,8 +14,9 @@ import yaml
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError
-from mdi.training.storage import missing, replacing
+from mdi.training.storage import missing
 
 WEIGHTS_NAME = "lit_model.pth"
 

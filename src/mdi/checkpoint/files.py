@@ -1,0 +1,32 @@
+"""Files that appear whole or not at all. Knows nothing of what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from mdi.errors import CheckpointError, MdiError
+
+
+@contextlib.contextmanager
+def replacing(path: Path, error: type[MdiError] = CheckpointError) -> Iterator[BinaryIO]:
+    """A binary file to write, which takes the place of `path` when the block ends well, and else is removed.
+
+    Raises:
+        error: the operating system refused (no space, no permission, ...); `path` is as it was.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as e:
+        raise error(f"cannot write {path}: {e.strerror or e}; what was there before is unchanged") from e
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
