@@ -84,10 +84,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
     )
     model.add_argument(
-        "--quantize", metavar="FORMAT", help="bring the blocks' weights into fp16 or int8 when they are loaded (CPU only): "
-        "less memory and faster; a secondary may choose its own",
+        "--quantize", metavar="FORMAT", help="hold the blocks' weights in fp16, int8 or int4 (CPU only): less memory "
+        "and faster; a secondary may choose its own. prepare_model.py --quantize stores them so",
     )  # fmt: skip
-    model.add_argument("--quantize-head", metavar="FORMAT", help="the same for the head (default: as --quantize)")
+    model.add_argument(
+        "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
+    )
     model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "

@@ -28,7 +28,8 @@ from mdi.control.server import ControlServer
 from mdi.engine.secondary import SecondaryLoop
 from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.metrics import peak_rss_bytes
-from mdi.model.formats import check_format, quantizer
+from mdi.model.formats import check_format
+from mdi.model.quantize import Quantizer
 from mdi.model.stage import Stage
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
@@ -366,7 +367,7 @@ class SecondaryNode:
                 return source.tensors(name)
             return self._store.tensors(shas[name])
 
-        stage.load(list(shas), tensors, device, dtype, quantizer(quantize, None))
+        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key

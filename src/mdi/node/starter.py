@@ -31,7 +31,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
-from mdi.model.formats import check_format, quantizer
+from mdi.model.formats import check_format
+from mdi.model.quantize import Quantizer
 from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
@@ -345,14 +346,14 @@ class StarterNode(StatusOnly):
         assert weights is not None
         stop = weights.blocks[0][1]
         self._stage = StarterStage(self.config, stop)
-        finish = quantizer(self._options.quantize, self._options.quantize_head)
+        quantizer = Quantizer(self._options.quantize, self._options.quantize_head)
         parts = stage_parts(0, stop, starter=True)
 
         def tensors(part: str) -> Mapping[str, torch.Tensor]:
             check()
             return weights.verified_tensors(part)
 
-        self._stage.load(parts, tensors, self._device, self._dtype, finish)
+        self._stage.load(parts, tensors, self._device, self._dtype, quantizer)
         check_room(self._stage, self.max_length, self._device, self._dtype)
         self._stage.prepare(self.max_length, self._device, self._dtype)
         if self._options.compile:
