@@ -20,6 +20,7 @@ ALLOWED = {
     "model": {"config", "errors"},
     "checkpoint": {"config", "errors"},
     "partition": {"config", "errors"},
+    "compress": {"checkpoint", "model", "config", "errors"},
     "training": {"checkpoint", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
     "control": {"engine", "model", "net", "config", "errors"},

@@ -62,6 +62,8 @@ class Quantizer:
             stored = {s: rest.pop(f"{path}.{s}") for s in _SUFFIXES if f"{path}.{s}" in rest}
             form = format_of(stored["weight"].dtype)
             assert form is not None
+            if "outliers" in stored and not 0 <= int(stored["outliers"].min()) <= int(stored["outliers"].max()) < n_in:
+                raise CheckpointError(f"{path}.outliers names columns that a layer of {n_in} inputs does not have")
             if device.type != "cpu":
                 rest[name] = plain_weight(form, stored, n_in).to(dtype)
             elif isinstance(module, nn.Embedding):

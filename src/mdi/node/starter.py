@@ -113,9 +113,13 @@ class StarterNode(StatusOnly):
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
         options = self._options
-        self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
+        self._weights = StarterWeights(
+            options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize
+        )
+        self._quantize = options.quantize or self._weights.quantize
+        check_format(self._quantize, self._device)
         self.config = Config(**self._weights.config)
-        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, options.quantize is not None)
+        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, self._quantize is not None)
         self._directory = self._weights.directory
         self.codec = TextCodec.from_checkpoint(self._directory, options.prompt_style)
 
@@ -319,7 +323,7 @@ class StarterNode(StatusOnly):
                 max_length=self.max_length,
                 dtype=self._options.dtype,
                 compile=self._options.compile,
-                quantize=self._options.quantize,
+                quantize=self._quantize,
             )
             setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
         return setups
@@ -346,7 +350,7 @@ class StarterNode(StatusOnly):
         assert weights is not None
         stop = weights.blocks[0][1]
         self._stage = StarterStage(self.config, stop)
-        quantizer = Quantizer(self._options.quantize, self._options.quantize_head)
+        quantizer = Quantizer(self._quantize, self._options.quantize_head or weights.quantize_head)
         parts = stage_parts(0, stop, starter=True)
 
         def tensors(part: str) -> Mapping[str, torch.Tensor]:
