@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """A node's place in the ring of one run."""
+    """A node's place in the ring of one run; `wire` is what its rows travel as (net.wire.WIRE_DTYPES)."""
 
     epoch: int
     index: int
@@ -40,6 +40,7 @@ class Seat:
     placement: str
     next_addr: str
     next_port: int
+    wire: str = "auto"
 
     @property
     def n_nodes(self) -> int:
@@ -59,11 +60,14 @@ class Seat:
 
     @property
     def prev_hello(self) -> Hello:
-        return Hello((self.index - 1) % self.n_nodes, self.n_nodes, self.placement)
+        return self._hello((self.index - 1) % self.n_nodes)
 
     @property
     def hello(self) -> Frame:
-        return Frame.message(Kind.HELLO, self.epoch, Hello(self.index, self.n_nodes, self.placement).to_bytes())
+        return Frame.message(Kind.HELLO, self.epoch, self._hello(self.index).to_bytes())
+
+    def _hello(self, index: int) -> Hello:
+        return Hello(index, self.n_nodes, self.placement, {} if self.wire == "auto" else {"wire": self.wire})
 
 
 class Ring(Protocol):
