@@ -13,7 +13,7 @@ from mdi.engine.tensors import frame_of, rows_of
 from mdi.errors import WireError
 from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, Kind, Slice
 
-WIDTHS = [1, 31, 32, 33, 64, 100, 2048]
+WIDTHS = [1, 63, 64, 65, 100, 2048]
 
 
 def rows(n: int, n_cols: int, seed: int = 0) -> torch.Tensor:
@@ -47,22 +47,28 @@ def test_as_computed_is_sent_and_received_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("n_cols", WIDTHS)
-@pytest.mark.parametrize(("wire", "limit", "with_outliers"), [("fp16", 0.0005, 0.0005), ("int8", 0.007, 0.0135)])
-def test_the_error_of_a_hop(wire: str, limit: float, with_outliers: float, n_cols: int) -> None:
+@pytest.mark.parametrize(("wire", "limit"), [("fp16", 0.0005), ("int8", 0.007)])
+def test_the_error_of_a_hop(wire: str, limit: float, n_cols: int) -> None:
     x = rows(16, n_cols)
     assert error(x, wire) < limit
-    outliers = x.clone()
-    outliers[:, :: max(1, n_cols // 4)] *= 30
-    assert error(outliers, wire) < with_outliers  # a block of one value and 31 small ones: sqrt(32 / 12) / 127
     assert error(x * 1e-12, wire) < limit and error(x * 1e12, wire) < limit
 
 
-def test_a_large_value_costs_only_the_31_beside_it() -> None:
-    x = rows(1, 128)
-    large = x.clone()
-    large[0, 40] = 1e4
-    others = [i for i in range(128) if not 32 <= i < 64]
-    assert torch.equal(hop(large, "int8")[0, others], hop(x, "int8")[0, others])
+@pytest.mark.parametrize(("wire", "limit"), [("fp16", 0.0005), ("int8", 0.007)])
+@pytest.mark.parametrize("ratio", [30, 300, 3000])
+def test_large_channels_leave_the_others_what_they_were(wire: str, limit: float, ratio: int) -> None:
+    """0.2 % of the channels are so many times larger, and the next layer undoes that: the error of its result."""
+    x, weight = rows(16, 2048), rows(64, 2048, seed=1)
+    large = torch.arange(13, 2048, 512)
+    x[:, large] *= ratio
+    weight[:, large] /= ratio
+    y = x @ weight.T
+    assert ((hop(x, wire) @ weight.T - y).norm() / y.norm()).item() < limit
+
+
+def test_values_that_are_equally_large_with_either_sign() -> None:
+    x = torch.tensor([[4.0, -4.0, 4.0, 1.0, -0.5, 0.0]])
+    assert torch.allclose(hop(x, "int8"), x, atol=4 / 127 / 2)
 
 
 @pytest.mark.parametrize("wire", ["fp16", "int8"])
@@ -127,8 +133,8 @@ def test_no_rows_are_no_bytes(wire: str) -> None:
 
 def test_bytes_per_row() -> None:
     assert ROW_FLOAT16.n_bytes(3, 2048) == 3 * (2 * 2048 + 4)
-    assert BLOCK_INT8.n_bytes(3, 2048) == 3 * (2048 + 2 * 64)
-    assert BLOCK_INT8.n_bytes(1, 33) == 33 + 4  # the last block is short, its scale is not
+    assert BLOCK_INT8.n_bytes(3, 2048) == 3 * (2048 + 4 * 32)
+    assert BLOCK_INT8.n_bytes(1, 65) == 65 + 8  # the last block is short, its scale is not
 
 
 @pytest.mark.parametrize("kind", [ROW_FLOAT16, BLOCK_INT8])

@@ -60,7 +60,7 @@ class PayloadType:
     Attributes:
         name: torch's name of the type, or what the scaled ones are called here.
         value_bytes: of one value.
-        scale_bytes: of one scale; 0 if the values are not scaled.
+        scale_bytes: of one scale and what belongs to it; 0 if the values are not scaled.
         block: consecutive values of a row that share a scale; 0 is the whole row. The last block of a row may be short.
     """
 
@@ -82,8 +82,9 @@ class PayloadType:
 PLAIN_BYTES = PayloadType("bytes", 1)
 # float16 times a power of two in float32 for each row: hidden states may pass the largest float16, 65504.
 ROW_FLOAT16 = PayloadType("row-scaled float16", 2, scale_bytes=4)
-# 8 bits times a bfloat16 for every 32 values: one large value spoils the 31 beside it and no others.
-BLOCK_INT8 = PayloadType("block-scaled int8", 1, scale_bytes=2, block=32)
+# 8 bits times a bfloat16 for every 64 values, the largest of which stands beside the scale, again as bfloat16: one large
+# value must not take the precision of its neighbours. Its place holds -128, which stands for nothing else.
+BLOCK_INT8 = PayloadType("block-scaled int8", 1, scale_bytes=4, block=64)
 
 DTYPES: dict[int, PayloadType] = {
     0: PLAIN_BYTES,
