@@ -56,7 +56,9 @@ def test_a_store_holds_what_it_is_told_to(dtype: torch.dtype) -> None:
     for cache in store.of(7):
         keys, _, _ = cache.append(0, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
         assert keys.dtype == dtype
-    assert store.n_bytes == 2 * 64 * 16 * dtype.itemsize == sum(s.kind(dtype.itemsize).n_bytes(5, 64, 500) for s in shapes)
+    assert (
+        store.n_bytes == 2 * 64 * 16 * dtype.itemsize == sum(s.kind(dtype.itemsize).n_bytes(5, 64, 500) for s in shapes)
+    )
 
 
 def test_a_window_takes_no_more_however_long_the_sequence() -> None:

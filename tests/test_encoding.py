@@ -11,6 +11,7 @@ from loopback import CPU
 from mdi.engine.encoding import ENCODERS
 from mdi.engine.tensors import frame_of, rows_of
 from mdi.errors import WireError
+from mdi.net.link import BufferPool
 from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, Kind, Slice
 
 WIDTHS = [1, 63, 64, 65, 100, 2048]
@@ -153,8 +154,11 @@ def test_from_one_gpu_to_the_next(wire: str) -> None:
     x = rows(5, 100)
     gpu = torch.device("cuda")
     sent = frame_of(x.to(gpu), 1, 0, (), (), wire)
-    view = pinned_buffer(memoryview(sent.payload).nbytes)
+    pool = BufferPool(2, pinned_buffer)
+    view = pool.take(memoryview(sent.payload).nbytes)
     view[:] = sent.payload
     assert torch.frombuffer(view, dtype=torch.uint8).is_pinned()
     received = Frame(Kind.BATCH, 1, 0, sent.dtype, 5, 100, payload=view)
     assert torch.equal(rows_of(received, 100, gpu, torch.float32).cpu(), hop(x, wire))
+    pool.give_back(view)
+    assert pool.take(10).obj is view.obj

@@ -164,9 +164,7 @@ def test_cancelling_waiting_prefilling_flying_ready_and_ended_sequences() -> Non
         (17, 5, [3, 3, 3, 4, 4]),
     ],
 )
-def test_decoding_sequences_spread_evenly_over_the_frames(
-    n_sequences: int, n_frames: int, expected: list[int]
-) -> None:
+def test_decoding_sequences_spread_evenly_over_the_frames(n_sequences: int, n_frames: int, expected: list[int]) -> None:
     scheduler = Scheduler(n_frames)
     for seq_id in range(n_sequences):
         scheduler.submit(sequence(seq_id, n_prompt=2, n_tokens=1000, max_length=10_000))

@@ -42,7 +42,8 @@ class RowFloat16:
         x = x.float()
         exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True)).exponent
         scale = torch.exp2((exponent - HALF_EXPONENT).clamp_(*EXPONENTS).float())
-        data, scales, values = _empty(self.payload_type, *x.shape, x.device, torch.float32, torch.float16)
+        n_rows, n_cols = x.shape
+        data, scales, values = _empty(self.payload_type, n_rows, n_cols, x.device, torch.float32, torch.float16)
         scales.copy_(scale)
         values.copy_(x / scale)
         return data

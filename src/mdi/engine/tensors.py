@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mdi.engine.encoding import ENCODED, ENCODERS
@@ -60,10 +62,9 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
     return host.copy_(x)
 
 
-def pinned_buffer(n_bytes: int) -> memoryview:
+def pinned_buffer(n_bytes: int) -> Any:
     """Page-locked memory to receive into, from which a GPU copies without a stop on the way (see net.link.BufferPool)."""
-    view: memoryview = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    return view.cast("B")
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def logit_rows(x: torch.Tensor, slices: tuple[Slice, ...]) -> torch.Tensor:
