@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import mdi.node.memory
 import mdi.node.job
+import mdi.node.memory
 import mdi.node.secondary
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
