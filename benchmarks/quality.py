@@ -90,7 +90,9 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
 def stage_of(source: WeightSource) -> StarterStage:
     config = Config(**source.config_dict)
     stage = StarterStage(config, config.n_layer)
-    stage.load(source.part_names(), source.tensors, CPU, torch.float32, Quantizer(source.quantize, source.quantize_head))
+    stage.load(
+        source.part_names(), source.tensors, CPU, torch.float32, Quantizer(source.quantize, source.quantize_head)
+    )
     stage.prepare(config.block_size, CPU, torch.float32)
     return stage
 
