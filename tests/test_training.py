@@ -18,10 +18,11 @@ from litgpt.model import GPT
 
 from mdi import cli_data, cli_train
 from mdi.errors import CheckpointError, MdiError, UsageError
+from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import Progress, Report, Trainer, make_optimizer
 from mdi.training.schedule import learning_rate
 from mdi.training.settings import TrainingSettings
-from mdi.training.shape import load_shape, new_model, save_checkpoint
+from mdi.training.shape import load_shape, new_model
 from mdi.training.windows import Windows
 
 SHAPE = dict(
@@ -223,7 +224,7 @@ def test_only_better_weights_are_saved_and_patience_ends_the_run(monkeypatch: py
     monkeypatch.setattr(trainer, "evaluate", scripted([3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 0.1]))
     reports: list[Report] = []
     saves: list[int] = []
-    progress = trainer.run(reports.append, lambda: saves.append(trainer.progress.n_steps))
+    progress = trainer.run(reports.append, lambda is_best: saves.append(trainer.progress.n_steps) if is_best else None)
     assert saves == [1, 2, 4]
     assert progress == Progress(n_steps=6, best_val_loss=1.5, n_worse=2)
     assert [report.val_loss for report in reports] == [3.0, 2.0, 2.5, 1.5, 1.6, 1.7]
@@ -321,7 +322,7 @@ def test_bad_folders_are_one_line(ckpt: Path, dataset: Path, tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match="does not describe a litgpt model"):
             train(tmp_path / "empty", dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "vocab_size": 64, "padded_vocab_size": 64}))
-    with pytest.raises(UsageError, match="token ids, but the model in .* has room for 64"):
+    with pytest.raises(UsageError, match="token ids, but the model tiny has room for 64"):
         train(ckpt, dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "block_size": 100_000}))
     with pytest.raises(UsageError, match="too few for one window of 100000"):
