@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +13,6 @@ import yaml
 from litgpt.config import Config
 from litgpt.model import GPT
 
-from mdi import cli_data, cli_train
 from mdi.errors import CheckpointError, MdiError, UsageError
 from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import Progress, Report, Trainer, make_optimizer
@@ -24,70 +20,19 @@ from mdi.training.schedule import learning_rate
 from mdi.training.settings import TrainingSettings
 from mdi.training.shape import load_shape, new_model
 from mdi.training.windows import Windows
+from tiny_training import SHAPE, grammar_text, make_dataset, make_shape, train, val_losses
 
-SHAPE = dict(
-    name="tiny",
-    block_size=32,
-    vocab_size=320,
-    padded_vocab_size=320,
-    n_layer=2,
-    n_embd=32,
-    n_head=4,
-    head_size=8,
-    n_query_groups=2,
-    intermediate_size=64,
-    norm_class_name="RMSNorm",
-    mlp_class_name="LLaMAMLP",
-    rotary_percentage=1.0,
-    parallel_residual=False,
-    bias=False,
-)
 ROOT = Path(__file__).parent.parent
-
-
-def grammar_text(n_sentences: int, seed: int = 1) -> str:
-    """Speeches of a small grammar: twelve equally likely ones, about nine tokens each."""
-    rng = random.Random(seed)
-    names, verbs, things = ("Anna", "Bob"), ("sees", "likes"), ("tree", "house", "river")
-    return "".join(
-        f"{(name := rng.choice(names))}:\n{name} {rng.choice(verbs)} the {rng.choice(things)}.\n\n"
-        for _ in range(n_sentences)
-    )
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(grammar_text(400))
-    parser = argparse.ArgumentParser()
-    cli_data.add_arguments(parser)
-    args = parser.parse_args([str(tmp_path / "text.txt"), "--out", str(tmp_path / "data"), "--vocab-size", "320"])
-    assert cli_data.run(args) == 0
-    return tmp_path / "data"
+    return make_dataset(tmp_path / "data")
 
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
-    folder = tmp_path / "ckpt"
-    folder.mkdir()
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(SHAPE))
-    return folder
-
-
-def train(ckpt: Path, dataset: Path, *more: object) -> int:
-    parser = argparse.ArgumentParser()
-    cli_train.add_arguments(parser)
-    flags = "--device cpu --batch-size 8 --grad-acc-steps 1 --max-iters 60 --lr 1e-2 --min-lr 1e-3 --warmup-iters 5"
-    argv = ["--ckpt", str(ckpt), "--dataset", str(dataset), *flags.split(), *map(str, more)]
-    return cli_train.run(parser.parse_args(argv))
-
-
-def losses(ckpt: Path) -> list[dict[str, str]]:
-    with open(ckpt / "losses.csv", newline="") as handle:
-        return list(csv.DictReader(handle))
-
-
-def val_losses(ckpt: Path) -> list[float]:
-    return [float(row["val_loss"]) for row in losses(ckpt) if row["val_loss"]]
+    return make_shape(tmp_path / "ckpt")
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
