@@ -112,14 +112,15 @@ def plot_time_over_tokens(
         n_detail = min(points[-1][1] for points in series.values()) // 10
     views = [axes]
     if n_detail > 0:
-        # Where the lines never are: tokens come later the further right, so the upper left stays free.
-        views.append(axes.inset_axes((0.08, 0.52, 0.36, 0.34)))
+        views.append(axes.inset_axes((0.08, 0.62, 0.40, 0.30)))
     for view in views:
         for i, (name, (times_s, counts)) in enumerate(lines.items()):
             view.plot(counts, times_s, label=_plain(name), color=f"C{i % 10}", linestyle=_LINE_STYLES[i // 10 % 4])
         view.grid(True, color="0.88", linewidth=0.8)
         view.set_ylim(bottom=0)
         view.set_xlim(left=0)
+    if n_detail > 0:  # room above the lines, so that the enlarged view covers none of them
+        axes.set_ylim(0, 1.85 * max(points[-1][0] for points in series.values()) or 1.0)
     for view in views[1:]:
         ends_s = [time_s for points in series.values() for time_s, count in points if count <= n_detail]
         view.set_xlim(0, n_detail)
@@ -130,7 +131,7 @@ def plot_time_over_tokens(
     axes.set_xlabel("generated tokens")
     axes.set_ylabel("time since the run was ready (s)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+    axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
     if title:
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
     return _save(figure, Path(path))
