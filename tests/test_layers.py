@@ -28,6 +28,8 @@ ALLOWED = {
     "metrics": {"config", "errors"},
     "plots": {"metrics", "config", "errors"},
     "display": {"config", "errors"},
+    "memory": {"errors"},
+    "token_times": {"errors"},
 }
 BELOW_NODE = set(ALLOWED)
 ALLOWED["node"] = BELOW_NODE
@@ -46,6 +48,8 @@ LIGHT = [
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
+    "mdi.memory",
+    "mdi.token_times",
 ]
 
 
