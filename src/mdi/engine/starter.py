@@ -36,6 +36,7 @@ class StarterEngine:
         n_nodes: length of the ring = frames in flight.
         max_length: tokens that a sequence may reach, prompt included.
         kv_positions: see Scheduler.
+        scheduler: one of another mind, instead of that of `chunk_rows` and `kv_positions`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StarterEngine:
         dtype: torch.dtype,
         chunk_rows: int = CHUNK_ROWS,
         kv_positions: int | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self._stage = stage
         self._ring = ring
@@ -57,7 +59,7 @@ class StarterEngine:
         self._max_length = max_length
         self._device = device
         self._dtype = dtype
-        self._scheduler = Scheduler(n_nodes, chunk_rows, kv_positions)
+        self._scheduler = scheduler or Scheduler(n_nodes, chunk_rows, kv_positions)
         self._sampler = Sampler()
         self._live: dict[int, tuple[SamplingParams, OnEvent]] = {}
         self._lock = threading.RLock()
@@ -150,7 +152,7 @@ class StarterEngine:
         wanting = [s.seq_id for s in frame.slices if s.n_logits]
         tokens: dict[int, int] = {}
         if wanting:
-            x = rows_of(frame, self._stage.config.n_embd, self._device, self._dtype)
+            x = rows_of(frame, self._stage.returned_width, self._device, self._dtype)
             if x.size(0) != len(wanting):
                 raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
             if not bool(torch.isfinite(x).all()):

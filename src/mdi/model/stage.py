@@ -35,11 +35,16 @@ class Stage(nn.Module):
         self.config = config
         self.start, self.stop = start, stop
         with torch.device("meta"):
-            blocks = {str(i): Block(config, i) for i in range(start, stop)}
-        for layer, block in enumerate(blocks.values()):
-            block.attn = cached(block.attn, layer)
+            blocks = {str(i): self.make_block(config, i, i - start) for i in range(start, stop)}
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)
+
+    @staticmethod
+    def make_block(config: Config, index: int, layer: int) -> Block:
+        """Block `index` of the model, which is number `layer` of this stage."""
+        block = Block(config, index)
+        block.attn = cached(block.attn, layer)
+        return block
 
     def load(
         self,
@@ -167,6 +172,11 @@ class StarterStage(Stage):
             self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         self.eval().requires_grad_(False)
+
+    @property
+    def returned_width(self) -> int:
+        """Columns of the rows that come back to `head`."""
+        return int(self.config.n_embd)
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

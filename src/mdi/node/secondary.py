@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-from litgpt.config import Config
 
 import mdi
 from mdi.checkpoint.source import ChunkFile, WeightSource
@@ -36,6 +35,7 @@ from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import check_room, choose_device, choose_dtype
 from mdi.node.job import Abandoned, Job
+from mdi.node.kind import ModelKind
 
 logger = logging.getLogger("mdi")
 
@@ -48,6 +48,7 @@ class SecondaryNode:
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
+        kind: of the models that it can run; None is litgpt's.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class SecondaryNode:
         dtype: str | None = None,
         compile_stage: bool = False,
         quantize: str | None = None,
+        kind: ModelKind | None = None,
     ) -> None:
         self.config = config
+        self._kind = kind or ModelKind()
         self._weights = weights
         self._verified: set[str] = set()  # parts of a chunk that were hashed
         self._store = BlockStore(cache_dir)
@@ -178,6 +181,7 @@ class SecondaryNode:
         return [{"sha256": p.sha256, "have_bytes": self._store.partial_bytes(p.sha256)} for p in list(missing.values())]
 
     def init(self, request: InitRequest) -> dict[str, Any]:
+        self._kind.check(request)
         self._refuse_misfit_chunk(request)
         with self._lock:
             if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
@@ -278,7 +282,7 @@ class SecondaryNode:
         finally:
             self._listener.forget(expectation)
         # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-        limits = Limits(max_cols=max(stage.config.n_embd, HANDSHAKE_LIMITS.max_cols))
+        limits = Limits(max_cols=max(self._kind.widest_row(stage.config), HANDSHAKE_LIMITS.max_cols))
         ring = join_ring(sock, seat, seat.n_nodes, limits)
         with self._lock:
             self._ring, self._state = ring, "RUNNING"
@@ -352,7 +356,7 @@ class SecondaryNode:
         if self._stage is not None and self._stage_key == key:
             return device, dtype, self._stage
         self._stage = self._stage_key = None  # give the memory back before the next one takes it
-        stage = Stage(Config(**request.config), *request.blocks)
+        stage = self._kind.secondary_stage(request)
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
             job.check()
