@@ -64,6 +64,32 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
     return _save(figure, Path(path))
 
 
+def plot_losses(path: str | Path, series: Mapping[str, Sequence[tuple[int, float]]], title: str = "") -> Path:
+    """Draw losses (upwards) over training steps (to the right) as a PNG file.
+
+    Args:
+        series: name -> (step, nats per token), rising in the step; the last point is what the legend tells.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    for i, (name, points) in enumerate((name, points) for name, points in series.items() if points):
+        steps, losses = zip(*points, strict=True)
+        label = _plain(f"{name}: {losses[-1]:.3f}, lowest {min(losses):.3f}")
+        axes.plot(steps, losses, label=label, color=f"C{i}", marker="o" if len(steps) < 50 else "", markersize=3)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(True, color="0.88", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    if any(series.values()):
+        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
+    return _save(figure, Path(path))
+
+
 def _figure(path: str | Path) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

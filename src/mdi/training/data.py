@@ -42,6 +42,7 @@ class DataSet:
         train, val: token ids, shapes (n_train,) and (n_val,), uint16 or uint32.
         vocab_size: one more than the largest id that the tokenizer can give.
         tokenizer: name and content of the files to put beside weights that are trained on this.
+        sha256: of train.bin, to know the data set again.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class DataSet:
     val: TokenIds
     vocab_size: int
     tokenizer: dict[str, bytes]
+    sha256: str
 
 
 def find_texts(path: Path) -> list[Path]:
@@ -191,7 +193,7 @@ def load_data_set(folder: Path) -> DataSet:
         raise UsageError(f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}")
     train = _open_ids(folder / "train.bin", dtype, n_train, vocab_size, hashes.get("train.bin"))
     val = _open_ids(folder / "val.bin", dtype, n_val, vocab_size, hashes.get("val.bin"))
-    return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes))
+    return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes), hashes["train.bin"])
 
 
 def _open_ids(path: Path, dtype: IdType, count: int, vocab_size: int, sha256: str | None) -> TokenIds:
