@@ -34,21 +34,21 @@ def make_block(config: GPTConfig, index: int) -> Block:
 
 
 class PositionGPT(GPT):
-    """litgpt's GPT with learned positions. With `dropout` above 0, what each half of a block adds is thinned in training."""
+    """litgpt's GPT with learned positions; `tied`: the head's weight is the embedding, as both systems trained theirs."""
 
     config: GPTConfig
 
-    def __init__(self, config: GPTConfig, dropout: float = 0.0, tied: bool = False) -> None:
+    def __init__(self, config: GPTConfig, tied: bool = False) -> None:
         super().__init__(config)
         self.transformer["h"] = nn.ModuleList(make_block(config, i) for i in range(config.n_layer))
         self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         if tied:
             self.lm_head.weight = self.transformer["wte"].weight
-        self._dropout = dropout
-        if dropout:
+        self.dropout = nn.Dropout(config.dropout)
+        if config.dropout:
             for block in self.transformer["h"]:
                 for half in (block.attn, block.mlp):
-                    half.register_forward_hook(self._thin)
+                    half.register_forward_hook(lambda module, inputs, output: self.dropout(output))
 
     def forward(self, idx: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """(B, T) ids, T at most the context -> (B, T, vocabulary) logits"""
@@ -59,8 +59,17 @@ class PositionGPT(GPT):
         logits: torch.Tensor = self.lm_head(self.transformer["ln_f"](x))
         return logits
 
-    def _thin(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-        return F.dropout(output, self._dropout, self.training)
+
+def random_model(config: GPTConfig, seed: int) -> PositionGPT:
+    """Tied, with GPT-2's way to begin: deviation 0.02, and less for what writes into the residual stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = PositionGPT(config, tied=True)
+        model.apply(model._init_weights)
+        for name, weight in model.named_parameters():
+            if name.endswith("proj.weight"):
+                torch.nn.init.normal_(weight, std=0.02 / (2 * config.n_layer) ** 0.5)
+    return model
 
 
 def n_parameters(config: GPTConfig) -> int:

@@ -46,9 +46,11 @@ class GPTConfig(Config):
 
     Attributes:
         qkv_bias: whether the projections to query, key and value have a bias: GPT-2's do, NanoGPT's do not.
+        dropout: in training, of what each half of a block adds.
     """
 
     qkv_bias: bool = True
+    dropout: float = 0.0
 
 
 def _config(name: str, **fields: Any) -> GPTConfig:
@@ -74,7 +76,12 @@ def gpt2_config(
 
 
 def nano_config(
-    n_layer: int, vocab_size: int, n_embd: int = NANO_EMBD, n_head: int = NANO_HEADS, context: int = NANO_CONTEXT
+    n_layer: int,
+    vocab_size: int,
+    n_embd: int = NANO_EMBD,
+    n_head: int = NANO_HEADS,
+    context: int = NANO_CONTEXT,
+    dropout: float = 0.0,
 ) -> GPTConfig:
     """No bias for query, key and value, but one for the head, as the thesis' parameter counts say."""
     return _config(
@@ -86,4 +93,5 @@ def nano_config(
         block_size=context,
         lm_head_bias=True,
         qkv_bias=False,
+        dropout=dropout,
     )

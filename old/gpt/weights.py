@@ -117,9 +117,24 @@ def open_nano(where: Path) -> GPTSource:
 def read_nano_config(path: Path) -> GPTConfig:
     """Raises CheckpointError."""
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return GPTConfig(**fields)
-    except (OSError, yaml.YAMLError, TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as e:
+        return parse_nano_config(path.read_bytes(), path)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from None
+
+
+def parse_nano_config(content: bytes, path: Path) -> GPTConfig:
+    """The content of model_config.yaml; `path` is for errors. Raises CheckpointError."""
+    try:
+        return GPTConfig(**yaml.safe_load(content.decode()))
+    except (
+        UnicodeDecodeError,
+        yaml.YAMLError,
+        TypeError,
+        ValueError,
+        AssertionError,
+        AttributeError,
+        ZeroDivisionError,
+    ) as e:
         raise CheckpointError(
             f"{path} does not describe a NanoGPT model: {type(e).__name__}: {' '.join(str(e).split())}"
         ) from None
@@ -248,16 +263,6 @@ class GPTWeights(StarterWeights):
         self.blocks = ranges(counts or default_split(self.config, n_nodes))
 
 
-def write_nano(
-    where: Path, config: GPTConfig, weights: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
-) -> None:
-    """A checkpoint for `open_nano`: each file appears whole or not at all. Raises CheckpointError."""
-    from mdi.checkpoint.files import replacing
-
-    where.mkdir(parents=True, exist_ok=True)
-    plain = json.loads(json.dumps(asdict(config)))
-    for name, content in {NANO_CONFIG: yaml.safe_dump(plain).encode(), **tokenizer}.items():
-        with replacing(where / name) as file:
-            file.write(content)
-    with replacing(where / NANO_WEIGHTS) as file:
-        torch.save({name: tensor.detach().cpu() for name, tensor in weights.items() if name != HEAD}, file)
+def nano_config_file(config: GPTConfig) -> bytes:
+    """model_config.yaml, for `read_nano_config`."""
+    return yaml.safe_dump(json.loads(json.dumps(asdict(config)))).encode()
