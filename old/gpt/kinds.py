@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig
+from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
 from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
 from gpt.tokens import CharCodec, gpt2_codec
 from gpt.turns import WholeTextScheduler
@@ -13,7 +13,7 @@ from gpt.weights import GPTSource, GPTWeights, open_gpt2, open_nano
 from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
-from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.errors import ControlError, UsageError
 from mdi.node.kind import ModelKind
 from mdi.text import TextCodec
 
@@ -35,10 +35,7 @@ class WholeTextKind(ModelKind):
         return GPTWeights(self.open_source(ckpt), n_nodes, layers, self.cuts)
 
     def config(self, fields: dict[str, Any]) -> GPTConfig:
-        try:
-            return GPTConfig(**fields)
-        except (TypeError, ValueError, AssertionError, ZeroDivisionError) as e:  # from another node, or a file
-            raise CheckpointError(f"this describes no model of {self.system}: {e}") from None
+        return config_of(fields, f"this model of {self.system}")
 
     def secondary_stage(self, request: InitRequest) -> WholeTextStage:
         return WholeTextStage(self.config(request.config), *request.blocks)

@@ -11,6 +11,8 @@ from typing import Any
 
 from litgpt.config import Config
 
+from mdi.errors import CheckpointError
+
 GPT2_CONTEXT, GPT2_VOCAB = 1024, 50257
 
 # name -> (n_layer, n_embd, n_head); thesis, table I
@@ -51,6 +53,21 @@ class GPTConfig(Config):
 
     qkv_bias: bool = True
     dropout: float = 0.0
+
+
+def config_of(fields: Any, where: str) -> GPTConfig:
+    """A config from its plain form, which came from a file or another node. Raises CheckpointError."""
+    try:
+        config = GPTConfig(**fields)
+        for key in ("n_layer", "n_embd", "n_head", "block_size", "padded_vocab_size"):
+            value = getattr(config, key)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{key}: expected a whole number from 1 on, found {value!r}")
+        return config
+    except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as e:
+        raise CheckpointError(
+            f"{where} does not describe a GPT with learned positions: {' '.join(str(e).split())}"
+        ) from None
 
 
 def _config(name: str, **fields: Any) -> GPTConfig:

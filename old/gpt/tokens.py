@@ -20,7 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def character_vocabulary(texts: Iterable[str]) -> Vocabulary:
-    """One token for each character that occurs, in the order of their code points (the thesis counts 65 in Tiny Shakespeare)."""
+    """One token for each character that occurs, by code point (the thesis counts 65 in Tiny Shakespeare)."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = sorted(set().union(*texts))
