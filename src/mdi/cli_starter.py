@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from mdi.config import ClusterConfig, NodeConfig
     from mdi.metrics import RunMetrics
+    from mdi.node.kind import ModelKind
     from mdi.node.starter import StarterNode
 
 DEFAULT_PROMPT = "Who are you?"
@@ -156,22 +157,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_on(
-    args: argparse.Namespace, cluster_of: Callable[[], ClusterConfig], check: Callable[[], None] = lambda: None
+    args: argparse.Namespace,
+    cluster_of: Callable[[], ClusterConfig],
+    check: Callable[[], None] = lambda: None,
+    kind: ModelKind | None = None,
 ) -> int:
     """One run on a cluster, from flags to report; also behind sample.py and local_ring.py.
 
     Args:
+        kind: of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
     """
     try:
-        return _generate(args, cluster_of(), check)
+        return _generate(args, cluster_of(), check, kind)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             _print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
-def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None]) -> int:
+def _generate(
+    args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None], kind: ModelKind | None
+) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
@@ -185,7 +192,7 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
     prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
     params = sampling_params(args)
     set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
-    node = StarterNode(cluster, starter_options(args))
+    node = StarterNode(cluster, starter_options(args), kind)
     try:
         node.open()
         encoded = encode_prompts(node, prompts)
@@ -304,7 +311,7 @@ def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException 
     if failure is None:
         if not args.json:
             print("\n" + format_report(metrics))
-        _write_files(args, metrics, node.context_length)
+        _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
 
 
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:

@@ -25,11 +25,16 @@ from mdi.training.schedule import SCHEDULES
 from mdi.training.settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mdi.training.begin import Beginning
     from mdi.training.checkpoint import SavedRun
     from mdi.training.data import DataSet
     from mdi.training.processes import Processes
     from mdi.training.session import Session
+
+    # The weights to begin with, and the folder for the results.
+    Begin = Callable[[argparse.Namespace, DataSet], tuple[Beginning, Path]]
 
 INITS = ("scratch", "resume", "finetune", "hf", "huggingface")
 DEFAULT_DATASET = Path("data/shakespeare")
@@ -125,6 +130,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return train(args, begin)
+
+
+def train(args: argparse.Namespace, begin: Begin) -> int:
+    """A session of training from where `begin` says; for models of other kinds, too."""
     import torch
 
     from mdi.training.interrupt import StopRequest
@@ -137,14 +147,14 @@ def run(args: argparse.Namespace) -> int:
     processes = Processes.from_environment()
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest() as stop:
-        session = make_session(args, device, processes)
+        session = make_session(args, device, processes, begin)
         session.run(lambda: bool(stop))
         if processes.is_first:
             draw_losses(session.out)
     return 0 if stop.number is None else 128 + stop.number
 
 
-def make_session(args: argparse.Namespace, device: str, processes: Processes) -> Session:
+def make_session(args: argparse.Namespace, device: str, processes: Processes, begin: Begin) -> Session:
     """Everything that a session needs, checked, and told in one line. Raises MdiError."""
     import torch
 

@@ -70,7 +70,7 @@ def report_caches(
         by_hand: the limit that the user set.
         weights_are_mapped: whether the weights are pages of a file, which count as free memory, but must stay.
     """
-    shapes = [block.attn.cache_shape for block in stage.blocks]
+    shapes = stage.cache_shapes
     by_window: dict[int | None, int] = {}
     for shape in shapes:
         kind = shape.kind(dtype.itemsize)
