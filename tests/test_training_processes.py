@@ -41,6 +41,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, kind: str) -> None
     assert train(one, dataset, *FLAGS) == 0
     done = torchrun(2, *argv_of(two, dataset, *FLAGS))
     assert done.returncode == 0, done.stderr
+    assert "Warning: " not in done.stderr, done.stderr
     assert "on 2 processes (cpu, ...)" in done.stdout and done.stdout.count("step 8/8") == 1
     assert [row["step"] for row in losses(two)] == [str(i) for i in range(1, 9)]
     for name in ("lr", "train_loss", "val_loss"):

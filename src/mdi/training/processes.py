@@ -6,6 +6,7 @@ Data-parallel: each has all weights and takes its share of every step's windows;
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -98,8 +99,14 @@ class Processes:
         """
         if self.count == 1:
             return forward
-        # litgpt's buffers (RoPE tables) are the same everywhere, there is nothing to broadcast.
-        return DistributedDataParallel(forward, broadcast_buffers=False, find_unused_parameters=may_skip_weights)
+        # litgpt's buffers (RoPE tables) are the same everywhere, there is nothing to send; newer torch has a newer name.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return DistributedDataParallel(forward, find_unused_parameters=may_skip_weights, **{buffers: False})
+
+    def unwrapped(self, forward: Any) -> Any:
+        """The model inside, for passes that are not as many in each process."""
+        return forward.module if isinstance(forward, DistributedDataParallel) else forward
 
     def gathering(self, forward: Any, *, is_last: bool) -> AbstractContextManager[object]:
         """Around a backward pass: gradients travel only with the last pass of a step."""
