@@ -91,18 +91,18 @@ class Processes:
         result: list[float] = total.tolist()
         return result
 
-    def wrap(self, forward: Any, *, may_skip_weights: bool) -> Any:
+    def wrap(self, forward: Any) -> Any:
         """The model as one that averages its gradients over the processes.
 
-        Args:
-            may_skip_weights: whether a step may leave some weights without a gradient (experts that no token chose).
+        It expects a gradient for each weight; litgpt calls experts that no token chose too, with no rows.
         """
         if self.count == 1:
             return forward
         # litgpt's buffers (RoPE tables) are the same everywhere, there is nothing to send; newer torch has a newer name.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        return DistributedDataParallel(forward, find_unused_parameters=may_skip_weights, **{buffers: False})
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {name: False}
+        return DistributedDataParallel(forward, **options)
 
     def unwrapped(self, forward: Any) -> Any:
         """The model inside, for passes that are not as many in each process."""
