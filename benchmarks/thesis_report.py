@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
+from thesis_numbers import MODELS, Model  # noqa: E402
 
 SYSTEMS = {
     "nanogpt": ("NanoGPT: no caches, context of 128", "thesis-nanogpt.svg"),
@@ -212,9 +212,7 @@ def memory_figure(models: Sequence[Model], runs: dict[str, Any]) -> Any:
             if (theirs := model.memory_gb[n_nodes]) is not None:
                 axes.plot([x - 0.12, x + 0.12], [max(theirs)] * 2, color="black", lw=1.6,
                           label="thesis (RAM and VRAM)" * (i == 0 and n_nodes == 3))  # fmt: skip
-    axes.set_xticks(
-        range(len(models)), [BY_KEY[m.key].title.replace(", ", ",\n").replace(" ", "\n", 1) for m in models]
-    )
+    axes.set_xticks(range(len(models)), [m.title.replace(", " if "," in m.title else " ", "\n", 1) for m in models])
     axes.tick_params(axis="x", labelsize=8, length=0)
     axes.set_ylabel("memory of the fullest node (GB)")
     axes.legend(loc="upper left", fontsize=8, frameon=False)
