@@ -140,7 +140,8 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
         ckpt = make_checkpoint(args.work_dir, model.key)
         for n_nodes in todo:
             begin = time.monotonic()
-            run = thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens))
+            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+            run = {**thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)), "load_before": load}
             results.add(f"{model.key}/{n_nodes}", run)
             rate = run["n_tokens"] / run["points"][-1][0]
             took_s = time.monotonic() - begin

@@ -40,7 +40,11 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
             save(time_figure(models, runs, title), assets / name)
     save(memory_figure(found, runs), assets / "thesis-memory.svg")
     kind = "quick run: far fewer tokens, so rates hold for short texts only" if data["quick"] else "full run"
-    caption = f"Measured on {data['date']}: {data['machine']}; {kind}. One thread per node.\n\n"
+    loads = [run["load_before"] for run in runs.values()]
+    caption = (
+        f"Measured on {data['date']}: {data['machine']}; {kind}. One thread per node. Load average before the runs, "
+        f"the evaluation's own included: {min(loads):.1f} to {max(loads):.1f}.\n\n"
+    )
     tables = {"thesis-speed": caption + speed_table(found, runs), "thesis-memory": memory_table(found, runs)}
     for text in tables.values():
         print(f"\n{text}")

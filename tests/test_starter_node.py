@@ -14,7 +14,7 @@ import torch
 
 import mdi.node.device
 import mdi.node.job
-import mdi.node.secondary
+import mdi.node.kind
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.model.stage import Stage
@@ -45,7 +45,7 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) * float("inf")
 
-    monkeypatch.setattr(mdi.node.secondary, "Stage", Overflowing)
+    monkeypatch.setattr(mdi.node.kind, "Stage", Overflowing)
     starter, secondary = ring()
     with pytest.raises(EngineError, match="not finite.*--dtype float32"):
         generate(starter)
