@@ -51,6 +51,13 @@ class BlockStore:
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
+    def parts(self) -> tuple[str, ...]:
+        """The sha256 of every part that is here whole."""
+        try:
+            return tuple(sorted(p.stem for p in self.directory.glob("*.safetensors") if _SHA256.fullmatch(p.stem)))
+        except OSError:
+            return ()
+
     def free_bytes(self) -> int:
         return shutil.disk_usage(nearest_existing(self.directory)).free
 
