@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 import mdi.node.profiler
 from mdi.checkpoint.store import BlockStore
-from mdi.errors import CheckpointError
+from mdi.control.client import ControlClient
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.errors import CheckpointError, ControlError
 from mdi.node.profiler import FILE, Profiler, Subject
 from mdi.node.profiling import ROWS, Bench, disk_read_bytes_s
+from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import NodeProfile
+from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 
 CPU = torch.device("cpu")
@@ -109,3 +116,97 @@ def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_disk(tmp_path: Path) -> None:
     assert disk_read_bytes_s(tmp_path, limit_s=0.05) >= 0
     assert list(tmp_path.iterdir()) == []
+
+
+# Asked for over HTTP
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SecondaryNode]:
+    with secondary(0, tmp_path / "cache") as one:
+        one._profiler._span_s = 0.01
+        yield one
+
+
+REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
+
+
+def test_a_secondary_is_asked(node: SecondaryNode) -> None:
+    client = ControlClient(entry_of(node))
+    answer = client.profile(REQUEST)
+    found = NodeProfile.from_json(answer["profile"])
+    assert (found.name, found.device, answer["format"], answer["kept"]) == ("secondary0", "cpu", "float32", False)
+    assert found.head_s == () and [rows for rows, _ in found.block_s] == list(ROWS)
+    again = client.profile(REQUEST)
+    assert again["kept"] is True and again["profile"]["block_s"] == answer["profile"]["block_s"]
+    assert client.profile(replace(REQUEST, fresh=True))["kept"] is False
+    assert client.profile(replace(REQUEST, quantize="int8"))["format"] == "int8"
+    assert node.status(None)["state"] == "IDLE" and node.status(None)["measuring"] is None
+
+
+def test_a_nodes_own_format_goes_first(tmp_path: Path) -> None:
+    with secondary(0, tmp_path / "cache", quantize="int8") as node:
+        node._profiler._span_s = 0.01
+        assert ControlClient(entry_of(node)).profile(replace(REQUEST, dtype="bfloat16"))["format"] == "int8"
+
+
+def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def run(self: Bench, *args: Any) -> Any:
+        self._progress("disk", 0, 8)
+        began.set()
+        assert go_on.wait(30)
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(Bench, "run", run)
+    client = ControlClient(entry_of(node))
+    errors: list[ControlError] = []
+
+    def ask() -> None:
+        try:
+            client.profile(REQUEST)
+        except ControlError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert began.wait(30)
+    try:
+        assert client.status()["measuring"] == {"what": "disk", "done": 0, "total": 8}
+        with pytest.raises(ControlError, match="busy measuring itself"):
+            client.profile(REQUEST)
+        with pytest.raises(ControlError, match="busy measuring itself"):
+            client.init(
+                InitRequest(
+                    "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
+                    (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10,
+                )
+            )  # fmt: skip
+    finally:
+        go_on.set()
+        thread.join(30)
+    assert "MemoryError: no more of it" in str(errors[0]), "the node goes on"
+    assert node.status(None)["measuring"] is None
+    monkeypatch.undo()
+    node._profiler._span_s = 0.01
+    assert client.profile(REQUEST)["kept"] is False
+
+
+def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_job", object())
+    with pytest.raises(ControlError, match="busy with another run"):
+        ControlClient(entry_of(node)).profile(REQUEST)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, [], {"config": {}}, {**REQUEST.to_json(), "fresh": 1}, {**REQUEST.to_json(), "quantize": 4},
+     {**REQUEST.to_json(), "config": {"n_layer": -1}}, {**REQUEST.to_json(), "dtype": "float7"},
+     {**REQUEST.to_json(), "config": {**CONFIG, "n_head": 7}}],
+)  # fmt: skip
+def test_a_subject_that_makes_no_sense_is_refused(node: SecondaryNode, body: Any) -> None:
+    with requests.post(f"http://127.0.0.1:{node.control_port}/profile", json=body, timeout=30) as answer:
+        assert answer.status_code in (400, 500) and "Traceback" not in answer.json()["error"]
+    assert node.status(None)["state"] == "IDLE"

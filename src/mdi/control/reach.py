@@ -107,20 +107,22 @@ class Route:
 
 
 def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S) -> Route:
-    """Reach both ports of a node from here. The ring port is only tried where the control port is that of a node.
+    """Reach both ports of a node from here: connect, and ask who is there. Nothing else of what answers is told on.
 
     Never raises for what the network does; takes a few deadlines at most.
     """
     client = ControlClient(NodeConfig(request.name, request.addr, request.port, request.port_in))
     control = knock(request.addr, request.port, deadline_s)
-    if not control.is_well:
-        return Route(control, UNTRIED)
+    if control.problem == "name":
+        return Route(control, control)
+    if not control.is_well:  # a firewall may let only the starter in there, and the ring goes another way
+        return Route(control, greet(request.addr, request.port_in, "", deadline_s))
     before = time.time()
     try:
         status = client.status(timeout_s=deadline_s)
     except ControlError as e:
         problem = "stranger" if e.status is not None or "not a node" in str(e) else "closed"
-        return Route(Reach(problem, str(e)), UNTRIED)
+        return Route(Reach(problem, str(e)), greet(request.addr, request.port_in, "", deadline_s))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
     if request.measure:
@@ -158,7 +160,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
             round_trip_s = time.perf_counter() - begin
             tune(sock)
             sock.settimeout(deadline_s)
-            send_frame(sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "a question").to_bytes()))
+            send_frame(sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "", {"question": True}).to_bytes()))
             frame = read_frame(sock, HANDSHAKE_LIMITS)
     except WireError as e:
         return Reach("stranger", str(e))
