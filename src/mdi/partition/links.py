@@ -20,6 +20,9 @@ class Links:
         self._measured: dict[tuple[int, int], tuple[float, float]] = {}
         for link in profile.links:
             self._measured[index[link.source], index[link.target]] = (link.round_trip_s, link.bytes_s)
+        self._targets: dict[int, list[int]] = {}
+        for source, target in self._measured:
+            self._targets.setdefault(source, []).append(target)
         self._worst: dict[int, tuple[float, float]] = {}
         for pair, (round_trip_s, bytes_s) in self._measured.items():
             for node in pair:
@@ -30,6 +33,10 @@ class Links:
     def are_equal(self) -> bool:
         """Whether all links are taken for the same, so that the order of the nodes makes no difference."""
         return not self._measured
+
+    def from_node(self, source: int) -> list[int]:
+        """Nodes to which links were measured; without any, the node itself stands for all others."""
+        return self._targets.get(source, [source])
 
     def of(self, source: int, target: int) -> tuple[float, float]:
         """Round trip in seconds, bytes per second."""
