@@ -18,9 +18,9 @@ ALLOWED = {
     "config": {"errors"},
     "net": {"config", "errors"},
     "model": {"config", "errors"},
-    "checkpoint": {"config", "errors"},
+    "checkpoint": {"partition", "config", "errors"},
     "partition": {"config", "errors"},
-    "training": {"checkpoint", "config", "errors"},
+    "training": {"checkpoint", "partition", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
     "control": {"engine", "model", "net", "config", "errors"},
     "text": {"engine", "model", "net", "config", "errors"},
@@ -45,6 +45,7 @@ LIGHT = [
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
+    "mdi.partition.profile",
 ]
 
 

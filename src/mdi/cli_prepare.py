@@ -138,7 +138,7 @@ def _convert(directory: Path, args: argparse.Namespace) -> Path:
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
     from mdi.checkpoint.chunks import node_names, write_chunks
-    from mdi.checkpoint.split import default_split, parse_layers, ranges
+    from mdi.partition.split import default_split, parse_layers, ranges
 
     n_layer = source.config_dict["n_layer"]
     if args.layers is not None:

@@ -11,9 +11,9 @@ import torch
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.parts import spec_bytes, stage_parts
 from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
-from mdi.checkpoint.split import default_split, parse_layers, ranges
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
+from mdi.partition.split import default_split, parse_layers, ranges
 
 logger = logging.getLogger("mdi")
 

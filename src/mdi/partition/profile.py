@@ -114,7 +114,7 @@ class ClusterProfile:
     """Nodes, the starter first, and the links between them that were measured.
 
     Attributes:
-        links: any pairs; see `links_of` in `mdi.partition.links` for the others.
+        links: any pairs; `mdi.partition.links` guesses the others.
         model, config_hash, format: what `block_s` and `head_s` were measured with ("float32", "bfloat16", "float16", "fp16",
             "int8", "int4").
     """
