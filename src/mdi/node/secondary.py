@@ -35,7 +35,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, held_bytes
 from mdi.node.errand import Errand
 from mdi.node.job import Abandoned, Job
 from mdi.node.profiler import Profiler, Subject
@@ -52,7 +52,7 @@ class SecondaryNode:
     Args:
         config: this node's entry of the nodes file.
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
-        cache_dir: where parts that were received are kept.
+        cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
     """
 
@@ -65,11 +65,12 @@ class SecondaryNode:
         dtype: str | None = None,
         compile_stage: bool = False,
         quantize: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
         self._verified: set[str] = set()  # parts of a chunk that were hashed
-        self._store = BlockStore(cache_dir)
+        self._store = BlockStore(cache_dir, cache_bytes)
         self._device = choose_device(device or config.device)
         self._dtype = dtype or config.dtype
         self._quantize = quantize
@@ -94,6 +95,7 @@ class SecondaryNode:
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._leave = False
+        self._closed = False
 
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
@@ -142,9 +144,12 @@ class SecondaryNode:
                 self._work(job)
 
     def close(self) -> None:
-        """End a run that is under way, let `run` return, and give the ports back."""
+        """End a run that is under way, let `run` return, and give the ports back; harmless if repeated."""
         self._leave = True
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             job, ring, errand = self._job, self._ring, self._errand
         if job is not None:
             self._end(job, ring)
@@ -382,12 +387,15 @@ class SecondaryNode:
     def _wait_for_parts(self, job: Job) -> None:
         """Find out what is missing (hashing a checkpoint may take a while), and wait until it has come."""
         missing = self._missing(job)
-        self._check_disk(missing)
+        self._check_memory(job.request)
+        self._check_disk(job.request, missing)
         with job.changed:
             job.total_bytes = sum(part.n_bytes for part in missing)
+            job.received_bytes = sum(self._store.partial_bytes(part.sha256) for part in missing)
             job.missing = {part.sha256: part for part in missing}
         if missing:
-            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, job.total_bytes / 1e6)
+            to_come = job.total_bytes - job.received_bytes
+            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, to_come / 1e6)
         next_report = time.monotonic() + 2
         while True:
             with job.changed:
@@ -477,13 +485,31 @@ class SecondaryNode:
                 409,
             )
 
-    def _check_disk(self, missing: list[PartSpec]) -> None:
+    def _check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         needed = sum(part.n_bytes - self._store.partial_bytes(part.sha256) for part in missing)
+        if needed:
+            removed = self._store.make_room(needed, {part.sha256 for part in request.parts})
+            if removed:
+                logger.info("%s removed %.1f MB of weights of earlier runs", self.config.name, removed / 1e6)
         free = self._store.free_bytes()
         if needed > free:
             raise ControlError(
                 f"{self.config.name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
                 "weights would come: free some space, or choose another place with --cache-dir",
+                507,
+            )
+
+    def _check_memory(self, request: InitRequest) -> None:
+        """Weights that will not fit are not sent in the first place."""
+        quantize, dtype = self._number_format(request)
+        needed = held_bytes([part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize)
+        free = self._profiler.available_bytes()
+        if needed > free:
+            start, stop = request.blocks
+            raise ControlError(
+                f"{self.config.name} has {free / 1e9:.2f} GB of memory free, but blocks [{start}, {stop}) take "
+                f"{needed / 1e9:.2f} GB in {quantize or str(dtype).removeprefix('torch.')}: give it fewer blocks "
+                "(--layers, --placement), or use a smaller format (--quantize, --dtype)",
                 507,
             )
 
