@@ -122,7 +122,9 @@ def plan(
         UsageError: there is no such placement.
     """
     notes: list[str] = []
-    if (profile.config_hash, profile.format) != (shape.config_hash, shape.format):
+    if not any(node.block_s for node in profile.nodes):
+        notes.append("no block was timed: times are guessed from how fast the nodes read memory")
+    elif (profile.config_hash, profile.format) != (shape.config_hash, shape.format):
         profile, note = rescaled(profile, shape, measured)
         notes.append(note)
     cost = CostModel(profile, shape, workload)
