@@ -30,11 +30,12 @@ COMMANDS = {
     "sample": ("mdi.cli_sample", "generate text on this machine alone"),
     "chat": ("mdi.cli_chat", "chat with a model, on this machine or over a ring"),
     "train": ("mdi.cli_train", "train a small model from scratch"),
+    "plan": ("mdi.cli_plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "prepare-data": ("mdi.cli_data", "make training data and a tokenizer from text"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor")
+ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan")
 
 logger = logging.getLogger("mdi")
 

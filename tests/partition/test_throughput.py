@@ -22,7 +22,7 @@ def placed(cost: CostModel, method: str) -> Placement | None:
 
 
 @given(problems())
-@settings(max_examples=150)
+@settings(max_examples=300)
 def test_throughput_is_the_best_of_all_placements(cost: CostModel) -> None:
     best = min((cost.predict(*p).round_s for p in every_placement(cost)), default=None)
     found = placed(cost, "throughput")

@@ -103,8 +103,9 @@ class Terms:
         return self._prefixes[i]
 
     def unit_s(self, i: int) -> float:
-        """Time of one block, where all are alike."""
-        return self.prefix_s(i)[1]
+        """Time of one block: of any, where all are alike, else of a mean one."""
+        n, cost = self._cost.n_layer, self._cost
+        return (self.block_s[i] * cost.work[n] + cost.cache_read_s(i, self.n_rows) * cost.looks[n]) / n
 
     def stage_s(self, i: int, start: int, stop: int) -> float:
         prefix = self.prefix_s(i)
@@ -124,6 +125,16 @@ class Terms:
         weights = self._cost.weights[stop] - self._cost.weights[start]
         caches = self._cost.caches[stop] - self._cost.caches[start]
         return weights + caches <= running and weights <= loading
+
+    def reach(self, i: int, start: int, stage_s: float) -> int:
+        """Where a stage that begins with block `start` has to end, to fit the node and to take at most `stage_s`."""
+        running, loading = self.room(i)
+        weights, held, prefix = self._cost.weights, self._cost.held, self.prefix_s(i)
+        if min(running, loading) < 0 or self.base_s[i] > stage_s:
+            return start
+        stop = bisect.bisect_right(held, held[start] + running) - 1
+        stop = min(stop, bisect.bisect_right(weights, weights[start] + loading) - 1)
+        return min(stop, bisect.bisect_right(prefix, prefix[start] + stage_s - self.base_s[i]) - 1)
 
     def most_blocks(self, i: int) -> int:
         """How many blocks fit, where all are alike; -1 if not even a stage without blocks does."""
@@ -153,9 +164,14 @@ class CostModel:
         self.work = shape.sums(lambda b: b.macs / reference.macs)
         self.weights = shape.sums(lambda b: b.weight_bytes)
         self.caches = shape.sums(lambda b: n_sequences * b.kept(length) * b.cache_bytes)
+        self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
         # While a sequence grows, its cache is half full on average.
         self.looks = shape.sums(lambda b: b.kept(-(-length // 2)) * b.cache_bytes)
         self._terms: dict[tuple[int, int, tuple[int, int]], Terms] = {}
+
+    @cached_property
+    def _largest(self) -> int:
+        return max(block.load_bytes for block in self.shape.blocks)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -202,8 +218,7 @@ class CostModel:
 
     def load_bytes(self, i: int) -> int:
         """One part exists twice while a stage is loaded (model/stage.py)."""
-        largest = max(block.load_bytes for block in self.shape.blocks)
-        return max(largest, self.shape.head_load_bytes) if i == 0 else largest
+        return max(self._largest, self.shape.head_load_bytes) if i == 0 else self._largest
 
     def activation_bytes(self, i: int, n_rows: int, n_frames: int) -> int:
         """Frames in flight, the widest layer, the scores of a piece of prompt, position tables, on the starter the logits."""

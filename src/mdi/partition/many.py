@@ -106,7 +106,7 @@ class _Group:
         n_bytes = terms.n_rows * cost.shape.row_bytes
         nodes = range(cost.n_nodes)
         self._base = terms.base_s
-        self._unit = [terms.prefix_s(i)[-1] / cost.n_layer for i in nodes]
+        self._unit = [terms.unit_s(i) for i in nodes]
         per_block = (cost.weights[-1] + cost.caches[-1]) / cost.n_layer
         self._most = [terms.most_blocks(i) if cost.is_uniform else int(min(terms.room(i)) // per_block) for i in nodes]
         self._way = [_best_way(cost, i, n_bytes) for i in nodes]

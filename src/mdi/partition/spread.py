@@ -68,9 +68,9 @@ def spread(cost: CostModel, ring: Ring, below_s: float = _INF) -> Spread | None:
         result = _measured(terms, ring, counts)
         return result if result.round_s <= round_s * (1 + 1e-12) else None
 
-    limit = below_s if below_s < _INF else None
-    best = attempt(limit / frames, limit) if limit is not None else attempt(_INF, _INF)
-    if best is None or (limit is not None and best.round_s >= limit * (1 - TOLERANCE)):
+    limit = below_s * (1 - TOLERANCE)
+    best = attempt(limit / frames, limit)
+    if best is None:
         return None
     low = max(frames * max(link, *(terms.base_s[i] for i in ring.order)), ring.way_s)
     best = _shortest_round(attempt, frames, low, best)
@@ -148,6 +148,8 @@ class _Different(_Fill):
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
         n = self._n_layer
+        if not self._reaches(stage_s):
+            return None
         best = [0.0, *[_INF] * n]  # of the nodes so far, holding the first e blocks: sum of their times
         starts: list[list[int]] = []
         for k, i in enumerate(self._order):
@@ -160,6 +162,13 @@ class _Different(_Fill):
             counts.append(stop - start_of[stop])
             stop = start_of[stop]
         return tuple(reversed(counts))
+
+    def _reaches(self, stage_s: float) -> bool:
+        """Whether the nodes hold all blocks if each takes as many as it can: cheap, and mostly decides."""
+        stop = 0
+        for i in self._order:
+            stop = self._terms.reach(i, stop, stage_s * (1 + 1e-9))
+        return stop == self._n_layer
 
     def _with(self, i: int, best: list[float], stage_s: float, is_starter: bool) -> tuple[list[float], list[int]]:
         """One more node. The window of possible starts only moves on, so its minimum is kept in a deque."""
