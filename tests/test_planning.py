@@ -300,14 +300,17 @@ def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.survey, "BUSY_S", 0.3)
-    with secondaries(1, tmp_path) as nodes:
-        monkeypatch.setattr(nodes[0], "_job", object())
-        try:
-            with pytest.raises(ControlError, match="busy with another run"):
-                survey_of(cluster_of(nodes)).run()
-        finally:
-            monkeypatch.undo()
+    asked: list[str] = []
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        asked.append(self.node.name)
+        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409)
+
+    monkeypatch.setattr(mdi.node.survey, "BUSY_S", 0.5)
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="busy with another run"):
+        survey_of(cluster_of(nodes)).run()
+    assert len(asked) > 1, "it may end in a moment"
 
 
 def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list[str]) -> None:
