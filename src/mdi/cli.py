@@ -25,6 +25,7 @@ COMMANDS = {
     "starter": ("mdi.cli_starter", "run a model over a ring of nodes, from its first node"),
     "secondary": ("mdi.cli_secondary", "run a worker node, which waits for a starter"),
     "prepare-model": ("mdi.cli_prepare", "download, convert and split a checkpoint"),
+    "doctor": ("mdi.cli_doctor", "examine a cluster before a run, and say what is wrong"),
     "local-ring": ("mdi.cli_local_ring", "run a whole ring on this machine"),
     "sample": ("mdi.cli_sample", "generate text on this machine alone"),
     "chat": ("mdi.cli_chat", "chat with a model, on this machine or over a ring"),
@@ -34,7 +35,7 @@ COMMANDS = {
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "plan")
+ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "plan", "doctor")
 
 logger = logging.getLogger("mdi")
 

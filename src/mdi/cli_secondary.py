@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
     )
     parser.add_argument(
+        "--cache-size",
+        metavar="SIZE",
+        help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
+    )
+    parser.add_argument(
         "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
     )
     parser.add_argument(
@@ -54,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
-    from mdi.config import load_secondary
+    from mdi.config import load_secondary, parse_size
     from mdi.errors import UsageError
 
     if len(args.nodes_config) > 2:
@@ -65,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {args.nodes_config[1]!r}")
         index = int(args.nodes_config[1])
     config = load_secondary(args.nodes_config[0], index)
+    cache_bytes = parse_size(args.cache_size, "--cache-size") if args.cache_size is not None else None
 
     from mdi.checkpoint.source import open_source
     from mdi.node.device import set_threads
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.chunk or args.ckpt
     weights = open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
-    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize)
+    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, cache_bytes)
     try:
         node.open()
         if args.until_stdin_closes:

@@ -7,6 +7,7 @@ This module knows nothing of models, sockets or torch.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UsageError(f"{path}: expected a JSON object, found {_kind(data)}")
     return data
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of "500M", "2.5GB" (powers of ten), "2GiB" or "1000"; UsageError names the flag."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"{flag} {text!r}: expected a number of bytes such as 500M, 20GB or 4GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit.lower()) if unit else 0))
 
 
 def nearest_existing(path: str | Path) -> Path:

@@ -103,6 +103,72 @@ class InitRequest:
         return request
 
 
+@dataclass(frozen=True)
+class ProfileRequest:
+    """Body of `POST /profile`: which model the node is to measure itself with.
+
+    Attributes:
+        config: litgpt Config as a plain object; `config_hash` is its hash.
+        stored_dtype, dtype, quantize: as in `InitRequest`: the node measures in the format that it would hold its blocks in.
+        fresh: measure again, whatever is kept.
+    """
+
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+    dtype: str | None = None
+    quantize: str | None = None
+    fresh: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ProfileRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        get = _Fields.of(data)
+        return cls(
+            config=get.object("config"),
+            config_hash=get.string("config_hash"),
+            stored_dtype=get.string("stored_dtype"),
+            dtype=None if data.get("dtype") is None else get.string("dtype"),
+            quantize=None if data.get("quantize") is None else get.string("quantize"),
+            fresh=get.boolean("fresh") if "fresh" in data else False,
+        )
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Body of `POST /probe`: another node, which the receiver is to reach.
+
+    Attributes:
+        name: of that node.
+        addr, port, port_in: where its control port and its ring port should be.
+        measure: whether the bandwidth is to be measured as well, with a few megabytes.
+    """
+
+    name: str
+    addr: str
+    port: int
+    port_in: int
+    measure: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ProbeRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        get = _Fields.of(data)
+        return cls(
+            name=get.string("name"),
+            addr=get.string("addr"),
+            port=get.integer("port", 1, 65535),
+            port_in=get.integer("port_in", 1, 65535),
+            measure=get.boolean("measure") if "measure" in data else False,
+        )
+
+
 def parse_json(body: bytes) -> Any:
     """JSON from a peer; ControlError (400) if it is none."""
     try:
@@ -123,6 +189,12 @@ class _Fields:
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
+
+    @classmethod
+    def of(cls, data: Any) -> _Fields:
+        if not isinstance(data, dict):
+            raise ControlError(f"expected a JSON object, got {_shown(data)}", 400)
+        return cls(data)
 
     def _get(self, key: str, kind: type, what: str) -> Any:
         if key not in self._data:

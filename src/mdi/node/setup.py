@@ -13,6 +13,7 @@ from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.node.progress import Progress
 from mdi.node.weights import StarterWeights
 
 POLL_S = 0.2
@@ -40,6 +41,7 @@ class SecondarySetup:
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
+        self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
         self._setup.start()
@@ -140,34 +142,13 @@ class SecondarySetup:
             raise ControlError(f"{self._client.where} names missing parts in a way that cannot be read") from None
 
     def _send(self, missing: list[tuple[PartSpec, int]]) -> None:
-        total = sum(part.n_bytes - have for part, have in missing)
         if not missing:
             return
-        logger.info("sending %.1f MB of weights to %s", total / 1e6, self.name)
-        begin = last = time.monotonic()
-        sent = 0
-
-        def counted(pieces: Iterator[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
-            nonlocal sent, last
-            for piece in pieces:
-                if skip >= len(piece):
-                    skip -= len(piece)
-                    continue
-                piece, skip = piece[skip:], 0
-                self._check()
-                yield piece
-                sent += len(piece)
-                if time.monotonic() - last > REPORT_S:
-                    last = time.monotonic()
-                    rate = sent / (last - begin)
-                    left_s = (total - sent) / rate
-                    logger.info(
-                        "%s: %.1f of %.1f MB sent, %.1f MB/s, %.0f s left",
-                        *(self.name, sent / 1e6, total / 1e6, rate / 1e6, left_s),
-                    )
-
+        total, had = sum(part.n_bytes for part, _ in missing), sum(have for _, have in missing)
+        logger.info("sending %.1f MB of weights to %s", (total - had) / 1e6, self.name)
+        self._progress = progress = Progress(self.name, total, had, time.monotonic())
         for part, have in missing:
-            pieces = counted(iter(serialize(self._weights.tensors(part.name))), have)
+            pieces = self._pieces(part, have)
             try:
                 self._client.send_part(part, self._request.epoch, have, pieces)
             except ControlError as e:
@@ -176,6 +157,18 @@ class SecondarySetup:
                         self.name, f"{self.name} was lost while {part.name} was sent to it: {e}"
                     ) from None
                 raise
+        self._progress = None
+        logger.info("%s", progress.summary(time.monotonic()))
+
+    def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a part from `skip` on, until the set-up is broken off."""
+        for piece in serialize(self._weights.tensors(part.name)):
+            if skip >= len(piece):
+                skip -= len(piece)
+                continue
+            self._check()
+            yield piece[skip:]
+            skip = 0
 
     def _wait_ready(self) -> None:
         while self._loading_status()["state"] != "READY":
@@ -194,12 +187,24 @@ class SecondarySetup:
 
         A node that is ready before the others must not take its starter for dead while those still load.
         """
+        last_report = time.monotonic()
         while not self._cancelled.is_set() and self.error is None:
             try:
-                self._status()
+                status = self._status()
             except MdiError as e:
                 return self._fail(e)
+            if time.monotonic() - last_report > REPORT_S:
+                last_report = time.monotonic()
+                self._report(status.get("progress"))
             self._cancelled.wait(1.0)
+
+    def _report(self, progress: Any) -> None:
+        """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
+        ours = self._progress
+        n_bytes = progress.get("bytes") if isinstance(progress, dict) else None
+        if ours is not None and isinstance(n_bytes, int):
+            ours.update(n_bytes, time.monotonic())
+            logger.info("%s", ours)
 
     def _status(self) -> dict[str, Any]:
         try:

@@ -279,10 +279,15 @@ class StarterNode(StatusOnly):
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "state": self._state,
+            "clock_s": time.time(),
             "model": self._weights.model if self._weights else None,
             "n_nodes": self.cluster.n_nodes,
             "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
         }
+
+    def check_echo(self) -> None:
+        if self._state == "RUNNING":
+            raise ControlError("the starter is in the middle of a run", 409)
 
     def _configure_secondaries(self) -> list[SecondarySetup]:
         weights = self._weights

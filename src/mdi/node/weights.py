@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mdi.checkpoint.chunks import find_chunk, siblings
-from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.parts import spec_bytes, stage_parts
 from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
@@ -139,6 +139,12 @@ class StarterWeights:
     def spec(self, part: str) -> PartSpec:
         info = self._source_of(part).info(part)
         return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def stage_bytes(self, node: int) -> int:
+        """Weights of a node's stage, as they are stored; known without reading them."""
+        start, stop = self.blocks[node]
+        parts = stage_parts(start, stop, starter=node == 0)
+        return sum(spec_bytes(self._source_of(part).part_specs(part)) for part in parts)
 
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         source = self._source_of(part)
