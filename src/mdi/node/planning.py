@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
-from mdi.model.formats import FORMATS
+from mdi.model.formats import FORMATS, check_format
+from mdi.node.device import choose_device, choose_dtype
 from mdi.node.profiler import Profiler, Subject
 from mdi.node.shape import model_shape
+from mdi.node.standin import standing_in
 from mdi.node.survey import Survey
 from mdi.partition.formats import SMALLER
 from mdi.partition.greedy import PREFERENCES
@@ -82,6 +85,29 @@ def profile_cluster(
         if other != subject.format:
             logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.format)
     return ClusterProfile(nodes, links, model.name, model.config_hash, subject.format)
+
+
+def measure_live(
+    cluster: ClusterConfig,
+    model: Model,
+    wished_dtype: str | None,
+    quantize: str | None,
+    cache_dir: Path,
+    wait_s: float,
+    fresh: bool,
+) -> ClusterProfile:
+    """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
+    node = cluster.starter
+    device = choose_device(node.device)
+    check_format(quantize, device)
+    wished = wished_dtype or node.dtype
+    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None)
+    wishes = Wishes(device, dtype, wished_dtype, quantize, quantize)
+    with contextlib.ExitStack() as stack:
+        if cluster.secondaries:
+            port, port_in = stack.enter_context(standing_in(node))
+            cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
+        return profile_cluster(cluster, model, wishes, cache_dir, wait_s, fresh)
 
 
 def choose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel, Prediction
 from mdi.partition.methods import place
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.placement import Placement, size
+from mdi.partition.placement import Placement, excess_bytes, size
 from mdi.partition.spread import ring_of, spread
 
 WORTH = 1.05  # what makes less difference is not worth a word
@@ -124,17 +125,20 @@ def _smaller(cost: CostModel, smaller: Sequence[ModelShape], prediction: Predict
 
 
 def _more_sequences(cost: CostModel, placement: Placement, prediction: Prediction) -> Iterator[str]:
-    n = len(placement.order)
-    more = max(2 * n, 2 * cost.workload.n_sequences)
+    """More sequences at once fill the ring, and share what is read: the same placement, or another one for them."""
+    more = max(2 * len(placement.order), 2 * cost.workload.n_sequences)
     wider = CostModel(cost.profile, cost.shape, replace(cost.workload, n_sequences=more))
-    start = 0
-    for i, count in zip(placement.order, placement.counts, strict=True):
-        if wider.memory(i, start, start + count, n).total > cost.profile.nodes[i].memory_bytes:
-            return
-        start += count
-    gain = wider.predict(placement.order, placement.counts).tokens_s / prediction.tokens_s
-    if gain >= 1.2:
-        yield f"{more} sequences at once would give {gain:.1f}x the tokens per second"
+    rates = []
+    if not excess_bytes(wider, placement):
+        rates.append((wider.predict(placement.order, placement.counts).tokens_s, ""))
+    if placement.method == "throughput" and cost.n_nodes <= LOOKED_AT:
+        with contextlib.suppress(PlacementError):
+            other = place(wider, "throughput")
+            where = "" if other.names == placement.names else f" over {' and '.join(other.names)}"
+            rates.append((wider.predict(other.order, other.counts).tokens_s, where))
+    rate, where = max(rates, default=(0.0, ""))
+    if rate >= 1.2 * prediction.tokens_s:
+        yield f"{more} sequences at once would give {rate / prediction.tokens_s:.1f}x the tokens per second{where}"
 
 
 def _tight(cost: CostModel, placement: Placement) -> Iterator[str]:
