@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from dataclasses import replace
@@ -15,12 +16,14 @@ import mdi.node.setup
 import mdi.node.survey
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
+from mdi.cli import launch
 from mdi.cli_starter import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.node.local import free_ports
 from mdi.node.profiler import Profiler
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
@@ -346,3 +349,52 @@ def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MDI_PLACEMENT", "best")
     with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
         chosen_placement(argparse.Namespace(placement=None))
+
+
+# The command
+
+
+def nodes_file(path: Path, nodes: list[SecondaryNode]) -> Path:
+    ports = free_ports(2)
+    entries = [
+        {"addr": "127.0.0.1", "communication": {"port": port}, "inference": {"port_in": port_in}}
+        for port, port_in in ((ports[0], ports[1]), *((node.control_port, node.ring_port) for node in nodes))
+    ]
+    path.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
+    return path
+
+
+def test_a_plan_of_nodes_that_are_running(
+    tiny: Path,
+    tmp_path: Path,
+    fixed: dict[str, float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "starter"))
+    fixed.update(secondary1=100.0)
+    saved = tmp_path / "cluster.json"
+    with secondaries(2, tmp_path) as nodes:
+        path = nodes_file(tmp_path / "nodes.json", nodes)
+        live = [
+            "--nodes-config",
+            str(path),
+            "--ckpt",
+            str(tiny),
+            "--n-samples",
+            "6",
+            "--sequence-length",
+            "60",
+            "--json",
+        ]
+        assert launch("plan", [*live, "--save-profiles", str(saved)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for wrong in (["--nodes-config", str(path)], [*live, "--profiles", str(saved)], [*live, "--wait", "-1"]):
+            assert launch("plan", wrong) == 2
+        capsys.readouterr()
+    blocks = {node["name"]: node["blocks"][1] - node["blocks"][0] for node in found["nodes"]}
+    assert sum(blocks.values()) == 5 and blocks["secondary0"] > blocks.get("secondary1", 0)
+    # what was written down makes the same plan, with no node running
+    args = ["--profiles", str(saved), "--ckpt", str(tiny), "--n-samples", "6", "--sequence-length", "60", "--json"]
+    assert launch("plan", args) == 0
+    assert json.loads(capsys.readouterr().out) == found
