@@ -114,7 +114,7 @@ CONTROL_FILL = "#fbe3d0"
 
 
 def layers() -> Any:
-    from mdi.checkpoint.split import default_split, ranges
+    from mdi.partition.split import default_split, ranges
 
     figure, ax = canvas(9.2, 5.3)
     cut = ranges(default_split(TINY_LLAMA, 3))

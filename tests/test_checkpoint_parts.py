@@ -29,8 +29,8 @@ from mdi.checkpoint.parts import (
     write_part,
 )
 from mdi.checkpoint.shapes import model_shapes
-from mdi.checkpoint.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 from mdi.errors import CheckpointError, SplitError
+from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ ALLOWED = {
     "config": {"errors"},
     "net": {"config", "errors"},
     "model": {"config", "errors"},
-    "checkpoint": {"config", "errors"},
+    "checkpoint": {"partition", "config", "errors"},
     "partition": {"config", "errors"},
     "compress": {"checkpoint", "model", "config", "errors"},
-    "training": {"checkpoint", "config", "errors"},
+    "training": {"checkpoint", "partition", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
     "control": {"engine", "model", "net", "config", "errors"},
     "text": {"engine", "model", "net", "config", "errors"},
@@ -50,6 +50,7 @@ LIGHT = [
     "mdi.engine.scheduler",
     "mdi.memory",
     "mdi.token_times",
+    "mdi.partition.profile",
 ]
 
 

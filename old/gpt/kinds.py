@@ -23,6 +23,7 @@ LONGEST_TEXT = 1 << 20  # the context slides, so this is only to end somewhere
 class WholeTextKind(ModelKind):
     """What the two have in common: no caches, one sample per frame, and a text that may outgrow the context."""
 
+    is_placed = False  # the thesis' tables, or an even cut
     system: str
     cuts: dict[tuple[int, int], tuple[int, ...]]
 
@@ -30,8 +31,9 @@ class WholeTextKind(ModelKind):
         raise NotImplementedError
 
     def open_weights(
-        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None
-    ) -> GPTWeights:
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
+        will_be_cut: bool,
+    ) -> GPTWeights:  # fmt: skip
         if ckpt is None:
             raise UsageError("give the model: --ckpt DIRECTORY")
         if quantize is not None:

@@ -22,11 +22,11 @@ from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.source import WeightSource
-from mdi.checkpoint.split import default_split, parse_layers, ranges
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.config import nearest_existing, read_json
 from mdi.errors import CheckpointError, UsageError
 from mdi.node.weights import StarterWeights
+from mdi.partition.split import default_split, parse_layers, ranges
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -242,13 +242,14 @@ class GPTWeights(StarterWeights):
         self._source, self._cuts = source, cuts
         super().__init__(source.path, None, n_nodes, layers)
 
-    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool) -> None:
         source = self._source
         self._sources.append(source)
         self.directory = source.path
         self.model, self.config, self.dtype = source.model, source.config_dict, source.dtype
         self.config_hash = source.config_hash
         self.quantize = self.quantize_head = None
+        self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:
             counts = parse_layers(layers, self.n_layer, n_nodes)

@@ -25,17 +25,19 @@ COMMANDS = {
     "starter": ("mdi.cli_starter", "run a model over a ring of nodes, from its first node"),
     "secondary": ("mdi.cli_secondary", "run a worker node, which waits for a starter"),
     "prepare-model": ("mdi.cli_prepare", "download, convert and split a checkpoint"),
+    "doctor": ("mdi.cli_doctor", "examine a cluster before a run, and say what is wrong"),
     "local-ring": ("mdi.cli_local_ring", "run a whole ring on this machine"),
     "sample": ("mdi.cli_sample", "generate text on this machine alone"),
     "chat": ("mdi.cli_chat", "chat with a model, on this machine or over a ring"),
     "train": ("mdi.cli_train", "train a model from scratch, or a checkpoint further"),
+    "plan": ("mdi.cli_plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "prepare-data": ("mdi.cli_data", "make training data and a tokenizer from text"),
     "plot-tok-time": ("mdi.cli_plot_tok_time", "draw time over tokens for several node counts"),
     "mem-monitor": ("mdi.cli_mem_monitor", "run a command and record its memory"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample")
+ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan")
 
 logger = logging.getLogger("mdi")
 

@@ -49,6 +49,8 @@ def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKi
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+    if args.placement is None and args.devices is None:
+        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
     with contextlib.ExitStack() as stack:
         rings: list[LocalRing] = []
 

@@ -191,7 +191,7 @@ def _quantized(source: WeightSource, directory: Path, args: argparse.Namespace) 
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
     from mdi.checkpoint.chunks import node_names, write_chunks
-    from mdi.checkpoint.split import default_split, parse_layers, ranges
+    from mdi.partition.split import default_split, parse_layers, ranges
 
     n_layer = source.config_dict["n_layer"]
     if args.layers is not None:

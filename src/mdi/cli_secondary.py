@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
     )
     parser.add_argument(
+        "--cache-size",
+        metavar="SIZE",
+        help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
+    )
+    parser.add_argument(
         "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
     )
     parser.add_argument(
@@ -100,8 +105,9 @@ def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None =
     kind = kind or ModelKind()
     weights = kind.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
+    cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
     node = SecondaryNode(
-        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind
+        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind, cache_bytes
     )
     try:
         node.open()

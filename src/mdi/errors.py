@@ -4,6 +4,7 @@
     |-- UsageError            what the user typed or wrote: flags, JSON, prompts
     |-- CheckpointError       a model on disk: missing, cut short, of another shape
     |   `-- SplitError        a model that cannot be cut as asked
+    |-- PlacementError        a model that fits no node, or not as asked
     |-- DownloadError         the hub: unknown, gated, unreachable
     |-- WireError             bytes on a ring link that are no frame of ours
     |-- RingError             the ring could not be formed, or a link of it was lost
@@ -32,6 +33,18 @@ class CheckpointError(MdiError):
 
 class SplitError(CheckpointError):
     """The model cannot be cut as asked."""
+
+
+class PlacementError(MdiError):
+    """The model does not fit the nodes.
+
+    Attributes:
+        missing: name of each node with too little memory, and how many bytes it lacks; "" where it may be any node.
+    """
+
+    def __init__(self, message: str, missing: tuple[tuple[str, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class DownloadError(MdiError):

@@ -19,9 +19,9 @@ from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
 from mdi.checkpoint.parts import PartInfo, part_of, spec_bytes, stage_parts, tensor_bytes
 from mdi.checkpoint.source import ChunkFile, WeightSource
-from mdi.checkpoint.split import ranges
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+from mdi.partition.split import ranges
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes to write in all
 

@@ -8,7 +8,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
+ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -28,12 +30,18 @@ _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 class BlockStore:
     """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
-    A file under its final name has been checked. Several parts can be received at a time, in as many threads, but each
-    only once. The directory is made when the first part comes.
+    A file under its final name has been checked. Several parts can be received at a time, in as many threads; one that is
+    asked to come twice waits for the first to end. The directory is made when the first part comes.
+
+    Args:
+        limit_bytes: what all files together may take, see `make_room`; None is no limit.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, limit_bytes: int | None = None) -> None:
         self.directory = Path(directory)
+        self.limit_bytes = limit_bytes
+        self._changed = threading.Condition()
+        self._coming: set[str] = set()
 
     def has(self, sha256: str) -> bool:
         return self.path(sha256).is_file()
@@ -51,8 +59,58 @@ class BlockStore:
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
+    def parts(self) -> tuple[str, ...]:
+        """The sha256 of every part that is here whole."""
+        try:
+            return tuple(sorted(p.stem for p in self.directory.glob("*.safetensors") if _SHA256.fullmatch(p.stem)))
+        except OSError:
+            return ()
+
     def free_bytes(self) -> int:
         return shutil.disk_usage(nearest_existing(self.directory)).free
+
+    def make_room(self, n_bytes: int, keep: Collection[str]) -> int:
+        """Let `n_bytes` more fit under the limit: remove what was used longest ago.
+
+        Args:
+            keep: sha256 of parts, whole or not, that are not removed in any case.
+
+        Returns:
+            How many bytes were removed.
+
+        Raises:
+            CheckpointError: what must be kept and what is to come is more than the limit; nothing was removed.
+        """
+        if self.limit_bytes is None:
+            return 0
+        files = self._files()
+        kept = sum(size for path, size, _ in files if path.stem in keep)
+        if kept + n_bytes > self.limit_bytes:
+            raise CheckpointError(
+                f"the weights of this run take {(kept + n_bytes) / 1e6:.1f} MB in {self.directory}, which may hold "
+                f"{self.limit_bytes / 1e6:.1f} MB: allow more with --cache-size, or give this node fewer blocks"
+            )
+        excess = sum(size for _, size, _ in files) + n_bytes - self.limit_bytes
+        removed = 0
+        for path, size, _ in sorted(files, key=lambda file: file[2]):
+            if removed >= excess:
+                break
+            if path.stem not in keep:
+                with contextlib.suppress(OSError):  # Windows keeps what is mapped
+                    path.unlink()
+                    removed += size
+        return removed
+
+    def _files(self) -> list[tuple[Path, int, float]]:
+        """All parts, whole or not: path, bytes, when it was used last."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in self.directory.iterdir():
+                if path.suffix in (".safetensors", ".part") and _SHA256.fullmatch(path.stem):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = path.stat()
+                        found.append((path, status.st_size, status.st_mtime))
+        return found
 
     def receive(
         self, info: Part, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None = None
@@ -69,6 +127,26 @@ class BlockStore:
             CheckpointError: bytes are missing (what came is kept), are others than the sha256 says, or the disk is full
                 (what came is removed).
         """
+        with self._alone(info):
+            self._receive_alone(info, offset, read, on_bytes)
+
+    @contextlib.contextmanager
+    def _alone(self, info: Part) -> Iterator[None]:
+        """One transfer of a part at a time: one that was cut off may not have noticed yet when the next one begins."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: info.sha256 not in self._coming, ALONE_S):
+                raise CheckpointError(f"{info.name} is being received already")
+            self._coming.add(info.sha256)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._coming.discard(info.sha256)
+                self._changed.notify_all()
+
+    def _receive_alone(
+        self, info: Part, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None
+    ) -> None:
         partial = self._partial(info.sha256)
         have = self.partial_bytes(info.sha256)
         if not 0 <= offset <= min(have, info.n_bytes):
@@ -102,6 +180,8 @@ class BlockStore:
 
         path = self.path(sha256)
         read_header(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # so that what is used stays; times of access are switched off on many systems
         try:
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

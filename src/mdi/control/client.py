@@ -10,13 +10,16 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from mdi.config import NodeConfig
-from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.messages import InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.errors import ControlError
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
 # A node that has taken a part's last byte still has to bring it to its disk: minutes, on a slow card.
 PART_ANSWER_S = 300.0
+# Measuring takes a few seconds; a slow board that builds large blocks takes longer.
+PROFILE_ANSWER_S = 180.0
+PROBE_ANSWER_S = 60.0
 
 
 class ControlClient:
@@ -56,6 +59,18 @@ class ControlClient:
     def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S) -> None:
         """`PUT /stop`: end a run, and with `leave` the process."""
         self._request("PUT", "/stop", data=json.dumps({"run": run, "leave": leave}), timeout_s=timeout_s)
+
+    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+        """`POST /profile`: what the node measured of itself; takes as long as that takes."""
+        return self._request("POST", "/profile", data=json.dumps(request.to_json()), timeout_s=PROFILE_ANSWER_S)
+
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        """`POST /probe`: how the node reaches another one."""
+        return self._request("POST", "/probe", data=json.dumps(request.to_json()), timeout_s=PROBE_ANSWER_S)
+
+    def echo(self, n_bytes: int, timeout_s: float) -> None:
+        """`PUT /echo`: so many bytes on their way there, and a short answer."""
+        self._request("PUT", "/echo", data=bytes(n_bytes), timeout_s=timeout_s)
 
     def _request(self, method: str, path: str, timeout_s: float, **kwargs: Any) -> dict[str, Any]:
         try:

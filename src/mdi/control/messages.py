@@ -37,6 +37,7 @@ class InitRequest:
         dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
         quantize: weight format that the starter wishes, see model.formats.
+        stored_format: the one that the parts are stored in already.
         wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
         kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
@@ -58,6 +59,7 @@ class InitRequest:
     dtype: str | None = None
     compile: bool = False
     quantize: str | None = None
+    stored_format: str | None = None
     wire_dtype: str = "auto"
     kv_dtype: str = "auto"
     n_frames: int | None = None
@@ -99,6 +101,7 @@ class InitRequest:
             dtype=None if data.get("dtype") is None else get.string("dtype"),
             compile=get.boolean("compile"),
             quantize=None if data.get("quantize") is None else get.string("quantize"),
+            stored_format=None if data.get("stored_format") is None else get.string("stored_format"),
             wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
             kv_dtype=get.choice("kv_dtype", KV_DTYPES),
             n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
@@ -112,6 +115,72 @@ class InitRequest:
         if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
             raise ControlError(f"the parts that are named are not those of blocks [{start}, {stop})", 400)
         return request
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """Body of `POST /profile`: which model the node is to measure itself with.
+
+    Attributes:
+        config: litgpt Config as a plain object; `config_hash` is its hash.
+        stored_dtype, dtype, quantize: as in `InitRequest`: the node measures in the format that it would hold its blocks in.
+        fresh: measure again, whatever is kept.
+    """
+
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+    dtype: str | None = None
+    quantize: str | None = None
+    fresh: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ProfileRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        get = _Fields.of(data)
+        return cls(
+            config=get.object("config"),
+            config_hash=get.string("config_hash"),
+            stored_dtype=get.string("stored_dtype"),
+            dtype=None if data.get("dtype") is None else get.string("dtype"),
+            quantize=None if data.get("quantize") is None else get.string("quantize"),
+            fresh=get.boolean("fresh") if "fresh" in data else False,
+        )
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Body of `POST /probe`: another node, which the receiver is to reach.
+
+    Attributes:
+        name: of that node.
+        addr, port, port_in: where its control port and its ring port should be.
+        measure: whether the bandwidth is to be measured as well, with a few megabytes.
+    """
+
+    name: str
+    addr: str
+    port: int
+    port_in: int
+    measure: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ProbeRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        get = _Fields.of(data)
+        return cls(
+            name=get.string("name"),
+            addr=get.string("addr"),
+            port=get.integer("port", 1, 65535),
+            port_in=get.integer("port_in", 1, 65535),
+            measure=get.boolean("measure") if "measure" in data else False,
+        )
 
 
 def parse_json(body: bytes) -> Any:
@@ -134,6 +203,12 @@ class _Fields:
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
+
+    @classmethod
+    def of(cls, data: Any) -> _Fields:
+        if not isinstance(data, dict):
+            raise ControlError(f"expected a JSON object, got {_shown(data)}", 400)
+        return cls(data)
 
     def _get(self, key: str, kind: type, what: str) -> Any:
         if key not in self._data:

@@ -20,10 +20,11 @@ import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
-from mdi.control.messages import InitRequest, parse_json
+from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest, parse_json
 from mdi.errors import ControlError, MdiError, UsageError
 
 JSON_LIMIT_BYTES = 4 << 20
+ECHO_LIMIT_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 64 << 10
 N_THREADS = 40  # of them, 20 may be held by clients that dribble, and the starter is still answered
 REQUEST_TIMEOUT_S = 10
@@ -46,9 +47,18 @@ class Node(Protocol):
     def stop(self, run: str, leave: bool) -> None:
         """End the run; with `leave`, the process as well."""
 
+    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+        """Measure itself; the answer is there when that is done."""
+
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        """Try to reach another node, and tell what came of it."""
+
+    def check_echo(self) -> None:
+        """Raises ControlError if bytes that measure a link would disturb a run."""
+
 
 class StatusOnly:
-    """Base for a node that answers `GET /` and nothing else: the starter."""
+    """Base for a node that answers `GET /` and `PUT /echo` and nothing else: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it configures others", 409)
@@ -58,6 +68,15 @@ class StatusOnly:
 
     def stop(self, run: str, leave: bool) -> None:
         raise ControlError("a starter is stopped at its own keyboard", 409)
+
+    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+        raise ControlError("this node is a starter: it measures itself", 409)
+
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        raise ControlError("this node is a starter: it asks others", 409)
+
+    def check_echo(self) -> None:
+        pass
 
 
 def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
@@ -127,6 +146,9 @@ class _Pages:
         self.init = cherrypy.expose(_answer(self._init))
         self.stop = cherrypy.expose(_answer(self._stop))
         self.parts = cherrypy.expose(_answer(self._parts))
+        self.profile = cherrypy.expose(_answer(self._profile))
+        self.probe = cherrypy.expose(_answer(self._probe))
+        self.echo = cherrypy.expose(_answer(self._echo))
         self.default = cherrypy.expose(_answer(self._default))
 
     def _index(self, *, run: str | None = None) -> dict[str, Any]:
@@ -153,8 +175,34 @@ class _Pages:
         self._node.receive_part(run, sha256, start, _content_length(), cherrypy.request.rfile.read)
         return {}
 
+    def _profile(self) -> dict[str, Any]:
+        _allow("POST")
+        return self._node.profile(ProfileRequest.from_json(_read_json()))
+
+    def _probe(self) -> dict[str, Any]:
+        _allow("POST")
+        return self._node.probe(ProbeRequest.from_json(_read_json()))
+
+    def _echo(self) -> dict[str, Any]:
+        """Bytes that only measure the way here: read and forgotten."""
+        _allow("PUT")
+        n_bytes = _content_length()
+        if n_bytes > ECHO_LIMIT_BYTES:
+            raise ControlError(f"a body of {n_bytes} bytes; at most {ECHO_LIMIT_BYTES} are accepted here", 413)
+        self._node.check_echo()
+        n_left = n_bytes
+        while n_left and (piece := cherrypy.request.rfile.read(min(n_left, 1 << 16))):
+            n_left -= len(piece)
+        if n_left:
+            raise ControlError("the body was cut off", 400)
+        return {"n_bytes": n_bytes}
+
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
-        raise ControlError("no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop", 404)
+        raise ControlError(
+            "no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop, POST /profile, POST /probe, "
+            "PUT /echo",
+            404,
+        )
 
 
 def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:

@@ -165,8 +165,8 @@ class RingListener:
             if pending.deadline <= now:
                 self._drop(pending, f"it said nothing for {HELLO_DEADLINE_S:.0f} s")
 
-    def _drop(self, pending: _Pending, why: str) -> None:
-        logger.info("%s: dropped a connection from %s: %s", self._name, pending.peer, why)
+    def _drop(self, pending: _Pending, why: str, level: int = logging.INFO) -> None:
+        logger.log(level, "%s: dropped a connection from %s: %s", self._name, pending.peer, why)
         with contextlib.suppress(KeyError):  # it was let in, but broke off before it got its answer
             self._selector.unregister(pending.sock)
         pending.sock.close()
@@ -205,7 +205,9 @@ class RingListener:
             with contextlib.suppress(OSError):
                 fault = Fault("", str(e), self._name)
                 send_frame(pending.sock, Frame.message(Kind.ERROR, frame.epoch, fault.to_bytes()))
-            return self._drop(pending, str(e))
+            # One that only wants to know whether this port can be reached (control.reach) is no intruder.
+            is_question = isinstance(hello.extensions, dict) and bool(hello.extensions.get("question"))
+            return self._drop(pending, str(e), logging.DEBUG if is_question else logging.INFO)
         self._selector.unregister(pending.sock)
         pending.sock.setblocking(True)
         tune(pending.sock)

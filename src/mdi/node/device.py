@@ -13,7 +13,8 @@ import torch
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
-from mdi.node.memory import available_bytes
+from mdi.node.resources import device_free_bytes
+from mdi.partition.formats import weight_format
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
@@ -94,12 +95,30 @@ def cpu_multiplies_bfloat16() -> bool:
 def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UsageError if not even one sequence of full length fits into the memory that is left."""
     needed = stage.run_bytes(max_length, dtype)
-    available = available_bytes(device)
+    available = device_free_bytes(device)
     if needed > available:
         raise UsageError(
             f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
             f"{stage.stop}), but {available / 1e9:.1f} GB are left: ask for fewer tokens, or a smaller --sequence-length"
         )
+
+
+def held_bytes(
+    parts: Sequence[int], stored: str, dtype: torch.dtype, quantize: str | None, stored_format: str | None = None
+) -> int:
+    """Memory that parts take once they are loaded, and while the last of them is.
+
+    Args:
+        parts: bytes of each, as stored: in a type, or in a weight format if `stored_format` names one.
+    """
+    if stored_format is not None:
+        return sum(parts) + max(parts, default=0)
+    stored_bits = 8 * DTYPES.get(stored, torch.float32).itemsize
+    bits = weight_format(quantize).bits_per_weight if quantize is not None else 8 * dtype.itemsize
+    # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
+    is_mapped = quantize is None and bits == stored_bits
+    extra = 0 if is_mapped else max(parts, default=0) * 8 * dtype.itemsize / stored_bits
+    return int(sum(parts) * bits / stored_bits + extra)
 
 
 def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> None:

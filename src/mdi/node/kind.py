@@ -22,17 +22,24 @@ from mdi.text import TextCodec
 
 
 class ModelKind:
-    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks."""
+    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
+
+    Attributes:
+        is_placed: whether nodes can measure themselves with such a model, and a placement decide who holds what.
+    """
+
+    is_placed = True
 
     def open_source(self, path: Path) -> WeightSource:
         """A checkpoint or chunk on disk. Raises CheckpointError."""
         return open_source(path)
 
     def open_weights(
-        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None
-    ) -> StarterWeights:
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
+        will_be_cut: bool,
+    ) -> StarterWeights:  # fmt: skip
         """What the starter can load and send, and the cut; see StarterWeights."""
-        return StarterWeights(ckpt, chunk, n_nodes, layers, quantize)
+        return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         """Raises CheckpointError, UsageError."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError
 from mdi.model.room import CHUNK_ROWS, CacheKind
 from mdi.model.stage import Stage
+from mdi.node.resources import device_free_bytes
 
 # Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
 MARGIN_SHARE = 0.15
@@ -80,7 +79,7 @@ def report_caches(
     limit = by_hand
     if limit is None:
         mapped = sum(p.nbytes for p in stage.parameters()) if weights_are_mapped and device.type == "cpu" else 0
-        limit = int((available_bytes(device) - mapped) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
+        limit = int((device_free_bytes(device) - mapped) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
     kinds = tuple(CacheKind(window, n) for window, n in by_window.items())
     return CacheReport(max(0, limit - copy_bytes), by_hand is not None, kinds, str(device))
 
@@ -102,43 +101,3 @@ def share_out(reports: Sequence[tuple[str, str, CacheReport]], max_length: int) 
             report = replace(report, limit_bytes=min(sharing) // len(sharing))
         nodes.append(NodeCaches(name, report.limit_bytes, report.kinds, max_length, CHUNK_ROWS))
     return tuple(nodes)
-
-
-def available_bytes(device: torch.device, root: Path = Path("/")) -> int:
-    """Memory that this process may still take: of the GPU, or of the machine and of the control groups it runs in."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return max(0, min([psutil.virtual_memory().available, *_left_in_groups(root)]))
-
-
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left below each memory limit of the control groups around this process (Linux; version 2, then 1)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if controllers == "":
-            mount, limit, used, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "file"
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
-        else:
-            continue
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if (left := _left_in(folder, limit, used, cache)) is not None:
-                yield left
-            if folder == mount:
-                break
-
-
-def _left_in(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    """Limit less use of one group; pages of files do not count as used, for the kernel gives them up."""
-    try:
-        n_limit, n_used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-        return n_limit - n_used + int(stat.get(cache, 0))
-    except (OSError, ValueError):  # no such group is seen from here, or "max"
-        return None

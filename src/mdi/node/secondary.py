@@ -22,11 +22,12 @@ import mdi
 from mdi.checkpoint.source import ChunkFile, WeightSource
 from mdi.checkpoint.store import BlockStore
 from mdi.config import NodeConfig
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProbeRequest, ProfileRequest
+from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.tensors import DTYPES, pinned_buffer
-from mdi.errors import ControlError, MdiError, RingError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, RingError, UsageError
 from mdi.metrics import peak_rss_bytes
 from mdi.model.formats import check_format
 from mdi.model.quantize import Quantizer
@@ -35,10 +36,16 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.errand import Errand
 from mdi.node.job import Abandoned, Job
 from mdi.node.kind import ModelKind
 from mdi.node.memory import CacheReport, report_caches
+from mdi.node.profiler import Profiler, Subject
+from mdi.partition.placement import size
+
+PROFILE_S = 170.0
+PROBE_S = 25.0
 
 logger = logging.getLogger("mdi")
 
@@ -49,7 +56,7 @@ class SecondaryNode:
     Args:
         config: this node's entry of the nodes file.
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
-        cache_dir: where parts that were received are kept.
+        cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
         kind: of the models that it can run; None is litgpt's.
@@ -66,12 +73,13 @@ class SecondaryNode:
         quantize: str | None = None,
         kv_memory: int | None = None,
         kind: ModelKind | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         self.config = config
         self._kind = kind or ModelKind()
         self._weights = weights
         self._verified: set[str] = set()  # parts of a chunk that were hashed
-        self._store = BlockStore(cache_dir)
+        self._store = BlockStore(cache_dir, cache_bytes)
         self._device = choose_device(device or config.device)
         self._dtype = dtype or config.dtype
         self._quantize = quantize
@@ -80,9 +88,12 @@ class SecondaryNode:
         check_format(quantize, self._device)
         choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
         self._compile = compile_stage
+        self._profiler = Profiler(config.name, self._device, cache_dir)
+        self._probing = threading.Lock()
         self._lock = threading.Lock()
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
         self._job: Job | None = None
+        self._errand: Errand | None = None
         self._last_run = ""
         self._state = "IDLE"
         self._error: str | None = None
@@ -95,6 +106,7 @@ class SecondaryNode:
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._leave = False
+        self._closed = False
 
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
@@ -135,15 +147,25 @@ class SecondaryNode:
             job = self._jobs.get()
             if job is None:
                 return
-            self._work(job)
+            if isinstance(job, Errand):
+                job.run()
+                with self._lock:
+                    self._errand = None
+            else:
+                self._work(job)
 
     def close(self) -> None:
-        """End a run that is under way, let `run` return, and give the ports back."""
+        """End a run that is under way, let `run` return, and give the ports back; harmless if repeated."""
         self._leave = True
         with self._lock:
-            job, ring = self._job, self._ring
+            if self._closed:
+                return
+            self._closed = True
+            job, ring, errand = self._job, self._ring, self._errand
         if job is not None:
             self._end(job, ring)
+        if errand is not None:
+            errand.drop(ControlError(f"{self.config.name} is ending", 503))
         self._jobs.put(None)
         if self._control is not None:
             self._control.close()
@@ -172,9 +194,12 @@ class SecondaryNode:
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": psutil.virtual_memory().available,
+                "available_bytes": self._profiler.available_bytes(),
             },
             "disk_free_bytes": self._store.free_bytes(),
+            "ring_port": self._listener.port if self._listener is not None else None,
+            "clock_s": time.time(),
+            "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and is_known else None,
@@ -195,6 +220,8 @@ class SecondaryNode:
         with self._lock:
             if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
                 raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+            if self._errand is not None:
+                raise ControlError(f"{self.config.name} is busy measuring itself", 409)
             self._error, self._metrics = None, None
             job = Job(request)
             self._job, self._state, self._last_run = job, "LOADING", request.epoch
@@ -242,7 +269,45 @@ class SecondaryNode:
             self._leave = True
             self._jobs.put(None)
 
+    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+        """Measured on the main thread, as a run's stage computes there; runs have to wait for its few seconds."""
+        errand = Errand(lambda: self._profile(request))
+        with self._lock:
+            if self._job is not None:
+                raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+            if self._errand is not None or self._leave:
+                raise ControlError(f"{self.config.name} is busy measuring itself", 409)
+            self._errand = errand
+        self._jobs.put(errand)
+        return errand.result(PROFILE_S)
+
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        self.check_echo()
+        if not self._probing.acquire(timeout=PROBE_S):
+            raise ControlError(f"{self.config.name} is busy reaching another node", 409)
+        try:
+            return try_node(request).to_json()
+        finally:
+            self._probing.release()
+
+    def check_echo(self) -> None:
+        if self._ring is not None:
+            raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+
     # The work, on the main thread
+
+    def _profile(self, request: ProfileRequest) -> dict[str, Any]:
+        quantize, dtype = self._number_format(request)
+        subject = Subject(request.config, request.config_hash, dtype, quantize)
+        is_kept = not request.fresh and self._profiler.is_kept(subject)
+        try:
+            profile = self._profiler.profile(subject, self._store, request.fresh)
+        except CheckpointError:
+            if self._stage is None:
+                raise
+            self._stage = self._stage_key = None  # the weights of the last run are in the way
+            profile = self._profiler.profile(subject, self._store, request.fresh)
+        return {"profile": profile.to_json(), "format": subject.format, "kept": is_kept}
 
     def _work(self, job: Job) -> None:
         error = None
@@ -342,12 +407,15 @@ class SecondaryNode:
     def _wait_for_parts(self, job: Job) -> None:
         """Find out what is missing (hashing a checkpoint may take a while), and wait until it has come."""
         missing = self._missing(job)
-        self._check_disk(missing)
+        self._check_memory(job.request)
+        self._check_disk(job.request, missing)
         with job.changed:
             job.total_bytes = sum(part.n_bytes for part in missing)
+            job.received_bytes = sum(self._store.partial_bytes(part.sha256) for part in missing)
             job.missing = {part.sha256: part for part in missing}
         if missing:
-            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, job.total_bytes / 1e6)
+            to_come = job.total_bytes - job.received_bytes
+            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, to_come / 1e6)
         next_report = time.monotonic() + 2
         while True:
             with job.changed:
@@ -363,8 +431,7 @@ class SecondaryNode:
         """The stage of a run; the one in memory, if it is the same."""
         request = job.request
         device = self._device
-        quantize = self._format(request.quantize)
-        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device, quantize is not None)
+        quantize, dtype = self._number_format(request)
         compiled = self._compile or request.compile
         shas = {part.name: part.sha256 for part in request.parts}
         key = (request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize)
@@ -391,6 +458,12 @@ class SecondaryNode:
         self._stage, self._stage_key = stage, key
         self._blocks, self._model = request.blocks, request.model
         return device, dtype, stage
+
+    def _number_format(self, request: InitRequest | ProfileRequest) -> tuple[str | None, torch.dtype]:
+        """Weight format and dtype that this node computes in."""
+        quantize = self._format(request.quantize)
+        wished = self._dtype or request.dtype
+        return quantize, choose_dtype(wished, request.stored_dtype, self._device, quantize is not None)
 
     def _format(self, wished: str | None) -> str | None:
         """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
@@ -432,13 +505,36 @@ class SecondaryNode:
                 409,
             )
 
-    def _check_disk(self, missing: list[PartSpec]) -> None:
+    def _check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         needed = sum(part.n_bytes - self._store.partial_bytes(part.sha256) for part in missing)
+        if needed:
+            removed = self._store.make_room(needed, {part.sha256 for part in request.parts})
+            if removed:
+                logger.info("%s removed %.1f MB of weights of earlier runs", self.config.name, removed / 1e6)
         free = self._store.free_bytes()
         if needed > free:
             raise ControlError(
                 f"{self.config.name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
                 "weights would come: free some space, or choose another place with --cache-dir",
+                507,
+            )
+
+    def _check_memory(self, request: InitRequest) -> None:
+        """Weights that will not fit are not sent in the first place."""
+        quantize, dtype = self._number_format(request)
+        needed = held_bytes(
+            [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
+        )
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, self._device)
+        needed += self._kind.secondary_stage(request).run_bytes(request.max_length, kv_dtype)
+        free = self._profiler.available_bytes()
+        if needed > free:
+            start, stop = request.blocks
+            kind = quantize or str(dtype).removeprefix("torch.")
+            raise ControlError(
+                f"{self.config.name} has {size(free)} of memory free, but blocks [{start}, {stop}) and the caches of "
+                f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
+                "smaller format (--quantize, --dtype)",
                 507,
             )
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mdi.checkpoint.parts import serialize
@@ -14,6 +14,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.node.memory import CacheReport
+from mdi.node.progress import Progress
 from mdi.node.weights import StarterWeights
 
 POLL_S = 0.2
@@ -41,6 +42,7 @@ class SecondarySetup:
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
+        self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
         self._setup.start()
@@ -87,28 +89,8 @@ class SecondarySetup:
             raise RingError("the set-up was broken off")
 
     def _reach(self) -> None:
-        """Wait until the node answers; a starter may well be started before its secondaries."""
-        deadline = time.monotonic() + self._wait_s
-        for attempt in itertools.count():
-            self._check()
-            try:
-                status = self._client.status()
-                break
-            except ControlError as e:
-                if e.status is not None:
-                    raise
-                if time.monotonic() > deadline:
-                    raise NodeLostError(
-                        self.name, f"{e}: is secondary.py running there, and are address and communication port right?"
-                    ) from None
-                if attempt == 6:  # three seconds: what is just starting is not worth a word
-                    logger.info("waiting for %s (up to %.0f s): %s", self.name, self._wait_s, e)
-                self._cancelled.wait(0.5)
-        if status.get("control_version") != CONTROL_VERSION:
-            raise RingError(
-                f"{self._client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
-                f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
-            )
+        """Wait until the node answers."""
+        reach_node(self._client, self._wait_s, self._cancelled, self._check)
 
     def _configure(self) -> None:
         """Send the run configuration."""
@@ -141,34 +123,13 @@ class SecondarySetup:
             raise ControlError(f"{self._client.where} names missing parts in a way that cannot be read") from None
 
     def _send(self, missing: list[tuple[PartSpec, int]]) -> None:
-        total = sum(part.n_bytes - have for part, have in missing)
         if not missing:
             return
-        logger.info("sending %.1f MB of weights to %s", total / 1e6, self.name)
-        begin = last = time.monotonic()
-        sent = 0
-
-        def counted(pieces: Iterator[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
-            nonlocal sent, last
-            for piece in pieces:
-                if skip >= len(piece):
-                    skip -= len(piece)
-                    continue
-                piece, skip = piece[skip:], 0
-                self._check()
-                yield piece
-                sent += len(piece)
-                if time.monotonic() - last > REPORT_S:
-                    last = time.monotonic()
-                    rate = sent / (last - begin)
-                    left_s = (total - sent) / rate
-                    logger.info(
-                        "%s: %.1f of %.1f MB sent, %.1f MB/s, %.0f s left",
-                        *(self.name, sent / 1e6, total / 1e6, rate / 1e6, left_s),
-                    )
-
+        total, had = sum(part.n_bytes for part, _ in missing), sum(have for _, have in missing)
+        logger.info("sending %.1f MB of weights to %s", (total - had) / 1e6, self.name)
+        self._progress = progress = Progress(self.name, total, had, time.monotonic())
         for part, have in missing:
-            pieces = counted(iter(serialize(self._weights.tensors(part.name))), have)
+            pieces = self._pieces(part, have)
             try:
                 self._client.send_part(part, self._request.epoch, have, pieces)
             except ControlError as e:
@@ -177,6 +138,18 @@ class SecondarySetup:
                         self.name, f"{self.name} was lost while {part.name} was sent to it: {e}"
                     ) from None
                 raise
+        self._progress = None
+        logger.info("%s", progress.summary(time.monotonic()))
+
+    def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a part from `skip` on, until the set-up is broken off."""
+        for piece in serialize(self._weights.tensors(part.name)):
+            if skip >= len(piece):
+                skip -= len(piece)
+                continue
+            self._check()
+            yield piece[skip:]
+            skip = 0
 
     def _wait_ready(self) -> None:
         while self._loading_status()["state"] != "READY":
@@ -203,15 +176,62 @@ class SecondarySetup:
 
         A node that is ready before the others must not take its starter for dead while those still load.
         """
+        last_report = time.monotonic()
         while not self._cancelled.is_set() and self.error is None:
             try:
-                self._status()
+                status = self._status()
             except MdiError as e:
                 return self._fail(e)
+            if time.monotonic() - last_report > REPORT_S:
+                last_report = time.monotonic()
+                self._report(status.get("progress"))
             self._cancelled.wait(1.0)
+
+    def _report(self, progress: Any) -> None:
+        """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
+        ours = self._progress
+        n_bytes = progress.get("bytes") if isinstance(progress, dict) else None
+        if ours is not None and isinstance(n_bytes, int):
+            ours.update(n_bytes, time.monotonic())
+            logger.info("%s", ours)
 
     def _status(self) -> dict[str, Any]:
         try:
             return self._client.status(self._request.epoch)
         except ControlError as e:
             raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None
+
+
+def reach_node(
+    client: ControlClient, wait_s: float, cancelled: threading.Event, check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The status of a node, waited for; a starter may well be started before its secondaries.
+
+    Raises:
+        NodeLostError: it does not answer in time.
+        RingError: it is of another version.
+        ControlError: something else answers there.
+    """
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
+        check()
+        try:
+            status = client.status()
+            break
+        except ControlError as e:
+            if e.status is not None:
+                raise
+            if time.monotonic() > deadline or cancelled.is_set():
+                raise NodeLostError(
+                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
+                    "doctor.py looks closer",
+                ) from None  # fmt: skip
+            if attempt == 6:  # three seconds: what is just starting is not worth a word
+                logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
+            cancelled.wait(0.5)
+    if status.get("control_version") != CONTROL_VERSION:
+        raise RingError(
+            f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
+            f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
+        )
+    return status

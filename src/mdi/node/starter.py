@@ -36,12 +36,16 @@ from mdi.model.quantize import Quantizer
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.node.memory import report_caches, share_out
+from mdi.node.planning import Model, Wishes, choose, profile_cluster
+from mdi.node.resources import device_free_bytes
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
+from mdi.partition.methods import DEFAULT_METHOD
+from mdi.partition.placement import size
 
 METRICS_DEADLINE_S = 5.0
 
@@ -50,11 +54,18 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class StarterOptions:
-    """What the user chose; see the flags of starter.py."""
+    """What the user chose; see the flags of starter.py.
+
+    `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
+    keeps what it measured of itself.
+    """
 
     ckpt: Path | None = None
     chunk: Path | None = None
     layers: str | None = None
+    placement: str | None = None
+    prefer_memory: float | None = None
+    cache_dir: Path | None = None
     device: str | None = None
     dtype: str | None = None
     sequence_length: int | None = None
@@ -119,8 +130,9 @@ class StarterNode(StatusOnly):
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
         options = self._options
+        will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
         self._weights = self._kind.open_weights(
-            options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize
+            options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize, will_be_cut
         )
         self._quantize = options.quantize or self._weights.quantize
         check_format(self._quantize, self._device)
@@ -157,6 +169,41 @@ class StarterNode(StatusOnly):
                 f"tokenizer in {self._directory} belongs to another model"
             )
 
+    def place(self, n_sequences: int, max_length: int, check: Callable[[], None] = lambda: None) -> None:
+        """Decide who holds which blocks, by what the nodes measure of themselves; between `open` and `prepare`.
+
+        Blocks given by hand, an even placement and chunks that are there stay as they are, and nothing is measured.
+
+        Args:
+            n_sequences: of the run, at the same time.
+            max_length: tokens that the longest can reach.
+            check: called again and again meanwhile; what it raises ends the waiting.
+
+        Raises:
+            PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
+        """
+        weights, options = self._weights, self._options
+        assert weights is not None
+        method = options.placement or DEFAULT_METHOD
+        is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
+        if not self._clients or is_cut or method == "even" or not self._kind.is_placed:
+            return
+        assert self._listener is not None and self._control is not None
+        self._state = "PLANNING"
+        here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
+        model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
+        wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head)
+        profile = profile_cluster(
+            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check
+        )
+        length = min(max_length, self.context_length)
+        placement = choose(profile, model, method, n_sequences, length, options.prefer_memory)
+        weights.cut_anew(placement.counts)
+        nodes = self.cluster.nodes
+        self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
+        self._clients = [ControlClient(node) for node in self.cluster.secondaries]
+        self._state = "IDLE"
+
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
         """Get all nodes ready: weights where they belong, stages built.
 
@@ -170,6 +217,7 @@ class StarterNode(StatusOnly):
         assert self._weights is not None
         self._state = "LOADING"
         self.max_length = min(max_length, self.context_length)
+        self._check_memory()
         setups = self._configure_secondaries()
         try:
             self._load_stage(lambda: self._check(setups, check))
@@ -207,7 +255,7 @@ class StarterNode(StatusOnly):
                 "%d frames in flight over %d nodes (--frames): worth it where a transfer takes longer than a stage's share "
                 "of a round", *(n_frames, n_nodes),
             )  # fmt: skip
-        if self._listener is None:
+        if self._listener is None or not self.cluster.secondaries:  # none there, or all left out
             self._ring = LoopbackRing(n_frames)
         else:
             first = self.cluster.secondaries[0]
@@ -317,10 +365,15 @@ class StarterNode(StatusOnly):
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "state": self._state,
+            "clock_s": time.time(),
             "model": self._weights.model if self._weights else None,
             "n_nodes": self.cluster.n_nodes,
             "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
         }
+
+    def check_echo(self) -> None:
+        if self._state == "RUNNING":
+            raise ControlError("the starter is in the middle of a run", 409)
 
     def _configure_secondaries(self) -> list[SecondarySetup]:
         weights = self._weights
@@ -357,6 +410,7 @@ class StarterNode(StatusOnly):
                 dtype=self._options.dtype,
                 compile=self._options.compile,
                 quantize=self._quantize,
+                stored_format=weights.quantize,
                 wire_dtype=self._options.wire_dtype,
                 kv_dtype=self._options.kv_dtype,
                 n_frames=self._options.n_frames,
@@ -378,6 +432,26 @@ class StarterNode(StatusOnly):
                         "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
                     )
         return parts
+
+    def _check_memory(self) -> None:
+        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
+        weights = self._weights
+        assert weights is not None
+        start, stop = weights.blocks[0]
+        needed = 0
+        for part in self._kind.starter_parts(stop, self.cluster.n_nodes):
+            is_block = part.startswith("block.")
+            quantize = self._quantize if is_block else self._options.quantize_head or weights.quantize_head
+            stored = weights.quantize if is_block else weights.quantize_head
+            needed += held_bytes([weights.part_bytes(part)], weights.dtype, self._dtype, quantize, stored)
+        free = device_free_bytes(self._device)
+        if needed > free:
+            kind = self._quantize or str(self._dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the starter has {size(free)} of memory free, but embedding, head and blocks [{start}, {stop}) take "
+                f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
+                "format (--quantize, --dtype)"
+            )
 
     def _load_stage(self, check: Callable[[], None]) -> None:
         """Load the starter's own stage; `check` is called before each part, for loading may take long."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from mdi.checkpoint.chunks import find_chunk, siblings
-from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.parts import spec_bytes, stage_parts
 from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
-from mdi.checkpoint.split import default_split, parse_layers, ranges
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
+from mdi.partition.split import default_split, parse_layers, ranges
 
 logger = logging.getLogger("mdi")
 
@@ -27,24 +27,26 @@ class StarterWeights:
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
         quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.
+        will_be_cut: another cut will follow (`cut_anew`): a checkpoint is opened though chunks are there.
 
     Raises:
         UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
     """
 
     def __init__(
-        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None
-    ) -> None:
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None,
+        will_be_cut: bool = False,
+    ) -> None:  # fmt: skip
         self._wanted = quantize
         self._sources: list[WeightSource] = []
         self._chunks: dict[str, ChunkFile] = {}
         try:
-            self._find(ckpt, chunk, n_nodes, layers)
+            self._find(ckpt, chunk, n_nodes, layers, will_be_cut)
         except BaseException:
             self.close()
             raise
 
-    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool) -> None:
         if ckpt is not None and ckpt.is_file():
             raise UsageError(
                 f"--ckpt {ckpt} is a file: give the directory that it is in (a chunk is given with --chunk)"
@@ -57,7 +59,8 @@ class StarterWeights:
             self._try_chunks(ckpt, n_nodes)
         else:
             raise UsageError("give the model: --ckpt DIRECTORY, or --chunk FILE")
-        if ckpt is not None and not self._covers(n_nodes, layers):
+        self.is_cut_by_chunks = self._covers(n_nodes, layers)
+        if ckpt is not None and (will_be_cut or not self.is_cut_by_chunks):
             self._sources.append(open_source(ckpt))
         if not self._sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
@@ -71,7 +74,14 @@ class StarterWeights:
         self.quantize, self.quantize_head = first.quantize, first.quantize_head
         if self._wanted is not None and self.quantize not in (None, self._wanted):
             raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
-        self.blocks = self._cut(n_nodes, layers)
+        self._take_cut(self._cut(n_nodes, layers))
+
+    def cut_anew(self, counts: Sequence[int]) -> None:
+        """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
+        self._take_cut(ranges(counts))
+
+    def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
+        self.blocks = blocks
         for node, (start, stop) in enumerate(self.blocks):
             for part in stage_parts(start, stop, starter=node == 0):
                 self._source_of(part)  # complain now, not in the middle of a transfer
@@ -148,6 +158,15 @@ class StarterWeights:
     def spec(self, part: str) -> PartSpec:
         info = self._source_of(part).info(part)
         return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def stage_bytes(self, node: int) -> int:
+        """Weights of a node's stage, as they are stored; known without reading them."""
+        start, stop = self.blocks[node]
+        return sum(self.part_bytes(part) for part in stage_parts(start, stop, starter=node == 0))
+
+    def part_bytes(self, part: str) -> int:
+        """A part's bytes, as they are stored; known without reading it."""
+        return spec_bytes(self._source_of(part).part_specs(part))
 
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         source = self._source_of(part)

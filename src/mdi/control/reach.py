@@ -1,0 +1,218 @@
+"""Whether another node can be reached from here, and how well: its control port, its ring port, the way between.
+
+What goes wrong is told in kinds, because each has a cure of its own: see `PROBLEMS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mdi.config import NodeConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import ProbeRequest
+from mdi.errors import ControlError, WireError
+from mdi.net.hello import Fault, Hello
+from mdi.net.link import read_frame, send_frame, tune
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+
+DEADLINE_S = 5.0
+N_TRIES = 4  # the first connection may have to ask the network for an address
+ECHO_S = 10.0
+ENOUGH_S = 0.2  # a transfer that took so long tells the bandwidth
+
+PROBLEMS = {
+    "name": "the name cannot be resolved",
+    "refused": "nothing listens there",
+    "timeout": "no answer",
+    "unreachable": "no way there",
+    "closed": "the connection was broken off",
+    "stranger": "what answers is no node of MDI-LLM",
+    "other": "another node answers there",
+    "untried": "not tried",
+}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What came of trying one port.
+
+    Attributes:
+        problem: a key of PROBLEMS; "" if all is well.
+        detail: the system's words, or who answered.
+        round_trip_s: of one connection, the best of a few; 0 is unknown.
+        bytes_s: bandwidth towards that node; 0 is not measured.
+    """
+
+    problem: str = ""
+    detail: str = ""
+    round_trip_s: float = 0.0
+    bytes_s: float = 0.0
+
+    @property
+    def is_well(self) -> bool:
+        return not self.problem
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Reach:
+        """Raises ControlError if a peer's answer cannot be read."""
+        try:
+            reach = cls(
+                str(data["problem"]), str(data["detail"])[:300], float(data["round_trip_s"]), float(data["bytes_s"])
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ControlError("what the node says of its way to another one cannot be read") from None
+        if reach.problem and reach.problem not in PROBLEMS:
+            raise ControlError(f"the node tells of a problem {reach.problem[:50]!r} that this version does not know")
+        return reach
+
+
+# No route, or one that forbids it: Linux tells of a blackhole as an invalid argument.
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EINVAL, errno.EACCES, errno.EPERM)
+
+UNTRIED = Reach("untried")
+
+
+@dataclass(frozen=True)
+class Route:
+    """Both ports of one node, as seen from another.
+
+    Attributes:
+        status: what the control port answered to `GET /`; None if nothing.
+        clock_skew_s: how far its clock is ahead of the asking node's; 0 if it does not say.
+    """
+
+    control: Reach
+    ring: Reach
+    status: dict[str, Any] | None = None
+    clock_skew_s: float = 0.0
+
+    @property
+    def is_well(self) -> bool:
+        return self.control.is_well and self.ring.is_well
+
+    def to_json(self) -> dict[str, Any]:
+        return {"control": self.control.to_json(), "ring": self.ring.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Route:
+        """Raises ControlError if a peer's answer cannot be read."""
+        if not isinstance(data, dict):
+            raise ControlError("what the node says of its way to another one cannot be read")
+        return cls(Reach.from_json(data.get("control")), Reach.from_json(data.get("ring")))
+
+
+def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S) -> Route:
+    """Reach both ports of a node from here: connect, and ask who is there. Nothing else of what answers is told on.
+
+    Never raises for what the network does; takes a few deadlines at most.
+    """
+    client = ControlClient(NodeConfig(request.name, request.addr, request.port, request.port_in))
+    control = knock(request.addr, request.port, deadline_s)
+    if control.problem == "name":
+        return Route(control, control)
+    if not control.is_well:  # a firewall may let only the starter in there, and the ring goes another way
+        return Route(control, greet(request.addr, request.port_in, "", deadline_s))
+    before = time.time()
+    try:
+        status = client.status(timeout_s=deadline_s)
+    except ControlError as e:
+        problem = "stranger" if e.status is not None or "not a node" in str(e) else "closed"
+        return Route(Reach(problem, str(e)), greet(request.addr, request.port_in, "", deadline_s))
+    clock = status.get("clock_s")
+    skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
+    if request.measure:
+        control = Reach("", "", control.round_trip_s, bandwidth(client))
+    ring = greet(request.addr, request.port_in, str(status.get("name", "")), deadline_s)
+    return Route(control, ring, status, skew)
+
+
+def knock(addr: str, port: int, deadline_s: float) -> Reach:
+    """Connect and leave: the time from SYN to SYN-ACK is one round trip."""
+    best = float("inf")
+    try:
+        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as e:
+        return Reach("name", str(e))
+    family, kind, proto, _, address = found[0]
+    for _ in range(N_TRIES):
+        with socket.socket(family, kind, proto) as sock:
+            sock.settimeout(deadline_s)
+            begin = time.perf_counter()
+            try:
+                sock.connect(address)
+            except OSError as e:
+                return Reach(_problem_of(e), e.strerror or str(e))
+            best = min(best, time.perf_counter() - begin)
+    return Reach(round_trip_s=best)
+
+
+def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
+    """Say HELLO on a ring port, for a run that does not exist: a node of ours says no, and its name."""
+    epoch = secrets.randbits(64)
+    begin, round_trip_s = time.perf_counter(), 0.0
+    try:
+        with socket.create_connection((addr, port_in), deadline_s) as sock:
+            round_trip_s = time.perf_counter() - begin
+            tune(sock)
+            sock.settimeout(deadline_s)
+            send_frame(sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "", {"question": True}).to_bytes()))
+            frame = read_frame(sock, HANDSHAKE_LIMITS)
+    except WireError as e:
+        return Reach("stranger", str(e))
+    except (OSError, UnicodeError) as e:
+        if round_trip_s and isinstance(e, TimeoutError):
+            return Reach("stranger", "it takes connections, but does not answer")
+        return Reach(_problem_of(e), getattr(e, "strerror", None) or str(e))
+    if frame is None:
+        return Reach("closed", "it closed the connection without a word")
+    if frame.kind is not Kind.ERROR:
+        return Reach("stranger", f"it answered with a {frame.kind.name} frame")
+    reporter = Fault.from_bytes(frame.payload).reporter
+    if name and reporter != name:
+        return Reach("other", f"it calls itself {reporter[:60] or 'nothing'}, the control port {name[:60]}")
+    return Reach(round_trip_s=round_trip_s)
+
+
+def bandwidth(client: ControlClient) -> float:
+    """Bytes per second towards a node; 0 if it takes none (it may be running).
+
+    The slope between a small and a larger transfer, so that what each request costs is not taken for the link's slowness.
+    """
+    try:
+        small = min(_echo_s(client, 1 << 14) for _ in range(2))
+        n_bytes, taken = 1 << 18, 0.0
+        for n_bytes in (1 << 18, 1 << 20, 1 << 22):
+            taken = _echo_s(client, n_bytes)
+            if taken > ENOUGH_S:
+                break
+        else:
+            taken = min(taken, _echo_s(client, n_bytes))
+    except ControlError:
+        return 0.0
+    return (n_bytes - (1 << 14)) / (taken - small) if taken > 1.2 * small else n_bytes / taken
+
+
+def _echo_s(client: ControlClient, n_bytes: int) -> float:
+    begin = time.perf_counter()
+    client.echo(n_bytes, ECHO_S)
+    return time.perf_counter() - begin
+
+
+def _problem_of(error: Exception) -> str:
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return "timeout"
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return "name"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    if isinstance(error, OSError) and error.errno in _NO_WAY:
+        return "unreachable"
+    return "closed"

@@ -1,0 +1,191 @@
+"""A node's profile: what was measured once and is kept, together with what is free at this moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import mdi
+from mdi.checkpoint.files import replacing
+from mdi.checkpoint.store import BlockStore
+from mdi.config import read_json
+from mdi.errors import CheckpointError, MdiError
+from mdi.node.profiling import SPAN_S, Bench, Speeds
+from mdi.node.resources import cpu_model, device_free_bytes, n_cores, private_bytes
+from mdi.partition.profile import NodeProfile
+
+FILE = "profiles.json"
+N_KEPT = 64
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be measured: one model in the format that this node would hold it in.
+
+    Attributes:
+        config: litgpt Config as a plain dict; `config_hash` is its hash.
+        quantize, quantize_head: weight formats; None is `dtype`.
+        with_head: whether the node would hold embedding, final norm and head as well.
+    """
+
+    config: dict[str, Any]
+    config_hash: str
+    dtype: torch.dtype
+    quantize: str | None
+    quantize_head: str | None = None
+    with_head: bool = False
+
+    @property
+    def format(self) -> str:
+        return self.quantize or str(self.dtype).removeprefix("torch.")
+
+
+class Profiler:
+    """Measures this process' node, one subject at a time, on the thread that calls it.
+
+    Args:
+        name: of the node.
+        device: that it computes on.
+        folder: its cache folder, where measurements are kept.
+        span_s: how long one thing is measured.
+    """
+
+    def __init__(self, name: str, device: torch.device, folder: Path, span_s: float = SPAN_S) -> None:
+        self._name = name
+        self._device = device
+        self._folder = folder
+        self._span_s = span_s
+        self._lock = threading.Lock()
+        self._progress: dict[str, Any] | None = None
+        self._process_bytes = private_bytes()  # before any weights are here
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """What is being measured just now, how many things are done, and how many there are; None if nothing is."""
+        with self._lock:
+            return self._progress
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that came to the process since it began: weights, for the most part, that make place for others."""
+        return max(0, private_bytes() - self._process_bytes)
+
+    def available_bytes(self) -> int:
+        """Memory of the device for weights and caches: what is free, and what this process would let go of."""
+        free = device_free_bytes(self._device)
+        if self._device.type == "cuda":
+            return free + int(torch.cuda.memory_reserved(self._device))
+        return free + self.held_bytes
+
+    def profile(self, subject: Subject, store: BlockStore | None, fresh: bool = False) -> NodeProfile:
+        """This node's profile for a subject; what was measured before is taken from the kept file.
+
+        Args:
+            store: parts that are here already.
+            fresh: measure again in any case.
+
+        Raises:
+            CheckpointError: the model cannot be built, or not even one of its blocks fits.
+        """
+        key = self._key(subject)
+        speeds = None if fresh else self._kept().get(key)
+        if speeds is None:
+            speeds = self._measure(subject)
+            self._keep(key, speeds)
+        process_bytes = 0 if self._device.type == "cuda" else self._process_bytes
+        return NodeProfile(
+            name=self._name,
+            device=str(self._device),
+            n_cores=n_cores(),
+            memory_bytes=self.available_bytes() + process_bytes,
+            disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
+            process_bytes=process_bytes,
+            cached_parts=store.parts() if store is not None else (),
+            disk_read_bytes_s=speeds.disk_read_bytes_s,
+            read_bytes_s=speeds.read_bytes_s,
+            block_s=speeds.block_s,
+            head_s=speeds.head_s,
+        )
+
+    def is_kept(self, subject: Subject) -> bool:
+        """Whether a profile of this subject needs no measuring."""
+        return self._key(subject) in self._kept()
+
+    def _measure(self, subject: Subject) -> Speeds:
+        def told(what: str, done: int, total: int) -> None:
+            with self._lock:
+                self._progress = {"what": what, "done": done, "total": total}
+
+        logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
+        bench = Bench(
+            subject.config, self._device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
+        )
+        try:
+            return bench.run(self._folder, subject.with_head)
+        finally:
+            with self._lock:
+                self._progress = None
+
+    def _key(self, subject: Subject) -> str:
+        """Everything that the times depend on; a change of it makes what is kept worthless."""
+        parts = {
+            "version": mdi.__version__,
+            "torch": torch.__version__,
+            "cpu": cpu_model(),
+            "cores": n_cores(),
+            "memory": psutil.virtual_memory().total,
+            "device": _device_name(self._device),
+            "threads": torch.get_num_threads(),
+            "model": subject.config_hash,
+            "dtype": str(subject.dtype),
+            "quantize": subject.quantize,
+            "head": [subject.with_head, subject.quantize_head],
+        }
+        return json.dumps(parts, sort_keys=True)
+
+    def _kept(self) -> dict[str, Speeds]:
+        """What the file has; a file that is missing or cannot be read is an empty one."""
+        path = self._folder / FILE
+        with contextlib.suppress(MdiError):
+            if path.is_file():
+                return {key: speeds for key, value in read_json(path).items() if (speeds := _speeds(value)) is not None}
+        return {}
+
+    def _keep(self, key: str, speeds: Speeds) -> None:
+        kept = self._kept()
+        kept.pop(key, None)
+        kept[key] = speeds
+        latest = dict(list(kept.items())[-N_KEPT:])
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._folder / FILE) as file:
+                file.write(json.dumps({key: asdict(value) for key, value in latest.items()}, indent=1).encode())
+        except (CheckpointError, OSError) as e:
+            logger.warning("what was measured cannot be kept: %s", e)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _speeds(value: Any) -> Speeds | None:
+    """What the file says of one subject; None if it does not make sense. `NodeProfile` has the checks."""
+    blank = {"name": "x", "device": "x", "n_cores": 1, "memory_bytes": 0, "disk_bytes": 0, "process_bytes": 0}
+    if not isinstance(value, Mapping):
+        return None
+    try:
+        checked = NodeProfile.from_json({**blank, **value})
+    except MdiError:
+        return None
+    return Speeds(checked.disk_read_bytes_s, checked.read_bytes_s, checked.block_s, checked.head_s)

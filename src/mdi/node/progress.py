@@ -1,0 +1,66 @@
+"""How far the weights of one node have come: bytes, rate, time left. Pure: numbers and times in, a line out."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 10.0  # the rate is that of the last seconds: what a slow start took says nothing about the rest
+
+
+class Progress:
+    """One transfer, by what the receiver says it has.
+
+    Args:
+        name: of the receiving node.
+        total_bytes: of all parts that it lacked.
+        had_bytes: that were there already, from a transfer that was cut off.
+        now_s: any clock's time.
+    """
+
+    def __init__(self, name: str, total_bytes: int, had_bytes: int, now_s: float) -> None:
+        self._name = name
+        self._total = total_bytes
+        self._had = self._done = min(had_bytes, total_bytes)
+        self._begin_s = now_s
+        self._points: deque[tuple[float, int]] = deque([(now_s, self._done)])
+
+    def update(self, done_bytes: int, now_s: float) -> None:
+        """The receiver has so much; it never has less than before, and never more than all."""
+        self._done = min(max(self._done, done_bytes), self._total)
+        self._points.append((now_s, self._done))
+        while len(self._points) > 2 and self._points[1][0] <= now_s - WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def bytes_s(self) -> float:
+        """Over the last seconds; 0 while nothing can be said."""
+        (first_s, first), (last_s, last) = self._points[0], self._points[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def __str__(self) -> str:
+        """ "secondary0: 120.0 of 400.0 MB (30 %), 40.0 MB/s, 7 s left" """
+        share = 100 * self._done // self._total if self._total else 100
+        line = f"{self._name}: {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB ({share} %)"
+        if self._done == self._total:
+            return line
+        rate = self.bytes_s
+        if not rate:
+            return line + ", nothing comes at the moment"
+        return line + f", {rate / 1e6:.1f} MB/s, {_time((self._total - self._done) / rate)} left"
+
+    def summary(self, now_s: float) -> str:
+        """The last line, when everything has arrived and was checked."""
+        taken = max(now_s - self._begin_s, 1e-9)
+        sent = self._total - self._had
+        rest = f" ({self._had / 1e6:.1f} MB were there)" if self._had else ""
+        return (
+            f"{self._name} has its weights: {sent / 1e6:.1f} MB in {_time(taken)}, {sent / 1e6 / taken:.1f} MB/s{rest}"
+        )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 99.5:
+        return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02} min"

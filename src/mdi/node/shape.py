@@ -1,0 +1,116 @@
+"""The numbers of a model, from its litgpt config and a weight format: what `mdi.partition` computes with."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from litgpt.config import Config
+
+from mdi.checkpoint.manifest import config_hash
+from mdi.errors import CheckpointError
+from mdi.model.stage import StarterStage
+from mdi.partition.formats import WeightFormat, weight_format
+from mdi.partition.model import BlockShape, ModelShape
+
+# Of these, a format leaves the weights as they are (model/formats.py).
+KEPT = ("gate", "kv_b_proj")
+
+
+def model_shape(config: Mapping[str, Any], format: str) -> ModelShape:
+    """A model's shape.
+
+    Args:
+        config: a whole litgpt Config as a plain dict.
+        format: a name in `mdi.partition.formats`; the head is in it as well.
+
+    Raises:
+        CheckpointError: litgpt cannot build such a model.
+        UsageError: there is no such format.
+    """
+    weight_format(format)
+    return _shape(json.dumps(dict(config), sort_keys=True), format)
+
+
+@functools.lru_cache(maxsize=16)
+def _shape(config_json: str, format: str) -> ModelShape:
+    config_dict = json.loads(config_json)
+    config = Config(**config_dict)
+    kind = weight_format(format)
+    stage = _skeleton(config_json)
+    tensors = {name: tuple(tensor.shape) for name, tensor in stage.state_dict().items()}
+    head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, kind)
+    # An embedding is never in 4 bits: see model.quantize.
+    embedding_kind = weight_format("int8") if format == "int4" else kind
+    embedding = round(embedding_kind.linear_bytes(*tensors["transformer.wte.weight"]))
+    return ModelShape(
+        name=str(config.name),
+        config_hash=config_hash(config_dict),
+        format=format,
+        context_length=config.block_size,
+        row_bytes=config.n_embd * kind.value_bytes,
+        blocks=tuple(_block(config, stage, i, tensors, kind) for i in range(config.n_layer)),
+        embedding_bytes=embedding,
+        head_bytes=head,
+        head_load_bytes=_values(tensors["lm_head.weight"]) * kind.value_bytes,
+        head_macs=_values(tensors["lm_head.weight"]),
+        n_head=config.n_head,
+        vocab_size=config.padded_vocab_size,
+        work_row_bytes=_widest(config, tensors) * kind.value_bytes,
+        table_bytes=2 * 4 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1),
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _skeleton(config_json: str) -> StarterStage:
+    """The whole model, without memory."""
+    config = Config(**json.loads(config_json))
+    try:
+        return StarterStage(config, config.n_layer)
+    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
+        raise CheckpointError(f"litgpt cannot build {config.name or 'this model'}: {type(e).__name__}: {e}") from None
+
+
+_Shapes = Mapping[str, "tuple[int, ...]"]
+
+
+def _block(config: Config, stage: StarterStage, i: int, tensors: _Shapes, kind: WeightFormat) -> BlockShape:
+    own = {name: shape for name, shape in tensors.items() if name.startswith(f"transformer.h.{i}.")}
+    cache = stage.blocks[i].attn.cache_shape
+    return BlockShape(
+        weight_bytes=_bytes(own, kind),
+        load_bytes=sum(map(_values, own.values())) * kind.value_bytes,
+        macs=round(sum(_values(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
+        cache_bytes=cache.n_bytes(1, kind.value_bytes),
+        window=cache.window,
+    )
+
+
+def _bytes(tensors: _Shapes, kind: WeightFormat) -> int:
+    return round(sum(_tensor_bytes(name, shape, kind) for name, shape in tensors.items()))
+
+
+def _tensor_bytes(name: str, shape: tuple[int, ...], kind: WeightFormat) -> float:
+    if len(shape) == 2 and not name.removesuffix(".weight").endswith(KEPT):
+        return kind.linear_bytes(*shape)
+    return _values(shape) * kind.value_bytes
+
+
+def _used(config: Config, name: str) -> float:
+    """The part of a weight matrix that an average row meets: of experts, as many as a row is sent to."""
+    return config.n_expert_per_token / config.n_expert if ".experts." in name else 1.0
+
+
+def _widest(config: Config, tensors: _Shapes) -> int:
+    """Values that a row has at the same time in a block: in, normed, out, and two of the widest layer."""
+    outputs = [shape[0] for name, shape in tensors.items() if name.startswith("transformer.h.") and len(shape) == 2]
+    return int(3 * config.n_embd + 2 * max(outputs))
+
+
+def _values(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,49 @@
+"""What a weight takes in each format: the one table that the cost model and the planner look it up in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mdi.errors import UsageError
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the linear layers of blocks and head are held, and what is computed in.
+
+    Attributes:
+        bits_per_weight: of a linear layer, scales of blocks of weights included.
+        bytes_per_output: besides, for each output of a linear layer: scales and sums.
+        value_bytes: of everything else: norms, biases, embedding, activations, caches, rows on the wire.
+    """
+
+    name: str
+    bits_per_weight: float
+    bytes_per_output: float
+    value_bytes: int
+
+    def linear_bytes(self, n_out: int, n_in: int) -> float:
+        return n_out * n_in * self.bits_per_weight / 8 + n_out * self.bytes_per_output
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        WeightFormat("float32", 32, 0, 4),
+        WeightFormat("bfloat16", 16, 0, 2),
+        WeightFormat("float16", 16, 0, 2),
+        WeightFormat("fp16", 16, 0, 4),  # halves only the weights; computes in float32
+        WeightFormat("int8", 8, 16, 4),  # per output: two scales, a zero point, a sum of weights
+        WeightFormat("int4", 4.5, 0, 4),  # stored in 4.06, but the packed kernel keeps scales as float32 and sums (measured)
+    )
+}
+
+# Formats that a model can be brought into to take less, the most precise first.
+SMALLER = ("fp16", "int8", "int4")
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Raises UsageError: there is no such format."""
+    if name not in FORMATS:
+        raise UsageError(f"unknown weight format {name!r}: expected {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,125 @@
+"""The placements by name, as `--placement` chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from mdi.errors import PlacementError, UsageError
+from mdi.partition.cost import CostModel
+from mdi.partition.greedy import PREFERENCES, by_score, gma_scores, opa_scores
+from mdi.partition.placement import Placement, check_counts, check_fits, describe, size
+from mdi.partition.split import split_layers
+from mdi.partition.spread import ring_of, spread
+from mdi.partition.throughput import fastest
+
+METHODS = ("throughput", "latency", "opa", "gma", "even")
+DEFAULT_METHOD = "throughput"
+
+
+def place(
+    cost: CostModel, method: str = DEFAULT_METHOD, preferences: Mapping[tuple[str, str], float] = PREFERENCES
+) -> Placement:
+    """Raises PlacementError: the model does not fit; UsageError: there is no such placement."""
+    if method == "throughput":
+        return _fastest(cost, method)
+    if method == "latency":
+        return _fastest(CostModel(cost.profile, cost.shape, cost.workload, timed=1), method)
+    if method == "opa":
+        return by_score(cost, method, partial(opa_scores, preferences=preferences))
+    if method == "gma":
+        return by_score(cost, method, gma_scores)
+    if method == "even":
+        return even(cost)
+    raise UsageError(f"unknown placement {method!r}: expected {', '.join(METHODS)}")
+
+
+def even(cost: CostModel) -> Placement:
+    """As many blocks for each node as for any other, as they are listed; the head counts as the blocks that it is worth."""
+    order = range(min(cost.n_nodes, cost.n_layer + 1))
+    counts = split_layers(cost.n_layer, len(order), cost.shape.head_macs / cost.shape.reference.macs)
+    left = dict.fromkeys(range(len(order), cost.n_nodes), "there are more nodes than blocks")
+    placement = Placement.of("even", cost.profile, order, counts, left)
+    check_fits(cost, placement)
+    return placement
+
+
+def by_hand(cost: CostModel, counts: Sequence[int]) -> Placement:
+    """So many blocks for each node, as listed."""
+    order = range(len(counts))
+    check_counts(cost, order, counts)
+    placement = Placement.of("layers", cost.profile, order, counts)
+    check_fits(cost, placement)
+    return placement
+
+
+def _fastest(cost: CostModel, method: str) -> Placement:
+    """Also tries what the simpler ways would choose, so that it is never worse, however many nodes there are."""
+    simple = []
+    if cost.n_nodes > 1:
+        simple.append(tuple(range(min(cost.n_nodes, cost.n_layer + 1))))
+        for scores in (gma_scores, opa_scores):
+            try:
+                simple.append(by_score(cost, method, scores).order)
+            except PlacementError:
+                continue
+    best = fastest(cost, simple)
+    if best is None:
+        raise misfit(cost)
+    check_counts(cost, best.order, best.counts)
+    reasons = {i: _reason(cost, i, best.order, best.round_s) for i in _few_left_out(cost, best.order)}
+    placement = Placement.of(method, cost.profile, best.order, best.counts, reasons)
+    check_fits(cost, placement)
+    return placement
+
+
+def _few_left_out(cost: CostModel, order: Sequence[int]) -> list[int]:
+    """Of many nodes without a part, only the first are looked at one by one."""
+    used = set(order)
+    return [i for i in range(cost.n_nodes) if i not in used][:16]
+
+
+def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> str:
+    """Why a node has no part: nothing fits it, or the best ring that it is put into is slower."""
+    n_used = len(order) + 1
+    terms = cost.terms(n_used)
+    if not any(terms.fits(i, k, k + 1) for k in range(cost.n_layer)):
+        return "not one block fits"
+    if n_used > cost.n_layer + 1:
+        return "there are more nodes than blocks"
+    found = [
+        spread(cost, ring_of(cost, [*order[:k], i, *order[k:]], terms.n_rows))
+        for k in {1, (n_used + 1) // 2, n_used - 1}
+    ]
+    rounds = [s.round_s for s in found if s is not None]
+    if not rounds:
+        return "not needed"
+    return f"without it the ring is {min(rounds) / round_s:.2f} times as fast"
+
+
+def misfit(cost: CostModel) -> PlacementError:
+    """The refusal for a cluster that is too small: how much is missing, and where."""
+    n_used = min(cost.n_nodes, cost.n_layer + 1)
+    nodes = cost.profile.nodes
+    least = cost.memory(0, 0, 0, n_used).total
+    if least > nodes[0].memory_bytes:
+        lack = least - nodes[0].memory_bytes
+        return PlacementError(
+            f"{describe(cost)} does not fit: {nodes[0].name} has {size(lack)} too little for embedding, head and the "
+            f"process alone ({size(least)} needed, {size(nodes[0].memory_bytes)} free)",
+            ((nodes[0].name, lack),),
+        )
+    terms = cost.terms(n_used)
+    rooms = sorted(((max(0.0, min(terms.room(i))), i) for i in range(1, cost.n_nodes)), key=lambda x: (-x[0], x[1]))
+    rooms = [(max(0.0, min(terms.room(0))), 0), *rooms[: n_used - 1]]
+    blocks = cost.weights[-1] + cost.caches[-1]
+    each = blocks / cost.n_layer
+    placed = sum(max(0, terms.most_blocks(i)) if cost.is_uniform else int(room // each) for room, i in rooms)
+    lack = max(1, round((cost.n_layer - placed) * each))
+    shown = ", ".join(f"{nodes[i].name} has room for {size(room)}" for room, i in rooms[:6])
+    more = f" and {len(rooms) - 6} more" if len(rooms) > 6 else ""
+    return PlacementError(
+        f"{describe(cost)} does not fit: its {cost.n_layer} blocks with caches take {size(blocks)}, and {size(lack)} of "
+        f"that have no place ({shown}{more})",
+        (("", lack),),
+    )

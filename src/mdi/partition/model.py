@@ -1,0 +1,114 @@
+"""A model and a run of it as numbers: what blocks, embedding, head and caches take. Knows neither litgpt nor tensors.
+
+`mdi.node.shape` makes a ModelShape from a litgpt config and a weight format.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mdi.errors import UsageError
+
+CACHE_SLACK = 64  # positions that a windowed cache keeps beyond its window (model/cache.py)
+PREFILL_ROWS = 64  # prompt rows that a frame takes at most (engine/scheduler.py)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One transformer block.
+
+    Attributes:
+        weight_bytes: in the model's format, as held in memory.
+        load_bytes: what it takes while it is loaded, before its weights are packed.
+        macs: multiplications per row; of experts, those that a row is sent to.
+        cache_bytes: key/value cache of one position of one sequence.
+        window: positions that a row looks back on at most; None is all.
+    """
+
+    weight_bytes: int
+    load_bytes: int
+    macs: int
+    cache_bytes: int
+    window: int | None = None
+
+    def kept(self, length: int) -> int:
+        """Positions that a cache holds of a sequence of `length`."""
+        return length if self.window is None else min(length, self.window + CACHE_SLACK)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model in one weight format.
+
+    Attributes:
+        name, config_hash, format: as in a ClusterProfile.
+        context_length: positions that the model was made for.
+        row_bytes: one position's activations on the wire.
+        blocks: in order.
+        embedding_bytes, head_bytes: what the starter holds besides; head with the final norm.
+        head_load_bytes: what the larger of the two takes while it is loaded.
+        head_macs: multiplications of the head per row.
+        n_head, vocab_size: for what attention scores and logits take.
+        work_row_bytes: the widest activations of a block, per row.
+        table_bytes: position tables, per position.
+    """
+
+    name: str
+    config_hash: str
+    format: str
+    context_length: int
+    row_bytes: int
+    blocks: tuple[BlockShape, ...]
+    embedding_bytes: int
+    head_bytes: int
+    head_load_bytes: int
+    head_macs: int
+    n_head: int
+    vocab_size: int
+    work_row_bytes: int
+    table_bytes: int
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def reference(self) -> BlockShape:
+        """The block that a node's `block_s` is measured with: the middle one, which is of the common kind."""
+        return self.blocks[self.n_layer // 2]
+
+    @property
+    def is_uniform(self) -> bool:
+        return all(block == self.blocks[0] for block in self.blocks)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.embedding_bytes + self.head_bytes + sum(block.weight_bytes for block in self.blocks)
+
+    def sums(self, value: Callable[[BlockShape], float]) -> list[float]:
+        """Running sums over the blocks: entry e minus entry s is what blocks [s, e) have together."""
+        return [0.0, *itertools.accumulate(value(block) for block in self.blocks)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be generated: sequences at the same time, and how long each may become, prompt included."""
+
+    n_sequences: int = 1
+    sequence_length: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.n_sequences < 1 or self.sequence_length < 1:
+            raise UsageError(
+                f"a plan needs at least one sequence of one token, got {self.n_sequences} of {self.sequence_length}"
+            )
+
+    def rows_per_frame(self, n_nodes: int) -> int:
+        """As many frames go round as there are nodes, each with an even share of the sequences (engine/scheduler.py)."""
+        return -(-self.n_sequences // n_nodes)
+
+    def frames(self, n_nodes: int) -> int:
+        """Frames in flight: with few sequences some stay away."""
+        return -(-self.n_sequences // self.rows_per_frame(n_nodes))

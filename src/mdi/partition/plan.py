@@ -1,0 +1,196 @@
+"""A plan: a placement, what every node needs and has, how fast the ring will be, what limits it, and what would help.
+
+Pure: a cluster's profile and a model's shape in, a report out. Nothing runs, so a cluster can be planned before it is
+bought; live nodes bring a profile that they have measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.errors import PlacementError
+from mdi.partition.advice import advice, help_for_misfit, limit_of
+from mdi.partition.cost import CostModel, MemoryUse
+from mdi.partition.greedy import PREFERENCES
+from mdi.partition.methods import DEFAULT_METHOD, by_hand, place
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.placement import Placement
+from mdi.partition.profile import ClusterProfile
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node of the ring: its blocks, memory in bytes, times of one frame in seconds."""
+
+    name: str
+    device: str
+    start: int
+    stop: int
+    memory: MemoryUse
+    free_bytes: int
+    stage_s: float
+    link_s: float
+
+    @property
+    def left_bytes(self) -> int:
+        return self.free_bytes - self.memory.total
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What is known beforehand.
+
+    Attributes:
+        tokens_s: of all sequences together; tokens_s_one: of one sequence alone on the same placement.
+        limit: what the ring waits for, in words.
+        advice: what would help, in words, most useful first.
+        notes: where the numbers are less sure than they look.
+    """
+
+    model: str
+    format: str
+    workload: Workload
+    placement: Placement
+    nodes: tuple[NodePlan, ...]
+    n_rows: int
+    n_frames: int
+    tokens_s: float
+    tokens_s_one: float
+    limit: str
+    advice: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; times in seconds, sizes in bytes, ranges half-open."""
+        return {
+            "model": self.model,
+            "format": self.format,
+            "n_sequences": self.workload.n_sequences,
+            "sequence_length": self.workload.sequence_length,
+            "placement": self.placement.method,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "device": node.device,
+                    "blocks": [node.start, node.stop],
+                    "bytes": {**dataclasses.asdict(node.memory), "total": node.memory.total},
+                    "free_bytes": node.free_bytes,
+                    "left_bytes": node.left_bytes,
+                    "stage_s": node.stage_s,
+                    "link_s": node.link_s,
+                }
+                for node in self.nodes
+            ],
+            "left_out": [{"name": name, "reason": reason} for name, reason in self.placement.left_out],
+            "rows_per_frame": self.n_rows,
+            "frames": self.n_frames,
+            "tokens_per_s": self.tokens_s,
+            "tokens_per_s_one_sequence": self.tokens_s_one,
+            "limit": self.limit,
+            "advice": list(self.advice),
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    profile: ClusterProfile,
+    shape: ModelShape,
+    workload: Workload,
+    *,
+    method: str = DEFAULT_METHOD,
+    layers: Sequence[int] | None = None,
+    preferences: Mapping[tuple[str, str], float] = PREFERENCES,
+    measured: ModelShape | None = None,
+    smaller: Sequence[ModelShape] = (),
+) -> PlanReport:
+    """Place a model on a cluster and say what that means.
+
+    Args:
+        profile: nodes, starter first, and links.
+        shape: the model in the format that it is to run in.
+        method: see `mdi.partition.methods.METHODS`.
+        layers: blocks of each node by hand, as they are listed; then `method` does not matter.
+        measured: the shape that the profile's times belong to, if it is not `shape`: they are scaled by what a block
+            reads. None without such a shape: then times come from the nodes' reading speed.
+        smaller: the same model in formats that take less, for advice.
+
+    Raises:
+        PlacementError: it does not fit; the message says where how much is missing, and what would help.
+        UsageError: there is no such placement.
+    """
+    notes: list[str] = []
+    if not any(node.block_s for node in profile.nodes):
+        notes.append("no block was timed: times are guessed from how fast the nodes read memory")
+    elif (profile.config_hash, profile.format) != (shape.config_hash, shape.format):
+        profile, note = rescaled(profile, shape, measured)
+        notes.append(note)
+    cost = CostModel(profile, shape, workload)
+    try:
+        placement = place(cost, method, preferences) if layers is None else by_hand(cost, layers)
+    except PlacementError as e:
+        hints = help_for_misfit(cost, smaller, method if layers is None else None)
+        raise PlacementError("; ".join([str(e), *hints]), e.missing) from None
+    return report(cost, placement, smaller, tuple(notes))
+
+
+def report(
+    cost: CostModel, placement: Placement, smaller: Sequence[ModelShape] = (), notes: tuple[str, ...] = ()
+) -> PlanReport:
+    """The report on a placement that fits."""
+    prediction = cost.predict(placement.order, placement.counts)
+    one = cost.predict(placement.order, placement.counts, n_sequences=1)
+    links = prediction.link_s or (0.0,) * len(placement.order)
+    nodes = []
+    for k, (i, (start, stop)) in enumerate(zip(placement.order, placement.ranges, strict=True)):
+        node = cost.profile.nodes[i]
+        need = cost.memory(i, start, stop, len(placement.order))
+        nodes.append(
+            NodePlan(node.name, node.device, start, stop, need, node.memory_bytes, prediction.stage_s[k], links[k])
+        )
+    return PlanReport(
+        model=cost.shape.name,
+        format=cost.shape.format,
+        workload=cost.workload,
+        placement=placement,
+        nodes=tuple(nodes),
+        n_rows=prediction.n_rows,
+        n_frames=prediction.n_frames,
+        tokens_s=prediction.tokens_s,
+        tokens_s_one=one.tokens_s,
+        limit=limit_of(placement, prediction),
+        advice=tuple(advice(cost, placement, prediction, smaller)),
+        notes=notes,
+    )
+
+
+def rescaled(profile: ClusterProfile, shape: ModelShape, measured: ModelShape | None) -> tuple[ClusterProfile, str]:
+    """The profile with its times brought to another model or format, and a note that says so.
+
+    Reading the weights is most of a block's time, so times go with the bytes; that is a guess.
+    """
+    what = f"{profile.model or 'another model'} in {profile.format}"
+    if measured is None:
+        nodes = tuple(dataclasses.replace(node, head_s=()) for node in profile.nodes)
+        if all(node.read_bytes_s for node in nodes):
+            nodes = tuple(dataclasses.replace(node, block_s=()) for node in nodes)
+            note = f"the times were measured with {what}; these are guessed from the nodes' reading speed"
+        else:
+            note = f"the times were measured with {what}, and taken as they are: they may be far off"
+        return dataclasses.replace(profile, nodes=nodes), note
+    per_block = shape.reference.weight_bytes / measured.reference.weight_bytes
+    per_head = shape.head_bytes / measured.head_bytes
+    scaled = tuple(
+        dataclasses.replace(
+            node,
+            block_s=tuple((rows, s * per_block) for rows, s in node.block_s),
+            head_s=tuple((rows, s * per_head) for rows, s in node.head_s),
+        )
+        for node in profile.nodes
+    )
+    changed = dataclasses.replace(
+        profile, nodes=scaled, model=shape.name, config_hash=shape.config_hash, format=shape.format
+    )
+    return changed, f"the times were measured with {what} and scaled by the bytes of a block: a guess"

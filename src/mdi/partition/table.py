@@ -1,0 +1,65 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mdi.partition.advice import ms
+from mdi.partition.placement import size
+from mdi.partition.plan import NodePlan, PlanReport
+
+_HEADS = ("node", "device", "blocks", "weights", "caches", "other", "free", "left", "stage", "link")
+
+
+def format_plan(report: PlanReport) -> str:
+    """Table, speed, limit, advice and notes."""
+    workload = report.workload
+    n = workload.n_sequences
+    lines = [
+        f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
+        f"tokens, placement {report.placement.method}",
+        "",
+        *_table([_HEADS, *(_row(node) for node in report.nodes)]),
+        "",
+    ]
+    for name, reason in report.placement.left_out[:8]:
+        lines.append(f"left out: {name} ({reason})")
+    if len(report.placement.left_out) > 8:
+        lines.append(f"left out: {len(report.placement.left_out) - 8} more")
+    one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
+    many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
+    lines += [f"speed:    {one}{many}", f"limit:    {report.limit}"]
+    lines += [f"advice:   {text}" for text in report.advice]
+    lines += [f"note:     {text}" for text in report.notes]
+    return "\n".join(lines)
+
+
+def _row(node: NodePlan) -> tuple[str, ...]:
+    memory = node.memory
+    return (
+        node.name,
+        node.device,
+        f"{node.start}-{node.stop - 1} ({node.stop - node.start})" if node.stop > node.start else "none",
+        size(memory.weights),
+        size(memory.caches),
+        size(memory.activations + memory.process),
+        size(node.free_bytes),
+        size(node.left_bytes),
+        ms(node.stage_s),
+        ms(node.link_s) if node.link_s else "-",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = (
+        "  ".join(
+            f"{cell:<{w}}" if k < 3 else f"{cell:>{w}}" for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return [text.rstrip() for text in texts]
+
+
+def _rate(tokens_s: float) -> str:
+    return f"{tokens_s:.3g}" if tokens_s < 100 else f"{tokens_s:.0f}"

@@ -1,0 +1,88 @@
+"""The fastest placement against all placements, and the rules that every placement keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from clusters import every_placement, fits, problems
+from hypothesis import assume, given, settings
+
+from mdi.errors import PlacementError
+from mdi.partition.cost import CostModel
+from mdi.partition.methods import METHODS, place
+from mdi.partition.placement import Placement
+
+
+def placed(cost: CostModel, method: str) -> Placement | None:
+    try:
+        return place(cost, method)
+    except PlacementError:
+        return None
+
+
+@given(problems())
+@settings(max_examples=300)
+def test_throughput_is_the_best_of_all_placements(cost: CostModel) -> None:
+    best = min((cost.predict(*p).round_s for p in every_placement(cost)), default=None)
+    found = placed(cost, "throughput")
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert cost.predict(found.order, found.counts).round_s == pytest.approx(best, rel=1e-8)
+
+
+@given(problems())
+@settings(max_examples=80)
+def test_latency_is_the_shortest_way_of_all(cost: CostModel) -> None:
+    ways = (cost.predict(*p, n_sequences=1).round_s for p in every_placement(cost))
+    best = min(ways, default=None)
+    found = placed(cost, "latency")
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert cost.predict(found.order, found.counts, n_sequences=1).round_s == pytest.approx(best, rel=1e-8)
+
+
+@given(problems(max_nodes=7, max_blocks=9))
+@settings(max_examples=100)
+def test_every_placement_covers_every_block_once_in_order_within_memory(cost: CostModel) -> None:
+    for method in METHODS:
+        found = placed(cost, method)
+        if found is None:
+            continue
+        assert [b for start, stop in found.ranges for b in range(start, stop)] == list(range(cost.n_layer))
+        assert found.order[0] == 0 and all(start < stop for start, stop in found.ranges[1:])
+        assert fits(cost, found.order, found.counts)
+        names = {*found.names, *(name for name, _ in found.left_out)}
+        assert names == {n.name for n in cost.profile.nodes}
+        assert len(found.names) + len(found.left_out) == cost.n_nodes
+
+
+@given(problems(max_nodes=10, max_blocks=12))
+@settings(max_examples=100)
+def test_throughput_is_never_worse_than_the_simple_placements(cost: CostModel) -> None:
+    best = placed(cost, "throughput")
+    for method in ("even", "gma", "opa", "latency"):
+        other = placed(cost, method)
+        if other is not None:
+            assert best is not None
+            rate = cost.predict(best.order, best.counts).tokens_s
+            assert rate >= cost.predict(other.order, other.counts).tokens_s * (1 - 1e-8)
+
+
+@given(problems(max_nodes=6, max_blocks=8))
+@settings(max_examples=60)
+def test_a_refusal_says_how_much_is_missing(cost: CostModel) -> None:
+    assume(cost.is_uniform)
+    try:
+        place(cost, "throughput")
+    except PlacementError as e:
+        ((name, lack),) = e.missing
+        assert lack > 0 and name in ("", cost.profile.nodes[0].name)
+        more = replace(cost.profile.nodes[0], memory_bytes=cost.profile.nodes[0].memory_bytes + lack)
+        enough = CostModel(replace(cost.profile, nodes=(more, *cost.profile.nodes[1:])), cost.shape, cost.workload)
+        if name:  # embedding and head fit now; the blocks may still not
+            assert enough.memory(0, 0, 0, cost.n_nodes).total <= more.memory_bytes
+        else:
+            place(enough, "throughput")

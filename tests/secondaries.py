@@ -1,0 +1,45 @@
+"""Secondary nodes inside this process, each with a thread that does its work, and the cluster that they make."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.node.secondary import SecondaryNode
+
+
+@contextlib.contextmanager
+def secondary(index: int, cache_dir: Path, **options: Any) -> Iterator[SecondaryNode]:
+    """One that waits for its starter on free ports of loopback."""
+    config = NodeConfig(f"secondary{index}", "127.0.0.1", 0, 0)
+    node = SecondaryNode(config, options.pop("weights", None), cache_dir, device="cpu", **options)
+    thread = threading.Thread(target=node.run, name=f"secondary{index}")
+    try:
+        node.open()
+        thread.start()
+        yield node
+    finally:
+        node.close()
+        if thread.ident is not None:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def secondaries(n: int, folder: Path, **options: Any) -> Iterator[list[SecondaryNode]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(secondary(i, folder / f"cache{i}", **options)) for i in range(n)]
+
+
+def entry_of(node: SecondaryNode, **changes: Any) -> NodeConfig:
+    """A node as the starter's nodes file describes it."""
+    fields = {"name": node.config.name, "addr": "127.0.0.1", "port": node.control_port, "port_in": node.ring_port}
+    return NodeConfig(**{**fields, **changes})
+
+
+def cluster_of(nodes: list[SecondaryNode]) -> ClusterConfig:
+    return ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entry_of(node) for node in nodes))

@@ -1,0 +1,87 @@
+"""`mdi plan`, from flags to output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from families import config_of
+from mdi.cli import launch
+from mdi.partition.example import boards
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(boards().to_json()))
+    return str(path)
+
+
+def test_the_example_is_a_profile_that_works(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    assert launch("plan", ["--example"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path(profiles).read_text())
+    assert launch("plan", ["--profiles", profiles, "--config", "tiny-llama-1.1b", "--n-samples", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "starter" in out and "tokens/s" in out and "guessed" in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    flags = ["--profiles", profiles, "--config", "pythia-160m", "--placement", "even", "--sequence-length", "100"]
+    assert launch("plan", [*flags, "--quantize", "fp16", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["format"] == "fp16" and data["sequence_length"] == 100 and data["placement"] == "even"
+    assert sum(b - a for a, b in (n["blocks"] for n in data["nodes"])) == 12
+
+
+def test_a_hub_name_and_some_of_the_nodes(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    flags = ["--profiles", profiles, "--config", "EleutherAI/pythia-14m", "--nodes", "secondary1", "starter", "--json"]
+    assert launch("plan", [*flags, "--layers", "2,4"]) == 0
+    assert [n["name"] for n in json.loads(capsys.readouterr().out)["nodes"]] == ["secondary1", "starter"]
+
+
+def test_a_checkpoint_and_its_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    from dataclasses import asdict
+
+    (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(asdict(config_of("Llama-3.1-8B"))))
+    for flags in (
+        ["--ckpt", str(tmp_path)],
+        ["--config", str(tmp_path)],
+        ["--config", str(tmp_path / "model_config.yaml")],
+    ):
+        assert launch("plan", ["--profiles", profiles, *flags, "--dtype", "float32"]) == 0
+        assert "in float32" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    flags = ["--profiles", profiles, "--config", "Llama-2-70b-hf", "--sequence-length", "100"]
+    assert launch("plan", flags) == 1
+    assert "of that have no place" in capsys.readouterr().err
+    assert launch("plan", [*flags, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["missing"][0]["bytes"] > 10**10 and "does not fit" in data["error"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--profiles FILE"),
+        (["--profiles", "nowhere.json"], "cannot read nowhere.json"),
+        (["--profiles", "{}"], "give the model"),
+        (["--profiles", "{}", "--config", "pythia-14"], "did you mean pythia-14m"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--sequence-length", "9999"], "has a context of 512"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--n-samples", "0"], "at least one sequence"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--quantize", "int3"], "unknown weight format 'int3'"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--nodes", "x"], "no node 'x'"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--nodes", "starter", "starter"], "each node once"),
+        (["--profiles", "{}", "--config", "pythia-14m", "--prefer-memory", "20"], "1/9 to 9"),
+    ],
+)
+def test_what_cannot_be_planned(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], profiles: str
+) -> None:
+    assert launch("plan", [flag.replace("{}", profiles) for flag in flags]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

@@ -1,0 +1,212 @@
+"""A node that measures itself: what it says, what it keeps, and when it measures again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+import mdi.node.profiler
+from mdi.checkpoint.store import BlockStore
+from mdi.control.client import ControlClient
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.errors import CheckpointError, ControlError
+from mdi.node.profiler import FILE, Profiler, Subject
+from mdi.node.profiling import ROWS, Bench, disk_read_bytes_s
+from mdi.node.secondary import SecondaryNode
+from mdi.partition.profile import NodeProfile
+from secondaries import entry_of, secondary
+from tiny_checkpoint import plain, tiny_config
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
+SUBJECT = Subject(CONFIG, "h" * 64, torch.float32, None)
+
+
+def profiler(folder: Path) -> Profiler:
+    return Profiler("secondary0", CPU, folder, span_s=0.01)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "fp16"])
+def test_a_node_measures_itself(tmp_path: Path, quantize: str | None) -> None:
+    told: list[tuple[str, int, int]] = []
+    bench = Bench(CONFIG, CPU, torch.float32, quantize, quantize, 0.005, lambda *what: told.append(what))
+    speeds = bench.run(tmp_path / "cache", with_head=True)
+    assert [rows for rows, _ in speeds.block_s] == list(ROWS) and all(s > 0 for _, s in speeds.block_s)
+    assert [rows for rows, _ in speeds.head_s] == list(ROWS[:-1]) and all(s > 0 for _, s in speeds.head_s)
+    assert speeds.read_bytes_s > 1e8
+    assert speeds.disk_read_bytes_s >= 0
+    assert [done for _, done, _ in told] == list(range(len(told))) and told[-1][1] == told[-1][2]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
+    """The times are of this model: twenty times the work is seen, whatever the machine."""
+    large = plain(asdict(tiny_config(n_embd=256, n_head=8, head_size=32, intermediate_size=8192, n_layer=2)))
+    small_s, large_s = (
+        Bench(config, CPU, torch.float32, None, span_s=0.05).run(tmp_path, with_head=False).block_s[2][1]
+        for config in (CONFIG, large)
+    )
+    assert large_s > small_s
+
+
+def test_a_model_with_a_context_smaller_than_what_is_measured(tmp_path: Path) -> None:
+    config = plain(asdict(tiny_config(block_size=40)))
+    speeds = Bench(config, CPU, torch.float32, None, span_s=0.005).run(tmp_path, with_head=False)
+    assert len(speeds.block_s) == len(ROWS) and speeds.head_s == ()
+
+
+def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profiler(tmp_path)
+    assert not first.is_kept(SUBJECT)
+    found = first.profile(SUBJECT, BlockStore(tmp_path))
+    assert first.is_kept(SUBJECT) and first.progress is None
+    assert found == NodeProfile.from_json(found.to_json()), "it can be sent"
+    assert found.name == "secondary0" and found.memory_bytes > found.process_bytes > 0 and found.disk_bytes > 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it is measured again")
+
+    monkeypatch.setattr(Bench, "run", fail)
+    again = profiler(tmp_path).profile(SUBJECT, BlockStore(tmp_path))  # another process
+    assert again.block_s == found.block_s and again.read_bytes_s == found.read_bytes_s
+    for other in (
+        replace(SUBJECT, config_hash="i" * 64),
+        replace(SUBJECT, quantize="int8"),
+        replace(SUBJECT, dtype=torch.bfloat16),
+        replace(SUBJECT, with_head=True),
+    ):
+        with pytest.raises(AssertionError, match="measured again"):
+            profiler(tmp_path).profile(other, None)
+    with pytest.raises(AssertionError, match="measured again"):
+        profiler(tmp_path).profile(SUBJECT, None, fresh=True)
+    monkeypatch.setattr(mdi.node.profiler, "cpu_model", lambda: "another processor")
+    with pytest.raises(AssertionError, match="measured again"):
+        profiler(tmp_path).profile(SUBJECT, None)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"block_s": "fast"}}', "\0"])
+def test_a_kept_file_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert not profiler(tmp_path).is_kept(SUBJECT)
+    profiler(tmp_path).profile(SUBJECT, None)
+    assert profiler(tmp_path).is_kept(SUBJECT)
+    assert len(json.loads((tmp_path / FILE).read_text())) == 1
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    found = profiler(tmp_path / "file" / "cache").profile(SUBJECT, None)
+    assert found.block_s and found.disk_read_bytes_s == 0.0
+
+
+def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdi.node.profiling, "device_free_bytes", lambda device: 1 << 12)
+    with pytest.raises(CheckpointError, match="GB of memory are free"):
+        profiler(tmp_path).profile(SUBJECT, None)
+
+
+def test_the_disk(tmp_path: Path) -> None:
+    assert disk_read_bytes_s(tmp_path, limit_s=0.05) >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# Asked for over HTTP
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SecondaryNode]:
+    with secondary(0, tmp_path / "cache") as one:
+        one._profiler._span_s = 0.01
+        yield one
+
+
+REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
+
+
+def test_a_secondary_is_asked(node: SecondaryNode) -> None:
+    client = ControlClient(entry_of(node))
+    answer = client.profile(REQUEST)
+    found = NodeProfile.from_json(answer["profile"])
+    assert (found.name, found.device, answer["format"], answer["kept"]) == ("secondary0", "cpu", "float32", False)
+    assert found.head_s == () and [rows for rows, _ in found.block_s] == list(ROWS)
+    again = client.profile(REQUEST)
+    assert again["kept"] is True and again["profile"]["block_s"] == answer["profile"]["block_s"]
+    assert client.profile(replace(REQUEST, fresh=True))["kept"] is False
+    assert client.profile(replace(REQUEST, quantize="int8"))["format"] == "int8"
+    assert node.status(None)["state"] == "IDLE" and node.status(None)["measuring"] is None
+
+
+def test_a_nodes_own_format_goes_first(tmp_path: Path) -> None:
+    with secondary(0, tmp_path / "cache", quantize="int8") as node:
+        node._profiler._span_s = 0.01
+        assert ControlClient(entry_of(node)).profile(replace(REQUEST, dtype="bfloat16"))["format"] == "int8"
+
+
+def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def run(self: Bench, *args: Any) -> Any:
+        self._progress("disk", 0, 8)
+        began.set()
+        assert go_on.wait(30)
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(Bench, "run", run)
+    client = ControlClient(entry_of(node))
+    errors: list[ControlError] = []
+
+    def ask() -> None:
+        try:
+            client.profile(REQUEST)
+        except ControlError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert began.wait(30)
+    try:
+        assert client.status()["measuring"] == {"what": "disk", "done": 0, "total": 8}
+        with pytest.raises(ControlError, match="busy measuring itself"):
+            client.profile(REQUEST)
+        with pytest.raises(ControlError, match="busy measuring itself"):
+            client.init(
+                InitRequest(
+                    "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
+                    (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10,
+                )
+            )  # fmt: skip
+    finally:
+        go_on.set()
+        thread.join(30)
+    assert "MemoryError: no more of it" in str(errors[0]), "the node goes on"
+    assert node.status(None)["measuring"] is None
+    monkeypatch.undo()
+    node._profiler._span_s = 0.01
+    assert client.profile(REQUEST)["kept"] is False
+
+
+def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_job", object())
+    with pytest.raises(ControlError, match="busy with another run"):
+        ControlClient(entry_of(node)).profile(REQUEST)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, [], {"config": {}}, {**REQUEST.to_json(), "fresh": 1}, {**REQUEST.to_json(), "quantize": 4},
+     {**REQUEST.to_json(), "config": {"n_layer": -1}}, {**REQUEST.to_json(), "dtype": "float7"},
+     {**REQUEST.to_json(), "config": {**CONFIG, "n_head": 7}}],
+)  # fmt: skip
+def test_a_subject_that_makes_no_sense_is_refused(node: SecondaryNode, body: Any) -> None:
+    with requests.post(f"http://127.0.0.1:{node.control_port}/profile", json=body, timeout=30) as answer:
+        assert answer.status_code in (400, 500) and "Traceback" not in answer.json()["error"]
+    assert node.status(None)["state"] == "IDLE"

@@ -1,0 +1,81 @@
+"""A model's numbers against the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from families import DEEPSEEK_V3, config_of
+from mdi.checkpoint.manifest import config_hash
+from mdi.errors import CheckpointError
+from mdi.model.quantize import quantize_block
+from mdi.model.stage import StarterStage
+from mdi.node.shape import model_shape
+from mdi.partition.formats import FORMATS
+from mdi.partition.split import head_cost_blocks
+
+FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qwen3-30B-A3B"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_those_of_the_tensors(family: str) -> None:
+    config = config_of(family)
+    stage = StarterStage(config, config.n_layer)
+    shape = model_shape(asdict(config), "float32")
+    assert shape.weight_bytes == sum(t.numel() * 4 for t in stage.state_dict().values())
+    assert model_shape(asdict(config), "bfloat16").weight_bytes * 2 == shape.weight_bytes
+    assert shape.n_layer == config.n_layer and shape.config_hash == config_hash(asdict(config))
+    assert shape.row_bytes == config.n_embd * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_are_those_of_the_stage(family: str) -> None:
+    config = config_of(family)
+    shape = model_shape(asdict(config), "float32")
+    stage = StarterStage(config, config.n_layer)
+    for length in (5, 100, 160):
+        ours = sum(block.kept(length) * block.cache_bytes for block in shape.blocks)
+        assert ours + shape.table_bytes * length == stage.run_bytes(length, torch.float32)
+
+
+def test_latent_attention_and_dense_layers_make_blocks_differ() -> None:
+    from litgpt.config import Config
+
+    config = Config(**DEEPSEEK_V3)
+    shape = model_shape(asdict(config), "float32")
+    assert shape.blocks[0].cache_bytes == 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
+    assert shape.is_uniform == (not config.first_k_dense_replace)
+
+
+def test_a_head_is_worth_as_many_blocks_as_the_even_split_says() -> None:
+    config = asdict(config_of("Llama-3.1-8B"))
+    shape = model_shape(config, "int8")
+    assert shape.head_macs / shape.reference.macs == pytest.approx(head_cost_blocks(config))
+
+
+def test_experts_are_read_but_not_all_are_used() -> None:
+    config = config_of("Mixtral-8x7B-v0.1")
+    found = model_shape(asdict(config), "float32").reference
+    assert found.macs < found.weight_bytes / 4
+
+
+def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
+    """fp16 and int8 keep what they say: 2 and 1 bytes for each weight of a linear layer."""
+    config = config_of("Llama-2-7b-hf")
+    stage = StarterStage(config, config.n_layer)
+    linear = sum(m.weight.numel() for m in stage.blocks[0].modules() if isinstance(m, torch.nn.Linear))
+    plain = model_shape(asdict(config), "float32").blocks[0]
+    for name, each in (("fp16", 2), ("int8", 1)):
+        block = model_shape(asdict(config), name).blocks[0]
+        assert block.weight_bytes >= plain.weight_bytes - linear * (4 - each)
+        assert block.load_bytes == plain.weight_bytes and block.cache_bytes == plain.cache_bytes
+        quantize_block(StarterStage(config, 1).to_empty(device="cpu").blocks[0], name)  # the name is one of theirs
+    assert set(FORMATS) >= {"float32", "bfloat16", "float16", "fp16", "int8", "int4"}
+
+
+def test_what_litgpt_cannot_build_is_refused() -> None:
+    config = asdict(config_of("Llama-3.1-8B"))
+    with pytest.raises(CheckpointError, match="litgpt cannot build"):
+        model_shape({**config, "norm_class_name": "NoNorm"}, "float32")
