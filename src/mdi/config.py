@@ -29,6 +29,8 @@ class NodeConfig:
         port_out: accepted for compatibility; outgoing links use any free port.
         starter_addr: where a secondary expects its starter; informative.
         device, dtype, threads: what the node computes with; None leaves the choice to the node.
+        cores: numbers of the cores to compute on; None leaves that to the system.
+        kv_memory: bytes that caches may take; None is what is free after loading, less a margin.
         bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
     """
 
@@ -42,6 +44,8 @@ class NodeConfig:
     dtype: str | None = None
     threads: int | None = None
     bind: str | None = None
+    cores: tuple[int, ...] | None = None
+    kv_memory: int | None = None
 
     @property
     def listen_addr(self) -> str:
@@ -131,15 +135,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def parse_size(text: str, flag: str) -> int:
-    """Bytes of "500M", "2.5GB" (powers of ten), "2GiB" or "1000"; UsageError names the flag."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise UsageError(f"{flag} {text!r}: expected a number of bytes such as 500M, 20GB or 4GiB")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit.lower()) if unit else 0))
-
-
 def nearest_existing(path: str | Path) -> Path:
     """The deepest existing parent of `path`, for error messages."""
     p = Path(path).expanduser().absolute()
@@ -164,6 +159,8 @@ def _node(entry: Any, name: str, where: str) -> NodeConfig:
         dtype=_optional(entry, "dtype", str, where),
         threads=_threads(entry, where),
         bind=_optional(entry, "bind", str, where),
+        cores=_cores(entry, where),
+        kv_memory=_kv_memory(entry, where),
     )
 
 
@@ -195,6 +192,48 @@ def _threads(entry: dict[str, Any], where: str) -> int | None:
     if threads is not None and threads < 1:
         raise UsageError(f"{where}.threads: expected a number of threads from 1 on, found {threads}")
     return threads
+
+
+def _cores(entry: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    cores = entry.get("cores")
+    if cores is None:
+        return None
+    if isinstance(cores, str):
+        return parse_cores(cores, f"{where}.cores")
+    if not isinstance(cores, list) or not cores or not all(type(c) is int and c >= 0 for c in cores):
+        raise UsageError(
+            f'{where}.cores: expected a list of core numbers, or a text like "0,2-3", found {_kind(cores)}'
+        )
+    return tuple(dict.fromkeys(cores))
+
+
+def _kv_memory(entry: dict[str, Any], where: str) -> int | None:
+    size = entry.get("kv_memory")
+    if size is None:
+        return None
+    if not isinstance(size, (str, int)) or isinstance(size, bool):
+        raise UsageError(f'{where}.kv_memory: expected a text like "500M" or a number of bytes, found {_kind(size)}')
+    return parse_bytes(str(size), f"{where}.kv_memory")
+
+
+def parse_cores(text: str, where: str) -> tuple[int, ...]:
+    """Core numbers of a text like "0,2-3"; UsageError if it is none."""
+    cores: list[int] = []
+    for piece in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", piece)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise UsageError(f"{where}: expected core numbers like 0,1 or 0,2-3, got {text!r}")
+        cores.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes of a text like "2G", "500M" or "4096"; K, M and G are 1024 times the one before. UsageError if it is none."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    if found is None:
+        raise UsageError(f"{where}: expected a size like 2G, 500M or a number of bytes, got {text!r}")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def _refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:

@@ -27,6 +27,7 @@ from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProbeRe
 from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
 from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import CheckpointError, ControlError, MdiError, RingError, UsageError
 from mdi.metrics import peak_rss_bytes
 from mdi.model.formats import check_format, quantizer
@@ -35,9 +36,10 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype, held_bytes
+from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype, held_bytes
 from mdi.node.errand import Errand
 from mdi.node.job import Abandoned, Job
+from mdi.node.memory import CacheReport, report_caches
 from mdi.node.profiler import Profiler, Subject
 from mdi.partition.placement import size
 
@@ -55,6 +57,7 @@ class SecondaryNode:
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
+        kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class SecondaryNode:
         dtype: str | None = None,
         compile_stage: bool = False,
         quantize: str | None = None,
+        kv_memory: int | None = None,
         cache_bytes: int | None = None,
     ) -> None:
         self.config = config
@@ -75,6 +79,8 @@ class SecondaryNode:
         self._device = choose_device(device or config.device)
         self._dtype = dtype or config.dtype
         self._quantize = quantize
+        self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
+        self._report_caches: Callable[[], CacheReport] | None = None
         check_format(quantize, self._device)
         choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
         self._compile = compile_stage
@@ -171,6 +177,7 @@ class SecondaryNode:
                 job.touch()
             state, error, metrics = self._state, self._error, self._metrics
             is_known = bool(run) and run == self._last_run
+            report_caches = self._report_caches if is_known else None
         return {
             "name": self.config.name,
             "version": mdi.__version__,
@@ -193,6 +200,7 @@ class SecondaryNode:
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and is_known else None,
             "metrics": metrics if is_known else None,
+            "caches": report_caches().to_json() if report_caches is not None else None,
         }
 
     def _missing_of(self, job: Job) -> list[dict[str, Any]] | None:
@@ -320,8 +328,10 @@ class SecondaryNode:
         self._wait_for_parts(job)
         device, dtype, stage = self._load(job)
         request = job.request
-        check_room(stage, request.max_length, device, dtype)
-        stage.prepare(request.max_length, device, dtype)
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
+        check_room(stage, request.max_length, device, kv_dtype)
+        stage.prepare(request.max_length, device, kv_dtype)
+        is_mapped = dtype == DTYPES.get(request.stored_dtype) and self._format(request.quantize) is None
         seat = Seat(
             int(request.epoch, 16),
             request.index,
@@ -329,22 +339,26 @@ class SecondaryNode:
             request.placement,
             request.next_addr,
             request.next_port,
+            request.wire_dtype,
         )
         assert self._listener is not None
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
             with self._lock:
                 self._state = "READY"
+                self._report_caches = lambda: report_caches(stage, kv_dtype, device, self._kv_memory, is_mapped)
             logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
             sock = None
             while sock is None:
                 job.check()
                 sock = expectation.wait(0.5)
         finally:
+            self._report_caches = None
             self._listener.forget(expectation)
         # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
         limits = Limits(max_cols=max(stage.config.n_embd, HANDSHAKE_LIMITS.max_cols))
-        ring = join_ring(sock, seat, seat.n_nodes, limits)
+        pinned = pinned_buffer if device.type == "cuda" else None
+        ring = join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned)
         with self._lock:
             self._ring, self._state = ring, "RUNNING"
         try:
@@ -356,7 +370,7 @@ class SecondaryNode:
             stage.caches.clear()
 
     def _run_stage(self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype) -> None:
-        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype)
+        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype, seat.wire)
         try:
             loop.run()
         except RingError:
@@ -504,7 +518,8 @@ class SecondaryNode:
         """Weights that will not fit are not sent in the first place."""
         quantize, dtype = self._number_format(request)
         needed = held_bytes([part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize)
-        needed += Stage(Config(**request.config), *request.blocks).run_bytes(request.max_length, dtype)
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, self._device)
+        needed += Stage(Config(**request.config), *request.blocks).run_bytes(request.max_length, kv_dtype)
         free = self._profiler.available_bytes()
         if needed > free:
             start, stop = request.blocks
