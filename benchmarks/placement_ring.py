@@ -7,7 +7,6 @@ contiguous split of the model over all its nodes in the order of the nodes file,
 default placement and with `even`. Rates are of decoding, from each sample's first token on.
 
     placement_ring.py --quotas 0.6,0.3,0.15 --sequences 6 --json ring.json
-    placement_ring.py --clients 1,2,4 --only-methods      GMA against OPA, as in LLaMPS' table 3
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -92,14 +92,11 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
     from mdi.node.profiling import Bench
 
     torch.set_num_threads(1)
-    bench = Bench(read_config(ckpt / "model_config.yaml"), torch.device("cpu"), torch.float32, None, span_s=1.5)
+    bench = Bench(read_config(ckpt / "model_config.yaml"), torch.device("cpu"), torch.float32, None, span_s=0.6)
     print("ready", flush=True)
-    sys.stdin.readline()
-    speeds = bench.run(ckpt, with_head)
-    print(
-        json.dumps({"read_bytes_s": speeds.read_bytes_s, "block_s": speeds.block_s, "head_s": speeds.head_s}),
-        flush=True,
-    )
+    for _ in sys.stdin:
+        speeds = bench.run(ckpt, with_head)
+        print(json.dumps([speeds.read_bytes_s, speeds.block_s, speeds.head_s]), flush=True)
 
 
 def child_starter(ckpt: Path, nodes: Path) -> None:
@@ -146,17 +143,30 @@ class Cluster:
         self._quotas = [Quota(f"node{i}") for i in range(len(quotas))]
         self._children: list[subprocess.Popen[str]] = []
 
-    def measure(self) -> list[dict[str, Any]]:
-        profiles = []
-        for i, (quota, share) in enumerate(zip(self._quotas, self.shares, strict=True)):
-            child = self._spawn(i, [__file__, "--child-profile", str(self._ckpt), "head" if i == 0 else ""])
+    def measure(self, rounds: int = 5) -> list[dict[str, Any]]:
+        """All nodes at the same time, as they will run, so that what else the machine does slows all alike; medians."""
+        children = [
+            self._spawn(i, [__file__, "--child-profile", str(self._ckpt), "head" if i == 0 else ""])
+            for i in range(len(self.shares))
+        ]
+        for child in children:
             self._expect(child, "ready")
+        for quota, share in zip(self._quotas, self.shares, strict=True):
             quota.limit(share)
-            profiles.append(json.loads(self._ask(child, "go")))
+        found: list[list[Any]] = [[] for _ in children]
+        for _ in range(rounds):
+            for child in children:
+                self._tell(child, "go")
+            for child, results in zip(children, found, strict=True):
+                assert child.stdout is not None
+                results.append(json.loads(child.stdout.readline()))
+        for quota, child in zip(self._quotas, children, strict=True):
             quota.limit(None)
+            assert child.stdin is not None
+            child.stdin.close()
             child.wait()
         self._children.clear()
-        return profiles
+        return [_medians(results) for results in found]
 
     def open(self, folder: Path) -> None:
         from mdi.node.local import free_ports
@@ -228,10 +238,14 @@ class Cluster:
         self._children.append(child)
         return child
 
-    def _ask(self, child: subprocess.Popen[str], line: str) -> str:
-        assert child.stdin is not None and child.stdout is not None
+    def _tell(self, child: subprocess.Popen[str], line: str) -> None:
+        assert child.stdin is not None
         child.stdin.write(line + "\n")
         child.stdin.flush()
+
+    def _ask(self, child: subprocess.Popen[str], line: str) -> str:
+        self._tell(child, line)
+        assert child.stdout is not None
         return child.stdout.readline()
 
     def _expect(self, child: subprocess.Popen[str], word: str) -> None:
@@ -239,6 +253,16 @@ class Cluster:
         line = child.stdout.readline()
         if word not in line:
             raise SystemExit(f"a child said {line!r} instead of {word!r}")
+
+
+def _medians(results: list[Any]) -> dict[str, Any]:
+    def times(which: int) -> list[list[float]]:
+        return [
+            [column[0][0], statistics.median(s for _, s in column)]
+            for column in zip(*(r[which] for r in results), strict=True)
+        ]
+
+    return {"read_bytes_s": statistics.median(r[0] for r in results), "block_s": times(1), "head_s": times(2)}
 
 
 def cluster_profile(measured: list[dict[str, Any]], shares: list[float], config_hash: str, process_bytes: int) -> Any:
@@ -334,6 +358,7 @@ def main() -> None:
         return child_profile(Path(args.child_profile[0]), bool(args.child_profile[1]))
     if args.child_starter:
         return child_starter(*map(Path, args.child_starter))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that control groups and children do not stay behind
     shares = [float(share) for share in args.quotas.split(",")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -367,7 +392,9 @@ def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) ->
         )
     default = place(cost)
     args.best_predicted = cost.predict(default.order, default.counts).tokens_s
-    print(f"default placement: {default.names} {default.counts}, {args.best_predicted:.1f} tokens/s predicted")
+    print(
+        f"default placement: {default.names} {default.counts}, {args.best_predicted:.1f} tokens/s predicted", flush=True
+    )
     cluster.open(folder)
     result = compare(args, cluster, cost)
     for row in result["finals"]:
