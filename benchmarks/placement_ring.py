@@ -6,7 +6,9 @@ itself under its quota as it would on request; from these profiles the placement
 contiguous split of the model over all its nodes in the order of the nodes file, and the best ones again, in turns with the
 default placement and with `even`. Rates are of decoding, from each sample's first token on.
 
-    placement_ring.py --quotas 0.6,0.3,0.15 --sequences 6 --json ring.json
+    placement_ring.py --quotas 0.6,0.3,0.15 --sequences 24 --json ring.json
+    placement_ring.py --quotas 0.3,0.15,0.3,0.6 --clients 1,2,4     GMA against OPA, where two nodes hold the model
+    placement_ring.py --quotas 0.25,0.5,0.75,1 --profile-only       a block's time over fractions of a core
 """
 
 from __future__ import annotations
@@ -340,6 +342,37 @@ def compare(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
                            for k, v in tried.items()]}  # fmt: skip
 
 
+def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, Any]:
+    """GMA, OPA and ours for several numbers of clients, where each node's memory holds half of the blocks."""
+    from dataclasses import replace
+
+    from mdi.partition.cost import CostModel
+    from mdi.partition.methods import place
+    from mdi.partition.model import Workload
+
+    half = cost.n_layer // 2
+    rows = []
+    for clients in map(int, args.clients.split(",")):
+        work = Workload(clients, cost.workload.sequence_length)
+        wide = CostModel(cost.profile, cost.shape, work)
+        room = [wide.memory(i, 0, half, 2).total + wide.shape.blocks[0].weight_bytes // 2 for i in range(cost.n_nodes)]
+        nodes = tuple(replace(n, memory_bytes=b) for n, b in zip(cost.profile.nodes, room, strict=True))
+        tight = CostModel(replace(cost.profile, nodes=nodes), cost.shape, work)
+        chosen = {method: place(tight, method) for method in ("gma", "opa", "throughput")}
+        rates: dict[str, list[float]] = {method: [] for method in chosen}
+        for _ in range(args.repeats):
+            for method, p in chosen.items():
+                rates[method].append(cluster.run(list(p.order[1:]), p.counts, clients, args.n_tokens)["tokens_s"])
+        for method, p in chosen.items():
+            predicted = tight.predict(p.order, p.counts).tokens_s
+            row = {"clients": clients, "method": method, "nodes": p.names, "counts": p.counts,
+                   "tokens_s": statistics.median(rates[method]), "all": rates[method], "predicted": predicted}  # fmt: skip
+            rows.append(row)
+            print(f"{clients} clients, {method}: {p.names} {p.counts}, {row['tokens_s']:.1f} tokens/s "
+                  f"({min(rates[method]):.1f} to {max(rates[method]):.1f}), predicted {predicted:.1f}", flush=True)  # fmt: skip
+    return {"against": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quotas", default="0.6,0.3,0.15", help="cores of each node, starter first (%(default)s)")
@@ -350,6 +383,10 @@ def main() -> None:
     parser.add_argument(
         "--skip-below", type=float, default=0.0, help="leave out splits predicted below this part of the best"
     )
+    parser.add_argument(
+        "--clients", help="compare GMA and OPA with so many sequences, e.g. 1,2,4, instead of all splits"
+    )
+    parser.add_argument("--profile-only", action="store_true", help="only measure the nodes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child-profile", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--child-starter", nargs=2, help=argparse.SUPPRESS)
@@ -390,6 +427,11 @@ def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) ->
             f"{node.name}: {node.n_cores} cores, "
             + ", ".join(f"{s * 1e3:.2f} ms at {rows} rows" for rows, s in node.block_s)
         )
+    if args.profile_only:
+        return {"profile": profile.to_json()}
+    if args.clients:
+        cluster.open(folder)
+        return {"profile": profile.to_json(), **against(args, cluster, cost)}
     default = place(cost)
     args.best_predicted = cost.predict(default.order, default.counts).tokens_s
     print(
