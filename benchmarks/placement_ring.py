@@ -6,8 +6,9 @@ itself under its quota as it would on request; from these profiles the placement
 contiguous split of the model over all its nodes in the order of the nodes file, and the best ones again, in turns with the
 default placement and with `even`. Rates are of decoding, from each sample's first token on.
 
-    placement_ring.py --quotas 0.6,0.3,0.15 --sequences 6 --json ring.json
-    placement_ring.py --clients 1,2,4 --only-methods      GMA against OPA, as in LLaMPS' table 3
+    placement_ring.py --quotas 0.6,0.3,0.15 --sequences 24 --json ring.json
+    placement_ring.py --quotas 0.3,0.15,0.3,0.6 --clients 1,2,4     GMA against OPA, where two nodes hold the model
+    placement_ring.py --quotas 0.25,0.5,0.75,1 --profile-only       a block's time over fractions of a core
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -92,14 +94,11 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
     from mdi.node.profiling import Bench
 
     torch.set_num_threads(1)
-    bench = Bench(read_config(ckpt / "model_config.yaml"), torch.device("cpu"), torch.float32, None, span_s=1.5)
+    bench = Bench(read_config(ckpt / "model_config.yaml"), torch.device("cpu"), torch.float32, None, span_s=0.6)
     print("ready", flush=True)
-    sys.stdin.readline()
-    speeds = bench.run(ckpt, with_head)
-    print(
-        json.dumps({"read_bytes_s": speeds.read_bytes_s, "block_s": speeds.block_s, "head_s": speeds.head_s}),
-        flush=True,
-    )
+    for _ in sys.stdin:
+        speeds = bench.run(ckpt, with_head)
+        print(json.dumps([speeds.read_bytes_s, speeds.block_s, speeds.head_s]), flush=True)
 
 
 def child_starter(ckpt: Path, nodes: Path) -> None:
@@ -146,17 +145,30 @@ class Cluster:
         self._quotas = [Quota(f"node{i}") for i in range(len(quotas))]
         self._children: list[subprocess.Popen[str]] = []
 
-    def measure(self) -> list[dict[str, Any]]:
-        profiles = []
-        for i, (quota, share) in enumerate(zip(self._quotas, self.shares, strict=True)):
-            child = self._spawn(i, [__file__, "--child-profile", str(self._ckpt), "head" if i == 0 else ""])
+    def measure(self, rounds: int = 5) -> list[dict[str, Any]]:
+        """All nodes at the same time, as they will run, so that what else the machine does slows all alike; medians."""
+        children = [
+            self._spawn(i, [__file__, "--child-profile", str(self._ckpt), "head" if i == 0 else ""])
+            for i in range(len(self.shares))
+        ]
+        for child in children:
             self._expect(child, "ready")
+        for quota, share in zip(self._quotas, self.shares, strict=True):
             quota.limit(share)
-            profiles.append(json.loads(self._ask(child, "go")))
+        found: list[list[Any]] = [[] for _ in children]
+        for _ in range(rounds):
+            for child in children:
+                self._tell(child, "go")
+            for child, results in zip(children, found, strict=True):
+                assert child.stdout is not None
+                results.append(json.loads(child.stdout.readline()))
+        for quota, child in zip(self._quotas, children, strict=True):
             quota.limit(None)
+            assert child.stdin is not None
+            child.stdin.close()
             child.wait()
         self._children.clear()
-        return profiles
+        return [_medians(results) for results in found]
 
     def open(self, folder: Path) -> None:
         from mdi.node.local import free_ports
@@ -228,10 +240,14 @@ class Cluster:
         self._children.append(child)
         return child
 
-    def _ask(self, child: subprocess.Popen[str], line: str) -> str:
-        assert child.stdin is not None and child.stdout is not None
+    def _tell(self, child: subprocess.Popen[str], line: str) -> None:
+        assert child.stdin is not None
         child.stdin.write(line + "\n")
         child.stdin.flush()
+
+    def _ask(self, child: subprocess.Popen[str], line: str) -> str:
+        self._tell(child, line)
+        assert child.stdout is not None
         return child.stdout.readline()
 
     def _expect(self, child: subprocess.Popen[str], word: str) -> None:
@@ -239,6 +255,16 @@ class Cluster:
         line = child.stdout.readline()
         if word not in line:
             raise SystemExit(f"a child said {line!r} instead of {word!r}")
+
+
+def _medians(results: list[Any]) -> dict[str, Any]:
+    def times(which: int) -> list[list[float]]:
+        return [
+            [column[0][0], statistics.median(s for _, s in column)]
+            for column in zip(*(r[which] for r in results), strict=True)
+        ]
+
+    return {"read_bytes_s": statistics.median(r[0] for r in results), "block_s": times(1), "head_s": times(2)}
 
 
 def cluster_profile(measured: list[dict[str, Any]], shares: list[float], config_hash: str, process_bytes: int) -> Any:
@@ -316,6 +342,37 @@ def compare(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
                            for k, v in tried.items()]}  # fmt: skip
 
 
+def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, Any]:
+    """GMA, OPA and ours for several numbers of clients, where each node's memory holds half of the blocks."""
+    from dataclasses import replace
+
+    from mdi.partition.cost import CostModel
+    from mdi.partition.methods import place
+    from mdi.partition.model import Workload
+
+    half = cost.n_layer // 2
+    rows = []
+    for clients in map(int, args.clients.split(",")):
+        work = Workload(clients, cost.workload.sequence_length)
+        wide = CostModel(cost.profile, cost.shape, work)
+        room = [wide.memory(i, 0, half, 2).total + wide.shape.blocks[0].weight_bytes // 2 for i in range(cost.n_nodes)]
+        nodes = tuple(replace(n, memory_bytes=b) for n, b in zip(cost.profile.nodes, room, strict=True))
+        tight = CostModel(replace(cost.profile, nodes=nodes), cost.shape, work)
+        chosen = {method: place(tight, method) for method in ("gma", "opa", "throughput")}
+        rates: dict[str, list[float]] = {method: [] for method in chosen}
+        for _ in range(args.repeats):
+            for method, p in chosen.items():
+                rates[method].append(cluster.run(list(p.order[1:]), p.counts, clients, args.n_tokens)["tokens_s"])
+        for method, p in chosen.items():
+            predicted = tight.predict(p.order, p.counts).tokens_s
+            row = {"clients": clients, "method": method, "nodes": p.names, "counts": p.counts,
+                   "tokens_s": statistics.median(rates[method]), "all": rates[method], "predicted": predicted}  # fmt: skip
+            rows.append(row)
+            print(f"{clients} clients, {method}: {p.names} {p.counts}, {row['tokens_s']:.1f} tokens/s "
+                  f"({min(rates[method]):.1f} to {max(rates[method]):.1f}), predicted {predicted:.1f}", flush=True)  # fmt: skip
+    return {"against": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quotas", default="0.6,0.3,0.15", help="cores of each node, starter first (%(default)s)")
@@ -326,6 +383,10 @@ def main() -> None:
     parser.add_argument(
         "--skip-below", type=float, default=0.0, help="leave out splits predicted below this part of the best"
     )
+    parser.add_argument(
+        "--clients", help="compare GMA and OPA with so many sequences, e.g. 1,2,4, instead of all splits"
+    )
+    parser.add_argument("--profile-only", action="store_true", help="only measure the nodes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child-profile", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--child-starter", nargs=2, help=argparse.SUPPRESS)
@@ -334,6 +395,7 @@ def main() -> None:
         return child_profile(Path(args.child_profile[0]), bool(args.child_profile[1]))
     if args.child_starter:
         return child_starter(*map(Path, args.child_starter))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that control groups and children do not stay behind
     shares = [float(share) for share in args.quotas.split(",")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -365,9 +427,16 @@ def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) ->
             f"{node.name}: {node.n_cores} cores, "
             + ", ".join(f"{s * 1e3:.2f} ms at {rows} rows" for rows, s in node.block_s)
         )
+    if args.profile_only:
+        return {"profile": profile.to_json()}
+    if args.clients:
+        cluster.open(folder)
+        return {"profile": profile.to_json(), **against(args, cluster, cost)}
     default = place(cost)
     args.best_predicted = cost.predict(default.order, default.counts).tokens_s
-    print(f"default placement: {default.names} {default.counts}, {args.best_predicted:.1f} tokens/s predicted")
+    print(
+        f"default placement: {default.names} {default.counts}, {args.best_predicted:.1f} tokens/s predicted", flush=True
+    )
     cluster.open(folder)
     result = compare(args, cluster, cost)
     for row in result["finals"]:

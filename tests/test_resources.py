@@ -70,7 +70,7 @@ def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
         "0::/a\n",
         a__memory_DOT_max=f"{2 * GB >> 8}\n",
         a__memory_DOT_current=f"{GB >> 8}\n",
-        a__memory_DOT_stat=f"anon 5\ninactive_file {GB >> 10}\n",
+        a__memory_DOT_stat=f"anon 5\nshmem 7\nactive_file {GB >> 11}\ninactive_file {GB >> 11}\n",
     )
     assert free_memory_bytes(*two) == (GB >> 8) + (GB >> 10), "pages of files can be dropped"
     (tmp_path / "one").mkdir()

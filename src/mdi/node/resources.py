@@ -100,14 +100,15 @@ def _quota_v1(folder: Path) -> float | None:
 
 
 def _memory_left(folder: Path) -> int | None:
-    """What a group may still take; pages of files that it read can be dropped, and do not count."""
-    for limit_name, used_name, files_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    """What a group may still take; pages of files can be dropped, and do not count (those of shared memory cannot)."""
+    for limit_name, used_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         limit, used = _number(folder / limit_name), _number(folder / used_name)
         if limit is not None and used is not None:
-            return limit - used + _statistic(folder / "memory.stat", files_name)
+            files = (_statistic(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive"))
+            return limit - used + sum(files)
     return None
 
 

@@ -86,13 +86,13 @@ class Terms:
     def __init__(self, cost: CostModel, n_rows: int, n_frames: int, held: tuple[int, int]) -> None:
         self._cost = cost
         self.n_rows, self.n_frames = n_rows, n_frames
-        self._held = held
         nodes = range(len(cost.profile.nodes))
         self.base_s = [cost.head_s(n_rows) if i == 0 else 0.0 for i in nodes]
         self.block_s = [cost.block_s(i, n_rows) for i in nodes]  # of the reference block
         self._prefixes: dict[int, list[float]] = {}
         self._room: dict[int, tuple[float, float]] = {}
         self._most: dict[int, int] = {}
+        self._running = [cost.activation_bytes(i, *held) for i in (0, 1)]  # of the starter, of any other node
 
     def prefix_s(self, i: int) -> list[float]:
         """Running sums of the times of all blocks on node `i`."""
@@ -116,8 +116,7 @@ class Terms:
         if i not in self._room:
             fixed = self._cost.fixed_bytes(i)
             free = self._cost.profile.nodes[i].memory_bytes - fixed
-            running = self._cost.activation_bytes(i, *self._held)
-            self._room[i] = (free - running, free - self._cost.load_bytes(i))
+            self._room[i] = (free - self._running[i > 0], free - self._cost.load_bytes(i))
         return self._room[i]
 
     def fits(self, i: int, start: int, stop: int) -> bool:

@@ -34,7 +34,9 @@ FORMATS = {
         WeightFormat("float16", 16, 0, 2),
         WeightFormat("fp16", 16, 0, 4),  # halves only the weights; computes in float32
         WeightFormat("int8", 8, 16, 4),  # per output: two scales, a zero point, a sum of weights
-        WeightFormat("int4", 4.5, 0, 4),  # stored in 4.06, but the packed kernel keeps scales as float32 and sums (measured)
+        WeightFormat(
+            "int4", 4.5, 0, 4
+        ),  # stored in 4.06, but the packed kernel keeps scales as float32 and sums (measured)
     )
 }
 

@@ -65,21 +65,18 @@ def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
     Raises:
         PlacementError: the model does not fit the nodes together.
     """
-    n_used, seen = 1, set()
-    while True:  # what a frame needs depends on how many nodes are used, and how many are used on what it needs
-        left, most = left_over(cost, n_used)
+    n_used, looked_at = 1, set()
+    most = [cost.n_layer] * cost.n_nodes
+    while n_used not in looked_at:  # what a frame needs depends on how many nodes are used, and that on what it needs
+        looked_at.add(n_used)
+        left, room = left_over(cost, n_used)
+        most = [min(a, b) for a, b in zip(most, room, strict=True)]
         order = ranked(scores([b / 1e9 for b in left], [node.n_cores for node in cost.profile.nodes]))
         counts = filled(order, most, cost.n_layer)
-        _refuse_the_rest(cost, method, counts, most)
-        needed = len(counts.keys() | {0})
-        if needed <= n_used or needed in seen:
-            break
-        seen.add(needed)
-        n_used = needed
+        _refuse_the_rest(cost, method, counts)
+        n_used = len(counts.keys() | {0})
     ring = [0, *(i for i in order if i in counts and i)]
-    placement = Placement.of(
-        method, cost.profile, ring, [counts.get(i, 0) for i in ring], _reasons(cost, ring, most, method)
-    )
+    placement = Placement.of(method, cost.profile, ring, [counts.get(i, 0) for i in ring], _reasons(cost, ring, most))
     check_fits(cost, placement)
     return placement
 
@@ -103,7 +100,7 @@ def left_over(cost: CostModel, n_used: int) -> tuple[list[float], list[int]]:
     return left, most
 
 
-def _refuse_the_rest(cost: CostModel, method: str, counts: Mapping[int, int], most: Sequence[int]) -> None:
+def _refuse_the_rest(cost: CostModel, method: str, counts: Mapping[int, int]) -> None:
     starter = cost.profile.nodes[0]
     least = cost.memory(0, 0, 0, max(1, len(counts))).total
     if least > starter.memory_bytes:
@@ -126,6 +123,6 @@ def _refuse_the_rest(cost: CostModel, method: str, counts: Mapping[int, int], mo
         )
 
 
-def _reasons(cost: CostModel, ring: Sequence[int], most: Sequence[int], method: str) -> dict[int, str]:
+def _reasons(cost: CostModel, ring: Sequence[int], most: Sequence[int]) -> dict[int, str]:
     others = set(range(cost.n_nodes)) - set(ring)
     return {i: "all blocks were placed before its turn" if most[i] else "not one block fits" for i in others}

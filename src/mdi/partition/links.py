@@ -20,9 +20,10 @@ class Links:
         self._measured: dict[tuple[int, int], tuple[float, float]] = {}
         for link in profile.links:
             self._measured[index[link.source], index[link.target]] = (link.round_trip_s, link.bytes_s)
-        self._targets: dict[int, list[int]] = {}
-        for source, target in self._measured:
-            self._targets.setdefault(source, []).append(target)
+        self._best: dict[int, tuple[float, float]] = {}
+        for (source, _), (round_trip_s, bytes_s) in self._measured.items():
+            fastest = self._best.get(source, (float("inf"), 0.0))
+            self._best[source] = (min(fastest[0], round_trip_s), max(fastest[1], bytes_s))
         self._worst: dict[int, tuple[float, float]] = {}
         for pair, (round_trip_s, bytes_s) in self._measured.items():
             for node in pair:
@@ -34,9 +35,10 @@ class Links:
         """Whether all links are taken for the same, so that the order of the nodes makes no difference."""
         return not self._measured
 
-    def from_node(self, source: int) -> list[int]:
-        """Nodes to which links were measured; without any, the node itself stands for all others."""
-        return self._targets.get(source, [source])
+    def best_s(self, source: int, n_bytes: float) -> float:
+        """At least what a frame needs from this node to any other, as `seconds` counts it."""
+        round_trip_s, bytes_s = self._best.get(source) or self.of(source, source)
+        return HOP_S + round_trip_s / 2 + n_bytes / bytes_s
 
     def of(self, source: int, target: int) -> tuple[float, float]:
         """Round trip in seconds, bytes per second."""

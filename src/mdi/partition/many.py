@@ -14,7 +14,7 @@ from mdi.partition.cost import CostModel, Terms
 from mdi.partition.spread import TOLERANCE, Ring, Spread, spread
 from mdi.partition.tours import good_ring
 
-TRIES = 120  # rings that the improvement may look at
+WORK = 600  # nodes of all rings together that the improvement may look at
 NEAR = 6  # unused nodes that it tries in each place
 
 
@@ -36,7 +36,7 @@ def selections(cost: CostModel) -> Iterator[Ring]:
 
 def improved(cost: CostModel, best: Spread) -> Spread:
     """Leave out, put in or exchange single nodes as long as it helps; a given number of tries, so that it always ends."""
-    tries = TRIES
+    tries = max(8, WORK // len(best.order))
     is_better = True
     while is_better and tries > 0:
         is_better = False
@@ -109,7 +109,7 @@ class _Group:
         self._unit = [terms.unit_s(i) for i in nodes]
         per_block = (cost.weights[-1] + cost.caches[-1]) / cost.n_layer
         self._most = [terms.most_blocks(i) if cost.is_uniform else int(min(terms.room(i)) // per_block) for i in nodes]
-        self._way = [_best_way(cost, i, n_bytes) for i in nodes]
+        self._way = [cost.links.best_s(i, n_bytes) for i in nodes]
         self._by_speed = sorted(range(1, cost.n_nodes), key=lambda i: (self._unit[i], i))
 
     def best(self, below_s: float) -> tuple[float, list[int]] | None:
@@ -171,9 +171,3 @@ class _Group:
             way += unit * min(cap, left)
             left -= min(cap, left)
         return way
-
-
-def _best_way(cost: CostModel, i: int, n_bytes: float) -> float:
-    """The best that a link from node `i` may be, with its hand-over."""
-    known = cost.links.from_node(i)
-    return min(cost.links.seconds(i, j, n_bytes) for j in known)

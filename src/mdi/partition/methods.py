@@ -15,6 +15,7 @@ from mdi.partition.throughput import fastest
 
 METHODS = ("throughput", "latency", "opa", "gma", "even")
 DEFAULT_METHOD = "throughput"
+EXPLAINED = 7  # nodes without a part that are looked at one by one
 
 
 def place(
@@ -76,7 +77,7 @@ def _fastest(cost: CostModel, method: str) -> Placement:
 def _few_left_out(cost: CostModel, order: Sequence[int]) -> list[int]:
     """Of many nodes without a part, only the first are looked at one by one."""
     used = set(order)
-    return [i for i in range(cost.n_nodes) if i not in used][:16]
+    return [i for i in range(cost.n_nodes) if i not in used][:EXPLAINED]
 
 
 def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> str:
@@ -87,10 +88,9 @@ def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> st
         return "not one block fits"
     if n_used > cost.n_layer + 1:
         return "there are more nodes than blocks"
-    found = [
-        spread(cost, ring_of(cost, [*order[:k], i, *order[k:]], terms.n_rows))
-        for k in {1, (n_used + 1) // 2, n_used - 1}
-    ]
+    places = {n_used - 1} if cost.links.are_equal else {1, (n_used + 1) // 2, n_used - 1}
+    rings = (ring_of(cost, [*order[:k], i, *order[k:]], terms.n_rows) for k in sorted(places))
+    found = [spread(cost, ring) for ring in rings]
     rounds = [s.round_s for s in found if s is not None]
     if not rounds:
         return "not needed"

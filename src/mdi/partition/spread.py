@@ -145,6 +145,7 @@ class _Different(_Fill):
 
     def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
         self._n_layer, self._terms, self._order = cost.n_layer, terms, order
+        self._weights, self._held = cost.weights, cost.held
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
         n = self._n_layer
@@ -174,6 +175,7 @@ class _Different(_Fill):
         """One more node. The window of possible starts only moves on, so its minimum is kept in a deque."""
         n, terms = self._n_layer, self._terms
         prefix, base = terms.prefix_s(i), terms.base_s[i]
+        weights, held, (running, loading) = self._weights, self._held, terms.room(i)
         result, start_of = [_INF] * (n + 1), [0] * (n + 1)
         window: deque[int] = deque()
         limit = stage_s * (1 + 1e-12)
@@ -189,7 +191,11 @@ class _Different(_Fill):
             while window and best[window[-1]] - prefix[window[-1]] > best[start] - prefix[start]:
                 window.pop()
             window.append(start)
-            while low < stop and (base + prefix[stop] - prefix[low] > limit or not terms.fits(i, low, stop)):
+            while low < stop and (
+                base + prefix[stop] - prefix[low] > limit
+                or held[stop] - held[low] > running
+                or weights[stop] - weights[low] > loading
+            ):
                 low += 1
             while window and window[0] < low:
                 window.popleft()

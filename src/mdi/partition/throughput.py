@@ -25,16 +25,16 @@ def fastest(cost: CostModel, also: Iterable[Sequence[int]] = ()) -> Spread | Non
         also: more orders of nodes to be tried.
     """
     best: Spread | None = None
-    for order in also:
-        best = _better(cost, ring_of(cost, order, cost.terms(len(order)).n_rows), best)
     if cost.n_nodes > EXACT_NODES:
         for ring in selections(cost):
             best = _better(cost, ring, best)
-        return None if best is None else improved(cost, best)
-    for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
-        for ring in _rings(cost, n_used, best):
-            best = _better(cost, ring, best)
-    return best
+    else:
+        for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
+            for ring in _rings(cost, n_used, best):
+                best = _better(cost, ring, best)
+    for order in also:  # last, because most need no more than a look when a good ring is known
+        best = _better(cost, ring_of(cost, order, cost.terms(len(order)).n_rows), best)
+    return improved(cost, best) if best is not None and cost.n_nodes > EXACT_NODES else best
 
 
 def _better(cost: CostModel, ring: Ring, best: Spread | None) -> Spread | None:

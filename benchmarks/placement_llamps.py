@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""LLaMPS' Table 3 beside what our OPA and GMA place, as a Markdown table; the numbers are those of the test.
+
+placement_llamps.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "partition")]
+
+from llamps import FITS, TABLE, Fit, Row  # noqa: E402
+
+from mdi.partition.greedy import filled, gma_scores, opa_scores, ranked  # noqa: E402
+
+
+def placed(row: Row, fit: Fit, method: str) -> str:
+    left_over = [gb - fit.overhead(1) - row.model.cache_gb for gb, _ in row.servers]
+    cores = [float(n) for _, n in row.servers]
+    scores = opa_scores(left_over, cores) if method == "opa" else gma_scores(left_over, cores)
+    counts = filled(ranked(scores), row.most_blocks(fit), row.model.n_layer)
+    return " ".join(f"S{i + 1}:{n}" for i, n in counts.items())
+
+
+def main() -> None:
+    print(
+        "| model | servers (GB, cores) | GMA printed | GMA here | OPA printed | OPA here |\n|---|---|---|---|---|---|"
+    )
+    for row in TABLE:
+        cells = [row.model.name, " ".join(f"({gb:g}, {n})" for gb, n in row.servers)]
+        for method in ("gma", "opa"):
+            printed = " ".join(f"{s}:{n}" for s, n in zip(getattr(row, method), row.counts, strict=True))
+            ours = placed(row, FITS[row.model.name], method)
+            cells += [printed, ours if ours == printed else f"**{ours}**"]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

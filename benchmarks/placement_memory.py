@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Memory and time of a stage, predicted and measured; and what a process takes beside weights and caches, as a regression.
+
+Each case is a process of its own, which imports what a secondary imports, builds a stage of random weights in a format, and
+runs some sequences through it. Resident memory is what the system says at its peak. Times are CPU times of one thread.
+
+    placement_memory.py --json memory.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+CASES = [(width, blocks, fmt) for width in (512, 1024, 2048) for blocks in (2, 4, 8) for fmt in ("float32", "int8")]
+SEQUENCES, LENGTH = 4, 512
+
+
+def config_of(width: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from litgpt.config import Config
+
+    return asdict(Config(
+        name=f"llama-{width}", n_layer=16, n_embd=width, n_head=width // 64, n_query_groups=4,
+        intermediate_size=11 * width // 4,
+        block_size=2048, vocab_size=32000, padded_vocab_size=32000, rotary_percentage=1.0, parallel_residual=False, bias=False,
+        norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
+    ))  # fmt: skip
+
+
+def child(width: int, n_blocks: int, fmt: str) -> None:
+    import torch
+    from litgpt.config import Config
+
+    import mdi.node.secondary  # noqa: F401  what a secondary has loaded
+    from mdi.metrics import peak_rss_bytes
+    from mdi.model.formats import quantizer
+    from mdi.model.stage import Stage
+
+    torch.set_num_threads(1)
+    time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
+    before = peak_rss_bytes()
+    stage = Stage(Config(**config_of(width)), 0, n_blocks)
+    shapes = {name: t.shape for name, t in stage.state_dict().items()}
+
+    def tensors(part: str) -> dict[str, Any]:
+        prefix = f"transformer.h.{part.removeprefix('block.')}."
+        return {name: torch.randn(shape) * 0.02 for name, shape in shapes.items() if name.startswith(prefix)}
+
+    quantize = fmt if fmt == "int8" else None
+    parts = [f"block.{i}" for i in range(n_blocks)]
+    stage.load(parts, tensors, torch.device("cpu"), torch.float32, quantizer(quantize, None))
+    stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
+    for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
+        for seq_id in range(SEQUENCES):
+            stage(torch.randn(64, width), [(seq_id, start, 64)])
+    peak = peak_rss_bytes()
+    rows = torch.randn(SEQUENCES, width)
+    slices = [(seq_id, LENGTH // 2, 1) for seq_id in range(SEQUENCES)]
+
+    def mean_s(span_s: float = 0.8) -> float:
+        n_calls, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < span_s:
+            stage(rows, slices)
+            n_calls += 1
+        return (time.perf_counter() - begin) / n_calls
+
+    # Before and after measuring as a node does, so that what else the machine does slows both.
+    first, measured, last = mean_s(), speeds(width, fmt), mean_s()
+    print(json.dumps({"before": before, "peak": peak, "stage_s": (first + last) / 2,
+                      "read_bytes_s": measured.read_bytes_s, "block_s": measured.block_s}))  # fmt: skip
+
+
+def speeds(width: int, fmt: str) -> Any:
+    """Measured as a node measures itself."""
+    import tempfile
+
+    import torch
+
+    from mdi.node.profiling import Bench
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        quantize = fmt if fmt == "int8" else None
+        return Bench(config_of(width), torch.device("cpu"), torch.float32, quantize).run(Path(folder), False)
+
+
+def predicted(
+    width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]
+) -> tuple[int, int, float]:
+    from mdi.node.shape import model_shape
+    from mdi.partition.cost import CostModel
+    from mdi.partition.model import Workload
+    from mdi.partition.profile import ClusterProfile, NodeProfile
+
+    block_s = tuple((rows, seconds) for rows, seconds in measured["block_s"])
+    nodes = tuple(
+        NodeProfile(name, "cpu", 1.0, 10**12, 0, 0.0, measured["read_bytes_s"], block_s, (), process_bytes)
+        for name in ("starter", "secondary0")
+    )
+    shape = model_shape(config_of(width), fmt)
+    cost = CostModel(ClusterProfile(nodes, (), "m", "", fmt), shape, Workload(SEQUENCES, LENGTH))
+    use = cost.memory(1, 16 - n_blocks, 16, 2)
+    stage_s = (
+        CostModel(cost.profile, shape, Workload(2 * SEQUENCES, LENGTH))
+        .predict((0, 1), (16 - n_blocks, n_blocks))
+        .stage_s[1]
+    )
+    return use.total, use.weights + use.caches, stage_s
+
+
+def regression(rows: list[dict[str, Any]]) -> str:
+    """Overhead in MB = a + b * blocks + c * millions of parameters, by least squares."""
+    import numpy as np
+
+    x = np.array([[1.0, row["blocks"], row["parameters"] / 1e6] for row in rows])
+    y = np.array([row["overhead"] / 1e6 for row in rows])
+    found, *_ = np.linalg.lstsq(x, y, rcond=None)
+    left = y - x @ found
+    r2 = 1 - float(left @ left) / float(((y - y.mean()) ** 2).sum())
+    return (f"overhead in MB = {found[0]:.0f} + {found[1]:.2f} * blocks + {found[2]:.3f} * million parameters; "
+            f"mean square error {float(left @ left) / len(y):.1f}, R squared {r2:.3f}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(int(args.child[0]), int(args.child[1]), args.child[2])
+    from mdi.node.shape import model_shape
+
+    rows = []
+    print("| width | blocks | format | memory MB | predicted | error | stage ms | predicted | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for width, blocks, fmt in CASES:
+        command = [sys.executable, __file__, "--child", str(width), str(blocks), fmt]
+        done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        total, own, stage_s = predicted(width, blocks, fmt, done["before"], done)
+        block = model_shape(config_of(width), "float32").blocks[0]
+        rows.append({"width": width, "blocks": blocks, "format": fmt, "memory": done["peak"], "predicted": total,
+                     "overhead": done["peak"] - own, "parameters": blocks * block.weight_bytes // 4,
+                     "stage_s": done["stage_s"], "predicted_s": stage_s})  # fmt: skip
+        errors = (total / done["peak"] - 1, stage_s / done["stage_s"] - 1)
+        print(f"| {width} | {blocks} | {fmt} | {done['peak'] / 1e6:.0f} | {total / 1e6:.0f} | {errors[0]:+.1%} "
+              f"| {done['stage_s'] * 1e3:.2f} | {stage_s * 1e3:.2f} | {errors[1]:+.0%} |", flush=True)  # fmt: skip
+    print(regression(rows))
+    memory = [abs(r["predicted"] / r["memory"] - 1) for r in rows]
+    stage = [abs(r["predicted_s"] / r["stage_s"] - 1) for r in rows]
+    print(f"error of memory: median {statistics.median(memory):.1%}, worst {max(memory):.1%}; of stage time: median "
+          f"{statistics.median(stage):.0%}, worst {max(stage):.0%}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
