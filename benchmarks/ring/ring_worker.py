@@ -71,18 +71,10 @@ class RingSystem:
             raise
 
     def _start(self, options: dict[str, Any], ckpt: Path) -> None:
-        flags = [
-            "--ckpt",
-            str(ckpt),
-            "--wait",
-            "180",
-            "--prompt-style",
-            "none",
-            "--threads",
-            str(options["threads"]),
-            *options["flags"],
-        ]
-        args = parse(flags)
+        threads = str(options["threads"])
+        # Eight nodes that start at once on two cores take their time.
+        flags = ["--ckpt", str(ckpt), "--wait", "180", "--prompt-style", "none", "--threads", threads]
+        args = parse([*flags, *options["flags"]])
         set_threads(args.threads)
         self._node = StarterNode(self._ring.cluster, cli_starter.starter_options(args))
         self._node.open()
