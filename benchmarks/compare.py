@@ -127,7 +127,8 @@ def write_documents(args: argparse.Namespace) -> None:
     if not results:
         raise SystemExit(f"error: no results in {args.results}: run some scenarios first")
     text = DOCUMENT.read_text(encoding="utf-8")
-    text = fill(text, "overview", overview(results))
+    picture = "![Measured against target](../assets/targets.png)"
+    text = fill(text, "overview", f"{overview(results)}\n\n{picture}\n\n{conditions(results)}")
     for result in results:
         if f"<!-- results:{result['name']} -->" in text:
             text = fill(text, result["name"], scenario_table(result))
@@ -135,6 +136,16 @@ def write_documents(args: argparse.Namespace) -> None:
     from side_by_side.figure import draw
 
     draw(results, ROOT / "assets" / "targets.png")
+
+
+def conditions(results: list[dict[str, Any]]) -> str:
+    """On what and when it was measured; where scenarios differ in it, all that there was."""
+    found = {}
+    for result in results:
+        m = result["machine"]
+        system = f"{m['cores']} cores of {m['cpu']}, {m['system']}, Python {m['python']}, torch {m['torch']}"
+        found[f"{system}, shape {result['shape']}, {result['date'][:10]}"] = None
+    return "Measured on: " + "; ".join(found) + "."
 
 
 def check_gguf(args: argparse.Namespace, setup: Setup) -> int:

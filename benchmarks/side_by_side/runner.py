@@ -20,7 +20,7 @@ MODULES = {
     "llama.cpp": "peers.llama_cpp_peer",
 }
 LOAD_S = 300.0
-CASE_S = 240.0
+CASE_S = 150.0
 WARM_UP = (32, 4)  # prompt and new tokens of a warm-up, at most
 
 
