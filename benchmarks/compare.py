@@ -174,7 +174,7 @@ def parse() -> argparse.Namespace:
                         "transformers (default: this one)")  # fmt: skip
     parser.add_argument("--cores", type=numbers, help="cores to pin to (default: the first two that there are)")
     parser.add_argument("--repeats", type=int, help="rounds (default: each scenario's own, 3 or 5)")
-    parser.add_argument("--budget", type=float, default=270, help="seconds per scenario after which no round is begun "
+    parser.add_argument("--budget", type=float, default=300, help="seconds per scenario after which no round is begun "
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few tokens")
     parser.add_argument("--nodes", type=numbers, default=[1, 2], help="for --grid")

@@ -108,7 +108,7 @@ def two_nodes(setup: Setup) -> Scenario:
 def quota_scaling(setup: Setup) -> Scenario:
     counts = (1, 2, 4, 8)
     systems = [setup.ring("int8", nodes, quota=0.2) for nodes in counts]
-    runs = [Run(s.name, s.name, setup.case(16 * n, 4, 16)) for n, s in zip(counts, systems, strict=True)]
+    runs = [Run(s.name, s.name, setup.case(16 * n, 4, 12)) for n, s in zip(counts, systems, strict=True)]
     checks = [
         Check(f"{n} nodes against one", runs[i].label, (runs[0].label,), 0.93 * n)
         for i, n in enumerate(counts)
