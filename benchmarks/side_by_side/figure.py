@@ -15,16 +15,16 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     checks = [(r["name"], c) for r in results for c in r["checks"] if c["measured"]]
-    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.38 * len(checks)), layout="constrained")
-    for row, (name, check) in enumerate(checks):
+    figure, axes = plt.subplots(figsize=(11, 0.9 + 0.3 * len(checks)), layout="constrained")
+    for row, (_, check) in enumerate(checks):
         middle, low, high = (score(check, check["measured"][key]) for key in ("median", "lowest", "highest"))
         low, high = min(low, high), max(low, high)
         color = {"yes": "#5fae6b", "in the median": "#e3c23b"}.get(check["reached"], "#d65a4c")
         axes.barh(row, middle, color=color, height=0.62)
         axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", lw=1, capsize=2)
-        axes.text(0.01, row, f"{name}: {check['what']}", va="center", size=7.5, transform=axes.get_yaxis_transform())
     axes.axvline(1, color="#222222", lw=1, ls="--")
-    axes.set(yticks=[], xlabel="measured / target (1: reached)", xlim=(0, None))
+    axes.set_yticks(range(len(checks)), [f"{name}: {check['what']}" for name, check in checks], fontsize=8)
+    axes.set(xlabel="measured / target (1: reached)", xlim=(0, None))
     axes.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -33,7 +33,7 @@ def scenario_table(result: Mapping[str, Any]) -> str:
             for label, found in result["medians"].items()
         ]
         pieces.append(_markdown(head, rows))
-    pieces += [f"{name}: {text}" for name, text in result["errors"].items()]
+    pieces += [f"Not measured: {text}" for text in result["errors"].values()]
     return "\n\n".join(pieces)
 
 

@@ -21,7 +21,7 @@ def test_a_scenario_shows_targets_medians_and_failures():
     assert "| a against b | >= 1.35x | 1.50x [1.40x .. 1.62x] | yes |" in lines
     assert "| median | tokens/s | per stream | first token, s | peak MB per node |" in lines
     assert "| ring x2 | 123.4 | 7.72 | 0.50 | 900, 700 |" in lines
-    assert lines[-1] == "llama: it did not start"
+    assert lines[-1] == "Not measured: it did not start"
 
 
 def test_what_was_not_measured_says_why():
