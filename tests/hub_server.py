@@ -34,8 +34,9 @@ class HubModel:
 class HubServer:
     """Use as a context. `requests` lists (method, path, Range header or None) in the order of their arrival."""
 
-    def __init__(self, models: dict[str, HubModel]) -> None:
+    def __init__(self, models: dict[str, HubModel], datasets: dict[str, HubModel] | None = None) -> None:
         self.models = models
+        self.datasets = datasets or {}
         self.requests: list[tuple[str, str, str | None]] = []
         hub = self
 
@@ -72,10 +73,12 @@ class HubServer:
         path = request.path.split("?")[0]
         self.requests.append((request.command, path, request.headers.get("Range")))
         request.close_connection = True
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        api = re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/revision/([^/]+))?", path)
+        file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         match = api or file
-        model = self.models.get(match[1]) if match else None
+        where = match[1] if match else ""
+        kind, _, name = (where if where.count("/") == 2 else f"models/{where}").partition("/")
+        model = (self.datasets if kind == "datasets" else self.models).get(name)
         if match is None or model is None:
             return _send(request, 401, error="RepoNotFound")
         if (match[2] or "main") not in (*model.revisions, model.commit):
@@ -83,7 +86,7 @@ class HubServer:
         if model.gated and request.headers.get("Authorization") != "Bearer hf_good":
             return _send(request, 403, error="GatedRepo")
         if api:
-            return self._info(request, match[1], model)
+            return self._info(request, name, model)
         self._file(request, model, match[3])
 
     @staticmethod

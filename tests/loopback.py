@@ -15,7 +15,8 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from families import CONTEXT
-from mdi.engine.scheduler import CHUNK_ROWS, Event
+from mdi.engine.memory import CacheMemory
+from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
@@ -30,7 +31,10 @@ PLACEMENT = "a" * 64
 DEADLINE_S = 60.0  # of whatever must happen; far beyond what it takes
 
 
-def stages_of(gpt: GPT, cuts: tuple[int, ...], config: Config | None = None, max_length: int = CONTEXT) -> list[Stage]:
+def stages_of(
+    gpt: GPT, cuts: tuple[int, ...], config: Config | None = None, max_length: int = CONTEXT,
+    kv_dtype: torch.dtype = torch.float32,
+) -> list[Stage]:  # fmt: skip
     """The model in stages that end at `cuts`, loaded and prepared."""
     config = config or gpt.config
     bounds = (0, *cuts, config.n_layer)
@@ -40,7 +44,7 @@ def stages_of(gpt: GPT, cuts: tuple[int, ...], config: Config | None = None, max
     for stage in stages:
         wanted = stage.state_dict().keys()
         stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
-        stage.prepare(max_length, CPU, torch.float32)
+        stage.prepare(max_length, CPU, kv_dtype)
     return stages
 
 
@@ -161,13 +165,18 @@ class InProcessRing:
         cuts: tuple[int, ...] | None = None,
         max_length: int = CONTEXT,
         chunk_rows: int = CHUNK_ROWS,
-        kv_positions: int | None = None,
+        memory: CacheMemory | None = None,
+        decode_rows: int = DECODE_ROWS,
+        n_frames: int | None = None,
+        wire: str = "auto",
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         cuts = even_cuts(gpt.config.n_layer, n_nodes) if cuts is None else cuts
-        self.stages = stages_of(gpt, cuts, max_length=max_length)
-        self.nodes = Nodes(n_nodes) if n_nodes > 1 else None
+        self.wire = wire
+        self.stages = stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
+        self.nodes = Nodes(n_nodes, capacity=n_frames) if n_nodes > 1 else None
         epoch = self.nodes.epoch if self.nodes else 1
-        self.ring = self.nodes.rings[0] if self.nodes else LoopbackRing(1)
+        self.ring = self.nodes.rings[0] if self.nodes else LoopbackRing(n_frames or 1)
         self.endings: dict[int, BaseException | None] = {}
         self._threads = [
             threading.Thread(target=self._secondary, args=(i,), name=f"secondary{i - 1}") for i in range(1, n_nodes)
@@ -177,8 +186,8 @@ class InProcessRing:
         starter = self.stages[0]
         assert isinstance(starter, StarterStage)
         self.engine = StarterEngine(
-            starter, self.ring, epoch, n_nodes, max_length, CPU, torch.float32, chunk_rows, kv_positions
-        )
+            starter, self.ring, epoch, n_nodes, max_length, CPU, torch.float32, chunk_rows, memory, decode_rows, n_frames, wire
+        )  # fmt: skip
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, then: Callable[[Event], None] | None = None
@@ -212,7 +221,7 @@ class InProcessRing:
         assert self.nodes is not None
         ring, seat = self.nodes.rings[index], self.nodes.seats[index]
         is_last = index == seat.n_nodes - 1
-        loop = SecondaryLoop(self.stages[index], ring, seat.epoch, is_last, CPU, torch.float32)
+        loop = SecondaryLoop(self.stages[index], ring, seat.epoch, is_last, CPU, torch.float32, self.wire)
         self.endings[index] = None
         try:
             loop.run()

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mdi.config import ClusterConfig, load_cluster, load_secondary, nearest_existing, read_json, standalone
+from mdi.config import (
+    ClusterConfig,
+    load_cluster,
+    load_secondary,
+    nearest_existing,
+    parse_bytes,
+    parse_cores,
+    read_json,
+    standalone,
+)
 from mdi.errors import UsageError
 
 
@@ -211,3 +220,54 @@ def test_the_nodes_files_that_are_shipped_can_be_read() -> None:
             load_cluster(path)
         else:
             load_secondary(path, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0", (0,)), ("0,1", (0, 1)), ("3,0-2", (3, 0, 1, 2)), (" 1 , 1", (1,)), ("4-4", (4,))]
+)
+def test_core_numbers(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text, "--cores") == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,", "-1", "2-1", "1.5", "0;1", "99999999"])
+def test_what_are_no_core_numbers(text: str) -> None:
+    with pytest.raises(UsageError, match="--cores: expected core numbers like 0,1"):
+        parse_cores(text, "--cores")
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("4096", 4096), ("2K", 2048), ("1.5k", 1536), ("500M", 500 << 20), ("2 GiB", 2 << 30), ("2gb", 2 << 30), ("0", 0)],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text, "--kv-memory") == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "2X", "1e9", "two", "1" * 40])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="--kv-memory: expected a size like 2G, 500M"):
+        parse_bytes(text, "--kv-memory")
+
+
+def test_a_node_may_have_cores_and_memory_of_its_own(tmp_path: Path) -> None:
+    entry = {"addr": "h", "communication": {"port": 1}, "inference": {"port_in": 2}}
+    path = tmp_path / "node.json"
+    for cores, kv_memory in (([0, 2], "2M"), ("0,2", 2 << 20)):
+        path.write_text(json.dumps({**entry, "cores": cores, "kv_memory": kv_memory}))
+        node = load_secondary(path, None)
+        assert (node.cores, node.kv_memory) == ((0, 2), 2 << 20)
+    path.write_text(json.dumps(entry))
+    assert (load_secondary(path, None).cores, load_secondary(path, None).kv_memory) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("cores", []), ("cores", [-1]), ("cores", [True]), ("cores", 1), ("cores", "x"), ("kv_memory", True),
+     ("kv_memory", 1.5), ("kv_memory", -1), ("kv_memory", "much")],
+)  # fmt: skip
+def test_cores_and_memory_that_cannot_be(tmp_path: Path, key: str, value: object) -> None:
+    entry = {"addr": "h", "communication": {"port": 1}, "inference": {"port_in": 2}, key: value}
+    path = tmp_path / "node.json"
+    path.write_text(json.dumps(entry))
+    with pytest.raises(UsageError, match=rf"node.json\.{key}: expected"):
+        load_secondary(path, None)

@@ -337,7 +337,7 @@ def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer])
 
 
 FIELDS = sorted(REQUEST.to_json())
-OPTIONAL = {"dtype", "quantize"}
+OPTIONAL = {"dtype", "quantize", "n_frames"}
 
 
 @pytest.mark.parametrize("key", [key for key in FIELDS if key not in OPTIONAL | {"control_version"}])

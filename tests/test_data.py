@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,11 @@ from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.data import (
     encode_texts,
-    find_texts,
     id_type,
     load_data_set,
-    pieces,
-    read_text,
     write_data_set,
 )
+from mdi.training.texts import find_texts, pieces, read_text
 from mdi.training.vocabulary import EOS_TOKEN, Vocabulary, load_vocabulary, train_vocabulary
 
 TEXT = "The cat sat on the mat.\n\n  Was it the cat?\r\nIt was; the dog\tslept.\n" * 40
@@ -116,7 +115,8 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path: Path) -> None:
 def test_large_vocabularies_do_not_wrap(tmp_path: Path, size: int, name: str) -> None:
     assert id_type(size).name == name
     vocabulary = fake_vocabulary(size)
-    ids = encode_texts(["\x00" + TEXT], vocabulary)
+    with tempfile.TemporaryFile() as file:
+        ids = encode_texts(["\x00" + TEXT], vocabulary, file, with_ends=False)
     meta = write_data_set(tmp_path, ids, vocabulary, [])
     data = load_data_set(tmp_path)
     assert meta["dtype"] == data.train.dtype.name == name

@@ -8,9 +8,11 @@ import pytest
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.scheduler import Event
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, NodeLostError, UsageError
+from mdi.model.stage import Stage
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 SAMPLED = SamplingParams(n_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=7)
@@ -83,13 +85,46 @@ def test_many_submitted_before_the_run_do_not_block_it(n_nodes: int) -> None:
     assert [t.ids for t in texts] == reference(LLAMA, prompts, 2)
 
 
-def test_a_token_budget_for_the_caches_is_kept_and_everybody_gets_a_turn() -> None:
-    prompts = [prompt(n, n) for n in (10, 4, 25, 7, 1)]
-    with ring_of(model_of(LLAMA), 2, kv_positions=40) as ring:
+def memory_of(ring: InProcessRing, n_bytes: int, max_length: int = CONTEXT) -> CacheMemory:
+    """All nodes of a ring with `n_bytes` for caches of float32."""
+    kinds = [tuple(block.attn.cache_shape.kind(4) for block in stage.blocks) for stage in ring.stages]
+    names = [f"node{i}" for i in range(len(kinds))]
+    return CacheMemory(
+        tuple(NodeCaches(name, n_bytes, k, max_length, 64) for name, k in zip(names, kinds, strict=True))
+    )
+
+
+@pytest.mark.parametrize("family", [LLAMA, "Gemma-3-1b-it", "deepseek-v3-shape"])
+def test_caches_stay_within_what_the_nodes_can_hold_and_everybody_gets_a_turn(family: str) -> None:
+    gpt = model_of(family)
+    prompts = [prompt(n, n) for n in (10, 4, 25, 110, 1, 30, 64, 2)]
+    with ring_of(gpt, 2) as probe:
+        needed = max(max(memory_of(probe, 0).needs(n)) for n in (121, 41))
+    limit = needed + needed // 2
+    with ring_of(gpt, 2) as ring:
+        ring.engine._scheduler.memory = memory_of(ring, limit)
+        peaks = [0, 0]
+        for i, stage in enumerate(ring.stages):  # runs in the thread that fills these caches
+
+            def weigh(stage: Stage, *_: object, i: int = i) -> None:
+                peaks[i] = max(peaks[i], stage.caches.n_bytes)
+
+            stage.register_forward_hook(weigh)
         texts = ring.generate(prompts, GREEDY)
-        with pytest.raises(UsageError, match="more cache than the nodes can hold"):
-            ring.submit(prompt(35, 1), GREEDY)
-    assert [t.ids for t in texts] == reference(LLAMA, prompts, 12)
+        ring.engine._scheduler.memory = memory_of(ring, needed - 1)
+        with pytest.raises(UsageError, match="of cache on node.*ask for fewer tokens"):
+            ring.submit(prompt(110, 1), GREEDY)
+    assert [t.ids for t in texts] == reference(family, prompts, 12)
+    assert 0 < max(peaks) <= limit
+
+
+@pytest.mark.parametrize("n_frames", [1, 2, 5])
+def test_any_number_of_frames_and_of_sequences_in_them(n_frames: int) -> None:
+    prompts = [prompt(n, n) for n in (10, 4, 25, 7, 1)]
+    expected = reference(LLAMA, prompts, 12)
+    for decode_rows in (1, 2):
+        with ring_of(model_of(LLAMA), 3, n_frames=n_frames, decode_rows=decode_rows) as ring:
+            assert [t.ids for t in ring.generate(prompts, GREEDY)] == expected
 
 
 def test_submit_and_cancel_from_a_callback_while_others_run() -> None:

@@ -20,6 +20,7 @@ ALLOWED = {
     "model": {"config", "errors"},
     "checkpoint": {"config", "errors"},
     "partition": {"config", "errors"},
+    "compress": {"checkpoint", "model", "config", "errors"},
     "training": {"checkpoint", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
     "control": {"engine", "model", "net", "config", "errors"},
@@ -27,6 +28,8 @@ ALLOWED = {
     "metrics": {"config", "errors"},
     "plots": {"metrics", "config", "errors"},
     "display": {"config", "errors"},
+    "memory": {"errors"},
+    "token_times": {"errors"},
 }
 BELOW_NODE = set(ALLOWED)
 ALLOWED["node"] = BELOW_NODE
@@ -45,6 +48,8 @@ LIGHT = [
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
+    "mdi.memory",
+    "mdi.token_times",
 ]
 
 

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from mdi.errors import WireError
@@ -141,6 +142,21 @@ def test_buffers_are_used_again() -> None:
     assert len(pool.take(25_000).obj) == 30_000  # type: ignore[arg-type]
     assert len(pool.take(15_000).obj) == 20_000  # type: ignore[arg-type]  # the smallest was the one to go
     pool.give_back(b"a payload that came from no pool")
+
+
+def test_a_pool_of_another_kind_of_memory() -> None:
+    made: list[int] = []
+
+    def allocate(n_bytes: int) -> np.ndarray:
+        made.append(n_bytes)
+        return np.empty(n_bytes, dtype=np.uint8)
+
+    pool = BufferPool(2, allocate)
+    first = pool.take(5000)
+    first[:] = bytes(5000)
+    pool.give_back(first)
+    pool.give_back(bytearray(6000))  # not of its kind
+    assert pool.take(100).obj is first.obj and made.count(5000) == 1
 
 
 def test_a_long_run_needs_no_more_buffers_than_are_in_flight(

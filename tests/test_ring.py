@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -420,6 +421,18 @@ def test_nodes_that_disagree_say_so_in_words() -> None:
     one.expect(EPOCH + 1, seats[1].prev_hello)
     with starting([one.port]) as starter:
         assert "secondary0 knows nothing of run 000000000000000b" in str(starter.error())
+    one.close()
+
+
+@pytest.mark.parametrize(("starters", "secondarys"), [("int8", "auto"), ("auto", "fp16"), ("fp16", "int8")])
+def test_nodes_that_disagree_about_the_wire_say_so_at_once(starters: str, secondarys: str) -> None:
+    one = listener("secondary0")
+    seat = replace(seats_of([free_port(), one.port], EPOCH)[0], wire=starters)
+    one.expect(EPOCH, replace(seat, index=1, wire=secondarys).prev_hello)
+    starter = listener()
+    with pytest.raises(NodeLostError, match=f"expects rows in the wire format '{secondarys}'.*sends '{starters}'"):
+        close_starter_ring(starter, seat, 2, Limits(), timeout_s=DEADLINE_S)
+    starter.close()
     one.close()
 
 

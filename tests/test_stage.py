@@ -122,7 +122,7 @@ def test_caches_grow_with_the_tokens_and_are_freed() -> None:
     per_position = 2 * config.n_query_groups * config.head_size * 4
     n_full = sum(1 for i in range(config.n_layer) if not config.sliding_window_indices[i])
     n_windowed = config.n_layer - n_full
-    # A windowed block keeps its window, the slack and one chunk, in a buffer that doubles.
+    # A windowed block keeps its window, the slack and one chunk, in a buffer that grows in steps.
     assert stage.caches.n_bytes <= per_position * (n_full * CONTEXT + n_windowed * 128)
     stage.caches.free(3)
     stage.caches.free(99)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import mdi.node.device
 import mdi.node.job
+import mdi.node.memory
 import mdi.node.secondary
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
@@ -78,7 +78,7 @@ def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.Monke
 def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     little = SimpleNamespace(available=1000)
     starter, _ = ring()
-    monkeypatch.setattr(mdi.node.device.psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(mdi.node.memory.psutil, "virtual_memory", lambda: little)
     with pytest.raises(MdiError, match="ask for fewer tokens"):
         generate(starter)
 

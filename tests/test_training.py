@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,77 +13,26 @@ import yaml
 from litgpt.config import Config
 from litgpt.model import GPT
 
-from mdi import cli_data, cli_train
 from mdi.errors import CheckpointError, MdiError, UsageError
+from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import Progress, Report, Trainer, make_optimizer
 from mdi.training.schedule import learning_rate
 from mdi.training.settings import TrainingSettings
-from mdi.training.shape import load_shape, new_model, save_checkpoint
+from mdi.training.shape import load_shape, new_model
 from mdi.training.windows import Windows
+from tiny_training import SHAPE, grammar_text, make_dataset, make_shape, train, val_losses
 
-SHAPE = dict(
-    name="tiny",
-    block_size=32,
-    vocab_size=320,
-    padded_vocab_size=320,
-    n_layer=2,
-    n_embd=32,
-    n_head=4,
-    head_size=8,
-    n_query_groups=2,
-    intermediate_size=64,
-    norm_class_name="RMSNorm",
-    mlp_class_name="LLaMAMLP",
-    rotary_percentage=1.0,
-    parallel_residual=False,
-    bias=False,
-)
 ROOT = Path(__file__).parent.parent
-
-
-def grammar_text(n_sentences: int, seed: int = 1) -> str:
-    """Speeches of a small grammar: twelve equally likely ones, about nine tokens each."""
-    rng = random.Random(seed)
-    names, verbs, things = ("Anna", "Bob"), ("sees", "likes"), ("tree", "house", "river")
-    return "".join(
-        f"{(name := rng.choice(names))}:\n{name} {rng.choice(verbs)} the {rng.choice(things)}.\n\n"
-        for _ in range(n_sentences)
-    )
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(grammar_text(400))
-    parser = argparse.ArgumentParser()
-    cli_data.add_arguments(parser)
-    args = parser.parse_args([str(tmp_path / "text.txt"), "--out", str(tmp_path / "data"), "--vocab-size", "320"])
-    assert cli_data.run(args) == 0
-    return tmp_path / "data"
+    return make_dataset(tmp_path / "data")
 
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
-    folder = tmp_path / "ckpt"
-    folder.mkdir()
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(SHAPE))
-    return folder
-
-
-def train(ckpt: Path, dataset: Path, *more: object) -> int:
-    parser = argparse.ArgumentParser()
-    cli_train.add_arguments(parser)
-    flags = "--device cpu --batch-size 8 --grad-acc-steps 1 --max-iters 60 --lr 1e-2 --min-lr 1e-3 --warmup-iters 5"
-    argv = ["--ckpt", str(ckpt), "--dataset", str(dataset), *flags.split(), *map(str, more)]
-    return cli_train.run(parser.parse_args(argv))
-
-
-def losses(ckpt: Path) -> list[dict[str, str]]:
-    with open(ckpt / "losses.csv", newline="") as handle:
-        return list(csv.DictReader(handle))
-
-
-def val_losses(ckpt: Path) -> list[float]:
-    return [float(row["val_loss"]) for row in losses(ckpt) if row["val_loss"]]
+    return make_shape(tmp_path / "ckpt")
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
@@ -223,7 +169,7 @@ def test_only_better_weights_are_saved_and_patience_ends_the_run(monkeypatch: py
     monkeypatch.setattr(trainer, "evaluate", scripted([3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 0.1]))
     reports: list[Report] = []
     saves: list[int] = []
-    progress = trainer.run(reports.append, lambda: saves.append(trainer.progress.n_steps))
+    progress = trainer.run(reports.append, lambda is_best: saves.append(trainer.progress.n_steps) if is_best else None)
     assert saves == [1, 2, 4]
     assert progress == Progress(n_steps=6, best_val_loss=1.5, n_worse=2)
     assert [report.val_loss for report in reports] == [3.0, 2.0, 2.5, 1.5, 1.6, 1.7]
@@ -321,7 +267,7 @@ def test_bad_folders_are_one_line(ckpt: Path, dataset: Path, tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match="does not describe a litgpt model"):
             train(tmp_path / "empty", dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "vocab_size": 64, "padded_vocab_size": 64}))
-    with pytest.raises(UsageError, match="token ids, but the model in .* has room for 64"):
+    with pytest.raises(UsageError, match="token ids, but the model tiny has room for 64"):
         train(ckpt, dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "block_size": 100_000}))
     with pytest.raises(UsageError, match="too few for one window of 100000"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mdi.errors import WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.wire import (
+    DTYPE_CODES,
     DTYPES,
     HANDSHAKE_LIMITS,
     HEADER_BYTES,
@@ -36,15 +37,15 @@ U64 = st.integers(0, 2**64 - 1)
 
 @st.composite
 def batches(draw: st.DrawFn) -> Frame:
-    dtype, itemsize = draw(st.sampled_from(sorted(DTYPES.values())))
+    kind = draw(st.sampled_from([DTYPES[code] for code in sorted(DTYPES)]))
     rows = draw(st.lists(st.integers(0, 8), max_size=8))
     slices = tuple(Slice(draw(U64), draw(U32), n, draw(st.integers(0, n))) for n in rows)
     only_logits = draw(st.booleans())
     n_rows = sum(s.n_logits if only_logits else s.n_rows for s in slices)
     n_cols = draw(st.integers(0, 16))
-    payload = draw(st.binary(min_size=n_rows * n_cols * itemsize, max_size=n_rows * n_cols * itemsize))
+    payload = draw(st.binary(min_size=kind.n_bytes(n_rows, n_cols), max_size=kind.n_bytes(n_rows, n_cols)))
     freed = tuple(draw(st.lists(U64, max_size=8)))
-    return Frame(Kind.BATCH, draw(U64), draw(U64), dtype, n_rows, n_cols, slices, freed, payload)
+    return Frame(Kind.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload)
 
 
 def decoded(data: bytes, limits: Limits = SMALL) -> Frame:
@@ -175,7 +176,7 @@ def test_a_mutated_frame_is_refused_or_still_consistent(frame: Frame, data: st.D
     rows = sum(s.n_rows for s in found.slices)
     logits = sum(s.n_logits for s in found.slices)
     assert found.kind is not Kind.BATCH or found.n_rows in (rows, logits)
-    assert len(found.payload) == found.n_rows * found.n_cols * dict(DTYPES.values())[found.dtype]
+    assert len(found.payload) == DTYPES[DTYPE_CODES[found.dtype]].n_bytes(found.n_rows, found.n_cols)
     if not seal:
         assert mutated == encoded(frame)
 

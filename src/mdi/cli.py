@@ -28,8 +28,10 @@ COMMANDS = {
     "local-ring": ("mdi.cli_local_ring", "run a whole ring on this machine"),
     "sample": ("mdi.cli_sample", "generate text on this machine alone"),
     "chat": ("mdi.cli_chat", "chat with a model, on this machine or over a ring"),
-    "train": ("mdi.cli_train", "train a small model from scratch"),
+    "train": ("mdi.cli_train", "train a model from scratch, or a checkpoint further"),
     "prepare-data": ("mdi.cli_data", "make training data and a tokenizer from text"),
+    "plot-tok-time": ("mdi.cli_plot_tok_time", "draw time over tokens for several node counts"),
+    "mem-monitor": ("mdi.cli_mem_monitor", "run a command and record its memory"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.

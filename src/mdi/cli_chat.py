@@ -27,7 +27,7 @@ CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, littl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
-    from mdi.cli_starter import add_generation_flags, add_model_flags
+    from mdi.cli_starter import add_generation_flags, add_model_flags, add_wire_flags
 
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
@@ -35,20 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
     parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
     parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
+    add_wire_flags(parser)
     add_generation_flags(parser, n_tokens=500, with_prompt=False)
     add_common_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
-    from mdi.cli_starter import sampling_params, starter_options
+    from mdi.cli_starter import chosen_cores, sampling_params, starter_options
     from mdi.config import load_cluster, standalone
     from mdi.node.device import set_threads
     from mdi.node.starter import StarterNode
 
     params = sampling_params(args)
     cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
-    set_threads(args.threads or cluster.starter.threads)
+    set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
     node = StarterNode(cluster, starter_options(args))
     try:
         node.open()
@@ -107,7 +108,11 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
         print(f"error: {e}", file=sys.stderr)
         return ""
     print(">> Reply: ", end="", flush=True)
-    sample = node.submit(question, ids, params, stop, lambda _, text: print(text or "\n", end="", flush=True))
+    try:
+        sample = node.submit(question, ids, params, stop, lambda _, text: print(text or "\n", end="", flush=True))
+    except UsageError as e:  # the nodes' caches could never hold it
+        print(f"\nerror: {e}", file=sys.stderr)
+        return ""
     try:
         while not sample.ended.wait(0.5) and not node.failed:
             pass

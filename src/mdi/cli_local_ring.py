@@ -15,6 +15,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mdi.config import ClusterConfig
 
 
@@ -23,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
     parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
+    parser.add_argument(
+        "--pin", action="store_true", help="keep each node on cores of its own: its share of --cores, else of all"
+    )
     parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
     cli_starter.add_arguments(parser)
     parser.set_defaults(nodes_config=None)
@@ -40,10 +45,29 @@ def run(args: argparse.Namespace) -> int:
         rings: list[LocalRing] = []
 
         def open_ring() -> ClusterConfig:
-            ring = LocalRing(args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug)
+            ring = LocalRing(
+                args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args)
+            )  # fmt: skip
             rings.append(stack.enter_context(ring))
             stack.callback(ignore_interrupts)
             args.threads = ring.threads_of_starter
+            args.cores = None  # the nodes file has each node's share
             return ring.cluster
 
         return run_on(args, open_ring, lambda: rings[0].check())
+
+
+def _cores(args: argparse.Namespace) -> Sequence[int] | None:
+    """Cores to divide among the nodes; None if none is to be kept on any."""
+    from mdi.config import parse_cores
+    from mdi.node.local import pinnable_cores
+
+    if args.cores is not None:
+        return parse_cores(args.cores, "--cores")
+    return pinnable_cores() if args.pin else None
+
+
+def _kv_memory(args: argparse.Namespace) -> int | None:
+    from mdi.config import parse_bytes
+
+    return None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")

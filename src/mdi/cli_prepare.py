@@ -28,6 +28,7 @@ examples:
   prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3
   prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
   prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
+  prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
   prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
@@ -37,6 +38,7 @@ the model has blocks: the starter may hold none.
 """
 
 DTYPES = ("float32", "float16", "bfloat16")
+FORMATS = ("fp16", "int8", "int4")
 
 logger = logging.getLogger("mdi")
 
@@ -50,6 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
     cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
     cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
+    cut.add_argument(
+        "--quantize", choices=FORMATS, help="store the blocks in this weight format: chunks of half, a quarter or an eighth of "
+        "float32's size (runs on CPUs)",
+    )  # fmt: skip
+    cut.add_argument(
+        "--quantize-head", choices=FORMATS, help="the same for head and embedding (default: as --quantize)"
+    )
+    cut.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="a text like those that the model will see; it shows which columns "
+        "of the weights need more bits (default: a built-in text)",
+    )  # fmt: skip
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"
@@ -76,10 +89,13 @@ def run(args: argparse.Namespace) -> int:
         spec.dtype.is_floating_point and spec.dtype != getattr(torch, args.dtype) for spec in source.specs.values()
     ):
         source = CastSource(source, getattr(torch, args.dtype))
+    if args.quantize or args.quantize_head:
+        source = _quantized(source, directory, args)
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.config_dict["n_layer"]
-        print(f"{directory}: {source.model}, {n_layer} blocks, {source.dtype}, {_size(n_bytes)}")
+        stored = source.quantize or source.dtype
+        print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {_size(n_bytes)}")
         if args.n_nodes is None and args.layers is None:
             print(f"run it on this machine: starter.py --ckpt {directory}")
         else:
@@ -92,6 +108,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.n_nodes is None and args.layers is not None:
         args.n_nodes = args.layers.count(",") + 1
+    if (args.quantize or args.quantize_head) and args.n_nodes is None:
+        raise UsageError(
+            "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
+        )
+    if args.calibration is not None and not (args.quantize or args.quantize_head):
+        raise UsageError("--calibration is for --quantize, which is not given")
     if args.n_nodes is not None and args.n_nodes < 1:
         raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
 
@@ -134,6 +156,37 @@ def _convert(directory: Path, args: argparse.Namespace) -> Path:
                 "convert it again"
             )
     return directory
+
+
+def _quantized(source: WeightSource, directory: Path, args: argparse.Namespace) -> WeightSource:
+    """The source in a weight format; what needs more bits is found by running the model over a text."""
+    from tqdm import tqdm
+
+    from mdi.compress.calibration import kept_outliers
+    from mdi.compress.sample_text import SAMPLE_TEXT
+    from mdi.compress.source import QuantizedSource
+    from mdi.text import TextCodec
+
+    text = SAMPLE_TEXT
+    if args.calibration is not None:
+        try:
+            text = args.calibration.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"--calibration {args.calibration}: {e}") from None
+        if not text.strip():
+            raise UsageError(f"--calibration {args.calibration}: the file has no text")
+    ids = TextCodec.from_checkpoint(directory).encode(text)
+    with tqdm(desc="calibrating", unit="block", delay=2, file=sys.stderr) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        outliers, label = kept_outliers(source, directory, ids, progress)
+    head = args.quantize_head or args.quantize
+    n_columns = sum(len(columns) for columns in outliers.values())
+    logger.info("calibration: %d columns of %d layers stand out, and are kept in 16 bits", n_columns, len(outliers))
+    return QuantizedSource(source, args.quantize, head, outliers, label)
 
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:

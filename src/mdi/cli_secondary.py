@@ -42,8 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
-    parser.add_argument("--quantize", metavar="FORMAT", help="fp16 or int8 (default: what the starter asks for)")
+    parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
     parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    parser.add_argument(
+        "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the nodes "
+        "file, else what is free)",
+    )  # fmt: skip
     parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
@@ -54,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
-    from mdi.config import load_secondary
+    from mdi.cli_starter import chosen_cores
+    from mdi.config import load_secondary, parse_bytes
     from mdi.errors import UsageError
 
     if len(args.nodes_config) > 2:
@@ -72,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    set_threads(args.threads or config.threads)
+    kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
+    set_threads(args.threads or config.threads, chosen_cores(args.cores, config))
     path = args.chunk or args.ckpt
     weights = open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
-    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize)
+    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory)
     try:
         node.open()
         if args.until_stdin_closes:

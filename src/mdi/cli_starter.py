@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mdi.config import ClusterConfig
+    from mdi.config import ClusterConfig, NodeConfig
     from mdi.metrics import RunMetrics
     from mdi.node.starter import StarterNode
 
@@ -54,9 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long to wait for secondaries to appear (%(default)s)",
     )
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
+    add_wire_flags(nodes)
     add_generation_flags(parser, n_tokens=300)
     add_output_flags(parser)
     add_common_flags(parser)
+
+
+def add_wire_flags(group: argparse._ActionsContainer) -> None:
+    """How rows travel over a ring; also of chat.py."""
+    group.add_argument(
+        "--wire-dtype", choices=("auto", "fp16", "int8"), default="auto", help="what the nodes send each other: as computed, "
+        "half precision, or 8 bits with a scale per 64 values (%(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes; one more pays where sending a "
+        "frame takes long beside computing it)",
+    )  # fmt: skip
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,11 +97,22 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
     )
     model.add_argument(
-        "--quantize", metavar="FORMAT", help="bring the blocks' weights into fp16 or int8 when they are loaded (CPU only): "
-        "less memory and faster; a secondary may choose its own",
+        "--quantize", metavar="FORMAT", help="hold the blocks' weights in fp16, int8 or int4 (CPU only): less memory "
+        "and faster; a secondary may choose its own. prepare_model.py --quantize stores them so",
     )  # fmt: skip
-    model.add_argument("--quantize-head", metavar="FORMAT", help="the same for the head (default: as --quantize)")
+    model.add_argument(
+        "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
+    )
     model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    model.add_argument(
+        "--kv-dtype", choices=("auto", "float32", "bf16", "fp16"), default="auto", help="what the key/value caches of all "
+        "nodes hold (%(default)s: as computed)",
+    )  # fmt: skip
+    model.add_argument(
+        "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits (default: "
+        "the nodes file, else what is free)",
+    )  # fmt: skip
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
         "reach, prompt included (default: what the model was made for)",
@@ -160,7 +184,7 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
     prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
     params = sampling_params(args)
-    set_threads(args.threads or cluster.starter.threads)
+    set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
     node = StarterNode(cluster, starter_options(args))
     try:
         node.open()
@@ -172,9 +196,22 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
         node.close()
 
 
+def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
+    """Cores to stay on: what --cores says, else the nodes file."""
+    from mdi.config import parse_cores
+
+    return node.cores if flag is None else parse_cores(flag, "--cores")
+
+
 def starter_options(args: argparse.Namespace) -> Any:
+    from mdi.config import parse_bytes
+    from mdi.control.messages import N_FRAMES_LIMIT
+    from mdi.errors import UsageError
     from mdi.node.starter import StarterOptions
 
+    n_frames = getattr(args, "frames", None)
+    if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
+        raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")
     return StarterOptions(
         ckpt=args.ckpt,
         chunk=getattr(args, "chunk", None),
@@ -187,6 +224,10 @@ def starter_options(args: argparse.Namespace) -> Any:
         quantize_head=args.quantize_head or args.quantize,
         prompt_style=args.prompt_style,
         wait_s=getattr(args, "wait", 30.0),
+        wire_dtype=getattr(args, "wire_dtype", "auto"),
+        kv_dtype=args.kv_dtype,
+        kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
+        n_frames=n_frames,
     )
 
 

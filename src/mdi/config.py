@@ -7,6 +7,7 @@ This module knows nothing of models, sockets or torch.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class NodeConfig:
         port_out: accepted for compatibility; outgoing links use any free port.
         starter_addr: where a secondary expects its starter; informative.
         device, dtype, threads: what the node computes with; None leaves the choice to the node.
+        cores: numbers of the cores to compute on; None leaves that to the system.
+        kv_memory: bytes that caches may take; None is what is free after loading, less a margin.
         bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
     """
 
@@ -41,6 +44,8 @@ class NodeConfig:
     dtype: str | None = None
     threads: int | None = None
     bind: str | None = None
+    cores: tuple[int, ...] | None = None
+    kv_memory: int | None = None
 
     @property
     def listen_addr(self) -> str:
@@ -154,6 +159,8 @@ def _node(entry: Any, name: str, where: str) -> NodeConfig:
         dtype=_optional(entry, "dtype", str, where),
         threads=_threads(entry, where),
         bind=_optional(entry, "bind", str, where),
+        cores=_cores(entry, where),
+        kv_memory=_kv_memory(entry, where),
     )
 
 
@@ -185,6 +192,48 @@ def _threads(entry: dict[str, Any], where: str) -> int | None:
     if threads is not None and threads < 1:
         raise UsageError(f"{where}.threads: expected a number of threads from 1 on, found {threads}")
     return threads
+
+
+def _cores(entry: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    cores = entry.get("cores")
+    if cores is None:
+        return None
+    if isinstance(cores, str):
+        return parse_cores(cores, f"{where}.cores")
+    if not isinstance(cores, list) or not cores or not all(type(c) is int and c >= 0 for c in cores):
+        raise UsageError(
+            f'{where}.cores: expected a list of core numbers, or a text like "0,2-3", found {_kind(cores)}'
+        )
+    return tuple(dict.fromkeys(cores))
+
+
+def _kv_memory(entry: dict[str, Any], where: str) -> int | None:
+    size = entry.get("kv_memory")
+    if size is None:
+        return None
+    if not isinstance(size, (str, int)) or isinstance(size, bool):
+        raise UsageError(f'{where}.kv_memory: expected a text like "500M" or a number of bytes, found {_kind(size)}')
+    return parse_bytes(str(size), f"{where}.kv_memory")
+
+
+def parse_cores(text: str, where: str) -> tuple[int, ...]:
+    """Core numbers of a text like "0,2-3"; UsageError if it is none."""
+    cores: list[int] = []
+    for piece in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", piece)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise UsageError(f"{where}: expected core numbers like 0,1 or 0,2-3, got {text!r}")
+        cores.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes of a text like "2G", "500M" or "4096"; K, M and G are 1024 times the one before. UsageError if it is none."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    if found is None:
+        raise UsageError(f"{where}: expected a size like 2G, 500M or a number of bytes, got {text!r}")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def _refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:

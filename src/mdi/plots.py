@@ -64,6 +64,108 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
     return _save(figure, Path(path))
 
 
+def plot_losses(path: str | Path, series: Mapping[str, Sequence[tuple[int, float]]], title: str = "") -> Path:
+    """Draw losses (upwards) over training steps (to the right) as a PNG file.
+
+    Args:
+        series: name -> (step, nats per token), rising in the step; the last point is what the legend tells.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    for i, (name, points) in enumerate((name, points) for name, points in series.items() if points):
+        steps, losses = zip(*points, strict=True)
+        label = _plain(f"{name}: {losses[-1]:.3f}, lowest {min(losses):.3f}")
+        axes.plot(steps, losses, label=label, color=f"C{i}", marker="o" if len(steps) < 50 else "", markersize=3)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(True, color="0.88", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    if any(series.values()):
+        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
+    return _save(figure, Path(path))
+
+
+def plot_time_over_tokens(
+    path: str | Path,
+    series: Mapping[str, Sequence[tuple[float, int]]],
+    title: str = "",
+    n_detail: int | None = None,
+) -> Path:
+    """Draw time (upwards) over tokens (to the right) of several runs, with an enlarged view of the origin.
+
+    Args:
+        series: name -> (time_s, tokens until then), rising.
+        n_detail: tokens in the enlarged view; None: a tenth of the fewest, 0: no such view.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    lines = {name: list(zip(*((0.0, 0), *points), strict=True)) for name, points in series.items()}
+    if n_detail is None:
+        n_detail = min(points[-1][1] for points in series.values()) // 10
+    views = [axes]
+    if n_detail > 0:
+        views.append(axes.inset_axes((0.08, 0.62, 0.40, 0.30)))
+    for view in views:
+        for i, (name, (times_s, counts)) in enumerate(lines.items()):
+            view.plot(counts, times_s, label=_plain(name), color=f"C{i % 10}", linestyle=_LINE_STYLES[i // 10 % 4])
+        view.grid(True, color="0.88", linewidth=0.8)
+        view.set_ylim(bottom=0)
+        view.set_xlim(left=0)
+    if n_detail > 0:  # room above the lines, so that the enlarged view covers none of them
+        axes.set_ylim(0, 1.85 * max(points[-1][0] for points in series.values()) or 1.0)
+    for view in views[1:]:
+        ends_s = [time_s for points in series.values() for time_s, count in points if count <= n_detail]
+        view.set_xlim(0, n_detail)
+        view.set_ylim(0, max(ends_s, default=0.0) * 1.05 or 1.0)
+        view.set_title(f"the first {n_detail} tokens", fontsize=8)
+        view.tick_params(labelsize=7)
+        axes.indicate_inset_zoom(view, edgecolor="0.4")
+    axes.set_xlabel("generated tokens")
+    axes.set_ylabel("time since the run was ready (s)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
+    if title:
+        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    return _save(figure, Path(path))
+
+
+def plot_memory(path: str | Path, series: Mapping[str, Sequence[tuple[float, float]]], title: str = "") -> Path:
+    """Draw memory (upwards, in MB) over time (to the right).
+
+    Args:
+        series: name -> (time_s, bytes).
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    for i, (name, points) in enumerate(series.items()):
+        times_s, sizes = zip(*points, strict=True)
+        label = _plain(f"{name}: at most {max(sizes) / 1e6:,.0f} MB")
+        mb = [size / 1e6 for size in sizes]
+        axes.plot(times_s, mb, label=label, color=f"C{i}", marker="." if len(mb) < 50 else "")
+    axes.set_xlabel("time (s)")
+    axes.set_ylabel("memory of all processes (MB)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(True, color="0.88", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if series:
+        axes.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+    if title:
+        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    return _save(figure, Path(path))
+
+
 def _figure(path: str | Path) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,5 @@
-"""Chunks: one safetensors file per node with the tensors of its stage and the manifest, in <checkpoint>/chunks/<N>nodes/.
+"""Chunks: one safetensors file per node with the tensors of its stage and the manifest, in <checkpoint>/chunks/<N>nodes/,
+or <N>nodes-int8 and the like where the weights have a format.
 
 Written tensor by tensor: no stage and no block is ever in memory as a whole. Knows no network.
 """
@@ -33,9 +34,10 @@ def node_names(n_nodes: int) -> list[str]:
     return ["starter", *(f"secondary{i}" for i in range(n_nodes - 1))]
 
 
-def find_chunk(ckpt_dir: str | Path, n_nodes: int, node: str) -> Path:
-    """Where a node's chunk is, or would be."""
-    return Path(ckpt_dir) / "chunks" / f"{n_nodes}nodes" / f"model_{node}.safetensors"
+def find_chunk(ckpt_dir: str | Path, n_nodes: int, node: str, quantize: str | None = None) -> Path:
+    """Where a node's chunk is, or would be; `quantize` is the weight format of its blocks."""
+    folder = f"{n_nodes}nodes" + (f"-{quantize}" if quantize else "")
+    return Path(ckpt_dir) / "chunks" / folder / f"model_{node}.safetensors"
 
 
 def siblings(chunk_path: str | Path) -> dict[str, Path]:
@@ -62,7 +64,7 @@ def write_chunks(
         CheckpointError: the disk is too small, or a file cannot be read or written. Each chunk is there whole or not.
     """
     plans = [_plan(source, counts, node) for node in range(len(counts))]
-    paths = [find_chunk(ckpt_dir, len(counts), plan.node) for plan in plans]
+    paths = [find_chunk(ckpt_dir, len(counts), plan.node, source.quantize) for plan in plans]
     pairs = zip(paths, plans, strict=True)
     todo = [(path, plan) for path, plan in pairs if not _is_current(path, plan, source)]
     _check_disk(todo)
@@ -91,6 +93,8 @@ def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
         blocks=(start, stop),
         n_layer=source.config_dict["n_layer"],
         parts=tuple(PartInfo(name, "0" * 64, spec_bytes(source.part_specs(name))) for name in names),
+        quantize=source.quantize,
+        quantize_head=source.quantize_head,
     )
 
 

@@ -59,7 +59,7 @@ def download(
         return directory
     endpoint = os.environ.get("HF_ENDPOINT") or None
     token = token or os.environ.get("HF_TOKEN") or None
-    with _explained(repo_id, revision, endpoint, token):
+    with explained(repo_id, revision, endpoint, token):
         from huggingface_hub import HfApi
 
         info = HfApi(endpoint=endpoint, token=token).model_info(repo_id, revision=revision, files_metadata=True)
@@ -165,8 +165,14 @@ def _check_disk(directory: Path, wanted: dict[str, int], repo_id: str) -> None:
 
 
 @contextlib.contextmanager
-def _explained(repo_id: str, revision: str | None, endpoint: str | None, token: str | None) -> Iterator[None]:
-    """Turns what the hub's client raises into one line that says what to do."""
+def explained(
+    repo_id: str, revision: str | None, endpoint: str | None, token: str | None, what: str = "model"
+) -> Iterator[None]:
+    """Turns what the hub's client raises into a DownloadError, one line that says what to do.
+
+    Args:
+        what: "model" or "data set".
+    """
     from huggingface_hub import errors
 
     hub = endpoint or "https://huggingface.co"
@@ -182,14 +188,14 @@ def _explained(repo_id: str, revision: str | None, endpoint: str | None, token: 
         raise DownloadError(f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}") from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
-            f"there is no model {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token"
+            f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token"
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
         raise DownloadError(f"{repo_id} is not here yet, and {hub} cannot be reached (offline?)") from None
     except errors.HfHubHTTPError as e:
         status = getattr(getattr(e, "response", None), "status_code", "an error")
-        what = "your token is not accepted" if status in (401, 403) else str(e).splitlines()[0]
-        raise DownloadError(f"{hub} answered {status} for {repo_id}: {what}") from None
+        reason = "your token is not accepted" if status in (401, 403) else str(e).splitlines()[0]
+        raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}") from None
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise DownloadError(

@@ -19,6 +19,7 @@ from mdi.errors import CheckpointError
 FORMAT_VERSION = 1
 METADATA_KEY = "mdi_manifest"
 N_LAYER_LIMIT = 10_000
+FORMATS = ("fp16", "int8", "int4")  # of weights, see model.formats
 
 _NOT_DEFINING = ("name", "hf_config", "padding_multiple")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -38,6 +39,7 @@ class Manifest:
         node: "starter" or "secondary<i>".
         blocks: (start, stop), global and half-open.
         parts: in the order of `stage_parts`.
+        quantize, quantize_head: weight format of the blocks, and of head and embedding; None is none.
     """
 
     model: str
@@ -49,6 +51,8 @@ class Manifest:
     blocks: tuple[int, int]
     n_layer: int
     parts: tuple[PartInfo, ...]
+    quantize: str | None = None
+    quantize_head: str | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -83,6 +87,8 @@ class Manifest:
             blocks=_blocks(_get(data, "blocks", list)),
             n_layer=_get(data, "n_layer", int),
             parts=tuple(_part(entry) for entry in _get(data, "parts", list)),
+            quantize=_format(data, "quantize"),
+            quantize_head=_format(data, "quantize_head"),
         )
         manifest._check()
         return manifest
@@ -141,6 +147,13 @@ def _get(data: dict[str, Any], key: str, kind: type) -> Any:
     value = data[key]
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _error(key, _KINDS[kind], value)
+    return value
+
+
+def _format(data: dict[str, Any], key: str) -> str | None:
+    value = data.get(key)
+    if value is not None and value not in FORMATS:
+        raise _error(key, f"one of {', '.join(FORMATS)}, or nothing", value)
     return value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mdi.checkpoint.encoded import check_encoded, stored_format
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
@@ -61,16 +62,14 @@ def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts
     """
     names = set(parts)
     wanted = {name: shape for name, shape in model_shapes(config, where).items() if part_of(name) in names}
+    known = set(wanted)
     for name, shape in wanted.items():
         if name not in specs:
             raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}")
-        if specs[name].shape != shape:
-            raise CheckpointError(
-                f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} "
-                "by the model's config"
-            )
+        if specs[name].shape != shape or stored_format(specs[name]) is not None:
+            known |= check_encoded(name, shape, specs, where)
     for name in specs:
-        if name not in wanted:
+        if name not in known:
             raise CheckpointError(f"{where} holds the tensor {name}, which the model's config does not ask for")
 
 

@@ -34,6 +34,7 @@ class WeightSource(ABC):
         config_dict: its litgpt Config as a plain dict; `config_hash` is the hash of that.
         dtype: what most of the weights are stored in, e.g. "bfloat16".
         specs: type and shape of every tensor that can be had.
+        quantize, quantize_head: weight format of the blocks, and of head and embedding; None if they are plain.
     """
 
     model: str
@@ -41,6 +42,8 @@ class WeightSource(ABC):
     config_hash: str
     dtype: str
     specs: dict[str, TensorSpec]
+    quantize: str | None = None
+    quantize_head: str | None = None
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
@@ -159,6 +162,7 @@ class ChunkFile(WeightSource):
             raise CheckpointError(f"{self.path}: {e}") from None
         self.model, self.config_dict = self.manifest.model, self.manifest.config
         self.config_hash, self.dtype = self.manifest.config_hash, self.manifest.dtype
+        self.quantize, self.quantize_head = self.manifest.quantize, self.manifest.quantize_head
         self.specs = self._file.specs
         self._infos = {part.name: part for part in self.manifest.parts}
         self._check()
@@ -270,9 +274,10 @@ def _chunk_path(path: Path) -> Path:
 def _remedy(path: Path) -> str:
     """The command that makes a good chunk: the number of nodes, and often the model, stand in the path."""
     folder = path.absolute().parent
-    match = re.fullmatch(r"(\d+)nodes", folder.name)
+    match = re.fullmatch(r"(\d+)nodes(?:-(\w+))?", folder.name)
     model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"
-    return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}"
+    form = f" --quantize {match[2]}" if match and match[2] else ""
+    return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}{form}"
 
 
 def _no_checkpoint(path: Path) -> str:

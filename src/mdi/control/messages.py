@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.errors import ControlError
+from mdi.net.wire import WIRE_DTYPES
 
 CONTROL_VERSION = 1
+KV_DTYPES = ("auto", "float32", "bf16", "fp16")
+N_FRAMES_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class InitRequest:
         dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
         quantize: weight format that the starter wishes, see model.formats.
+        wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
+        kv_dtype: what the caches hold; "auto" is what the node computes in.
+        n_frames: frames in flight at most; None is as many as nodes.
     """
 
     epoch: str
@@ -52,6 +58,9 @@ class InitRequest:
     dtype: str | None = None
     compile: bool = False
     quantize: str | None = None
+    wire_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    n_frames: int | None = None
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
 
@@ -90,6 +99,9 @@ class InitRequest:
             dtype=None if data.get("dtype") is None else get.string("dtype"),
             compile=get.boolean("compile"),
             quantize=None if data.get("quantize") is None else get.string("quantize"),
+            wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
+            kv_dtype=get.choice("kv_dtype", KV_DTYPES),
+            n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
             extensions=get.object("extensions"),
         )
         n_layer = data["config"].get("n_layer")
@@ -139,6 +151,12 @@ class _Fields:
         value: str = self._get(key, str, "a string")
         if len(value) > 1000:
             raise ControlError(f"field {key!r}: a string of {len(value)} characters", 400)
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+        value = self.string(key)
+        if value not in allowed:
+            raise ControlError(f"field {key!r}: expected one of {', '.join(allowed)}, got {_shown(value)}", 400)
         return value
 
     def strings(self, key: str) -> list[str]:

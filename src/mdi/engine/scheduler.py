@@ -3,6 +3,11 @@
 The two methods are `schedule` (which rows leave now) and `update` (which tokens came back). With N nodes, N frames are in
 flight, so that every node has one to compute (recurrent pipelining, MDI-LLM thesis, section 3.3.2), and each frame carries
 its share of all sequences, so that a node reads its weights once for many rows.
+
+How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N(t + T), so N frames keep
+a node busy for t / (t + T) of the time. One frame more is worth it when what the ring gains, at most N T, is more than what
+the smaller frames lose: (N + 1) t' < N (t + T), where t' is the stage time of a frame with N / (N + 1) of the rows. While
+decoding reads weights, t' is nearly t, so that is T > t / N.
 """
 
 from __future__ import annotations
@@ -11,11 +16,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mdi.engine.memory import CacheMemory
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
+from mdi.model.room import CHUNK_ROWS as CHUNK_ROWS
 
 DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
-CHUNK_ROWS = 64  # prompt rows per frame: small enough that stages overlap during prefill (DESIGN: measured)
 
 
 @dataclass(frozen=True)
@@ -51,23 +57,31 @@ class Scheduler:
     """Spreads sequences over frames.
 
     Args:
-        n_frames: frames in flight at most; the number of nodes.
+        n_frames: frames in flight at most; the number of nodes, or more where transfers take long (see the module).
         chunk_rows: prompt rows that one frame takes at most.
-        kv_positions: cache positions that all admitted sequences together may come to need (the smallest of what the
-            nodes can hold); None is unlimited. A sequence enters only if all it can reach still fits.
+        memory: what the nodes can hold; None is unlimited. A sequence enters only if all that it can reach fits beside all
+            that the others can reach.
+        decode_rows: decoding sequences in a frame at most.
     """
 
-    def __init__(self, n_frames: int, chunk_rows: int = CHUNK_ROWS, kv_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        n_frames: int,
+        chunk_rows: int = CHUNK_ROWS,
+        memory: CacheMemory | None = None,
+        decode_rows: int = DECODE_ROWS,
+    ) -> None:
         self.n_frames = n_frames
         self.chunk_rows = chunk_rows
-        self.kv_positions = kv_positions
+        self.memory = memory
+        self.decode_rows = decode_rows
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
         self._prefilling: deque[Sequence] = deque()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
-        self._n_reserved = 0
+        self._reserved: dict[int, tuple[int, ...]] = {}  # bytes on each node
         self._number = 0
 
     @property
@@ -86,9 +100,15 @@ class Scheduler:
         """Queue a sequence; it enters as soon as there is cache memory for it."""
         self._waiting.append(sequence)
 
-    def fits(self, sequence: Sequence) -> bool:
-        """Whether the sequence could be admitted if it were alone."""
-        return self.kv_positions is None or sequence.n_positions <= self.kv_positions
+    def refusal(self, sequence: Sequence) -> str | None:
+        """Why the sequence could not be admitted even if it were alone; None if it could."""
+        return None if self.memory is None else self.memory.refusal(sequence.n_positions)
+
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """Bytes on each node that the admitted sequences can come to need."""
+        n_nodes = 0 if self.memory is None else len(self.memory.nodes)
+        return tuple(sum(needs[node] for needs in self._reserved.values()) for node in range(n_nodes))
 
     def cancel(self, seq_id: int, reason: str = "cancelled") -> Event | None:
         """End a sequence now; None if it has ended already."""
@@ -152,29 +172,54 @@ class Scheduler:
         return events
 
     def _admit(self) -> None:
+        used = self.reserved if self._waiting else ()
         while self._waiting:
             sequence = self._waiting[0]
-            if self.kv_positions is not None and self._n_reserved + sequence.n_positions > self.kv_positions:
-                return  # first come, first served: nobody overtakes, so nobody starves
+            needs: tuple[int, ...] = ()
+            if self.memory is not None:
+                needs = self.memory.needs(sequence.n_positions)
+                if not self.memory.admits(used, needs):
+                    return  # first come, first served: nobody overtakes, so nobody starves
             self._waiting.popleft()
-            self._n_reserved += sequence.n_positions
+            self._reserved[sequence.seq_id] = needs
+            used = tuple(map(sum, zip(used, needs, strict=True)))
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         del self._running[sequence.seq_id]
-        self._n_reserved -= sequence.n_positions
+        del self._reserved[sequence.seq_id]
         self._freed.append(sequence.seq_id)
 
     def _decode_slices(self) -> list[PlannedSlice]:
-        # An even share, so that frames which have become unequal even out. With few sequences some frames stay away: a
-        # round takes as long, and the weights are read less often.
-        n_decoding = len(self._running) - len(self._prefilling)
-        share = min(-(-n_decoding // self.n_frames), DECODE_ROWS)
+        share = self._share()
         slices: list[PlannedSlice] = []
         while self._ready and len(slices) < share:
             slices.append(self._cut(self._ready.popleft(), 1))
         return slices
+
+    def _share(self) -> int:
+        """How many decoding sequences the next frame takes, so that all frames come to hold the same number or one more.
+
+        With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
+        not, and the weights are read less often.
+        """
+        n_decoding = len(self._running) - len(self._prefilling)
+        if not n_decoding:
+            return 0
+        fullest = -(-n_decoding // self.n_frames)
+        n_used = -(-n_decoding // fullest)
+        flying = [n for n in map(self._n_returning, self._in_flight) if n]
+        if len(flying) >= n_used:
+            return 0  # one frame too many is under way: what is ready joins the next one
+        size, n_larger = divmod(n_decoding, n_used)
+        if sum(n > size for n in flying) < n_larger:
+            size += 1
+        return min(size, self.decode_rows)
+
+    def _n_returning(self, plan: Plan) -> int:
+        """Sequences of a frame that go on when it is back."""
+        return sum(part.n_logits > 0 and part.seq_id in self._running for part in plan.slices)
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         slices: list[PlannedSlice] = []

@@ -19,10 +19,18 @@ class SecondaryLoop:
         epoch: run id, for the frames that it sends.
         is_last: whether the next node is the starter, which wants only the rows for logits.
         dtype: what the stage computes in.
+        wire: what the rows travel as (net.wire.WIRE_DTYPES).
     """
 
     def __init__(
-        self, stage: Stage, ring: Ring, epoch: int, is_last: bool, device: torch.device, dtype: torch.dtype
+        self,
+        stage: Stage,
+        ring: Ring,
+        epoch: int,
+        is_last: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        wire: str = "auto",
     ) -> None:
         self._stage = stage
         self._ring = ring
@@ -30,6 +38,7 @@ class SecondaryLoop:
         self._is_last = is_last
         self._device = device
         self._dtype = dtype
+        self._wire = wire
         self.compute_s = 0.0
 
     def run(self) -> None:
@@ -57,7 +66,7 @@ class SecondaryLoop:
                 x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])
             if self._is_last:
                 x = logit_rows(x, frame.slices)
-            out = frame_of(x, self._epoch, frame.number, frame.slices, frame.freed)
+            out = frame_of(x, self._epoch, frame.number, frame.slices, frame.freed, self._wire)
             self.compute_s += time.perf_counter() - begin
             self._ring.send(out)
             if x.data_ptr() != _address(frame.payload):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from mdi.engine.memory import CacheMemory
 from mdi.engine.sampling import Sampler
-from mdi.engine.scheduler import CHUNK_ROWS, Event, Plan, Scheduler
+from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event, Plan, Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import EngineError, UsageError
@@ -33,9 +34,10 @@ class StarterEngine:
         stage: the starter's own part of the model, loaded and prepared.
         ring: formed; a LoopbackRing if there are no other nodes.
         epoch: run id.
-        n_nodes: length of the ring = frames in flight.
+        n_nodes: length of the ring.
         max_length: tokens that a sequence may reach, prompt included.
-        kv_positions: see Scheduler.
+        chunk_rows, memory, decode_rows, n_frames: see Scheduler; as many frames as nodes, if nothing is said.
+        wire: what the rows travel as (net.wire.WIRE_DTYPES).
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class StarterEngine:
         device: torch.device,
         dtype: torch.dtype,
         chunk_rows: int = CHUNK_ROWS,
-        kv_positions: int | None = None,
+        memory: CacheMemory | None = None,
+        decode_rows: int = DECODE_ROWS,
+        n_frames: int | None = None,
+        wire: str = "auto",
     ) -> None:
         self._stage = stage
         self._ring = ring
@@ -57,7 +62,8 @@ class StarterEngine:
         self._max_length = max_length
         self._device = device
         self._dtype = dtype
-        self._scheduler = Scheduler(n_nodes, chunk_rows, kv_positions)
+        self._wire = "auto" if n_nodes == 1 else wire  # alone, nothing travels
+        self._scheduler = Scheduler(n_frames or n_nodes, chunk_rows, memory, decode_rows)
         self._sampler = Sampler()
         self._live: dict[int, tuple[SamplingParams, OnEvent]] = {}
         self._lock = threading.RLock()
@@ -69,7 +75,7 @@ class StarterEngine:
         """Queue a sequence; returns its seq_id. What becomes of it is told to `on_event`.
 
         Raises:
-            UsageError: the prompt is empty or does not fit.
+            UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
         """
         prompt = tuple(prompt_ids)
         if not prompt:
@@ -80,11 +86,8 @@ class StarterEngine:
             )
         with self._lock:
             sequence = Sequence(self._next_id, prompt, params, self._max_length)
-            if not self._scheduler.fits(sequence):
-                raise UsageError(
-                    f"a sequence of up to {sequence.n_positions} tokens needs more cache than the nodes can hold "
-                    f"({self._scheduler.kv_positions} positions): ask for fewer tokens"
-                )
+            if (reason := self._scheduler.refusal(sequence)) is not None:
+                raise UsageError(reason)
             self._next_id += 1
             self._live[sequence.seq_id] = (params, on_event)
             self._scheduler.submit(sequence)
@@ -140,7 +143,7 @@ class StarterEngine:
             x = torch.empty(0, self._stage.config.n_embd, dtype=self._dtype)
         if self._n_nodes == 1:
             x = logit_rows(x, slices)
-        frame = frame_of(x, self._epoch, plan.number, slices, plan.freed)
+        frame = frame_of(x, self._epoch, plan.number, slices, plan.freed, self._wire)
         self.compute_s += time.perf_counter() - begin
         self._ring.send(frame)
 

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from mdi.errors import EngineError
-
-FIRST_POSITIONS = 64  # room that a new cache has
-WINDOW_SLACK = 64  # positions that a windowed cache keeps beyond its window, so that a slice may be taken back
+from mdi.model.room import (
+    CHUNK_ROWS,
+    FIRST_POSITIONS,
+    WINDOW_SLACK,
+    WINDOW_SPARE,
+    CacheKind,
+    largest_room,
+    room_for,
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,18 @@ class CacheShape:
     v_size: int
     window: int | None = None
 
+    def kind(self, itemsize: int) -> CacheKind:
+        """What decides how much memory it takes, with values of `itemsize` bytes."""
+        return CacheKind(self.window, self.n_groups * (self.k_size + self.v_size) * itemsize)
+
     def n_bytes(self, length: int, itemsize: int) -> int:
-        """What a sequence of `length` tokens takes."""
-        kept = length if self.window is None else min(length, self.window + WINDOW_SLACK)
-        return self.n_groups * (self.k_size + self.v_size) * itemsize * kept
+        """What a sequence of `length` tokens takes at most, brought in slices of up to CHUNK_ROWS rows."""
+        return self.kind(itemsize).n_bytes(length, CHUNK_ROWS, length)
+
+    def copy_bytes(self, max_length: int, itemsize: int) -> int:
+        """What a growing cache takes beside its new buffer for a moment: the old keys, or the old values."""
+        room = largest_room(max_length, self.window, CHUNK_ROWS, max_length)
+        return self.n_groups * max(self.k_size, self.v_size) * itemsize * room
 
 
 class BlockCache:
@@ -91,10 +105,8 @@ class BlockCache:
             return
         window = self._shape.window
         drop = 0 if window is None else max(0, self.end - window - WINDOW_SLACK - self.base)
-        room = self._k.size(1)
-        while room < n_needed - drop:
-            room *= 2
-        room = min(room, self._max_length)
+        n_wanted = n_needed - drop + (WINDOW_SPARE if drop else 0)
+        room = max(self._k.size(1), min(room_for(n_wanted), self._max_length))
         self._k = self._moved(self._k, drop, room)
         self._v = self._moved(self._v, drop, room)
         self.base += drop

@@ -1,148 +1,72 @@
 """Weight formats: linear layers whose weights take fewer bytes and are multiplied by packed kernels.
 
 Decoding reads every weight once per forward, so bytes per weight is its speed. A format replaces `nn.Linear` from outside;
-stages do not know of it. A row's result never depends on the other rows of its frame: activations are scaled row by row.
+stages do not know of it. A row's result never depends on the other rows of its frame: activations are scaled row by row, or
+block by block within a row.
 
-fp16  weights in half precision, activations in float32 (FBGEMM): half the bytes, no measurable loss.
-int8  weights in 8 bits with a scale per output, activations in 8 bits with a scale per row (FBGEMM). The few input columns
-      that are far larger than the rest are multiplied in fp16 beside it, as in LLM.int8() (Dettmers et al. 2022, section 3),
-      because they would take the precision of all others.
+fp16  weights in half precision, activations in float32: half the bytes of float32, no measurable loss.
+int8  weights in 8 bits with a scale per output, activations in 8 bits with a scale per row.
+int4  weights in 4 bits with a scale per 256 of them, activations in 8 bits with a scale per 256.
+
+Input columns that are far larger than the rest would take the precision of all others. In int8 and int4 those few are
+multiplied in fp16 beside the kernel, as in LLM.int8() (Dettmers et al. 2022, section 3).
+
+An encoded layer is a dict of tensors under the names that a chunk has for them, after the layer's own:
+
+    weight          fp16: float16 (out, in); int8: int8 (out, in); int4: uint8 (out, ceil(in / 256), 128), two numbers a byte
+    weight_scale    int8: float32 (out); int4: float16 (out, ceil(in / 256))
+    outliers        int32 (n), input columns whose weights are zero in `weight`; only if there are any
+    outlier_weight  float16 (out, n), the weights of those columns
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mdi.errors import UsageError
+from mdi.model.int4 import INT4_BLOCK, Int4Linear, pack_int4
+from mdi.model.packed import Fp16Linear, Int8Linear, OutlierColumns, pack_int8, to_fp16
 
-OUTLIER_RATIO = 6.0  # columns that are expected to be so many times larger than the median one go beside
-FP16_MAX = 65504.0
-
-
-def has_fbgemm() -> bool:
-    """Whether this build of torch has FBGEMM's packed kernels and this processor runs them (x86 with AVX2)."""
-    return (
-        "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    )
+Encoded = dict[str, torch.Tensor]
 
 
-@contextmanager
-def _packing() -> Iterator[None]:
-    """torch announces the end of its quantized tensors each time that one is made; the packed kernels stay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+@dataclass(frozen=True)
+class Format:
+    """How one format encodes a weight, and what multiplies by it.
 
-
-class Fp16Linear(nn.Module):
-    """y = x W^T + b with W (out, in) in half precision; x in any dtype, computed in float32."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        # A weight that half precision cannot hold would turn into infinity.
-        weight = weight.detach().float().clamp(-FP16_MAX, FP16_MAX)
-        self._packed: Any = None
-        self._weight: torch.Tensor | None = None
-        if has_fbgemm():
-            with _packing():
-                self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        else:
-            self._weight = weight.half()
-        self._bias = None if bias is None else bias.detach().float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).float()
-        if self._packed is not None:
-            y = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
-        else:
-            assert self._weight is not None
-            y = F.linear(rows, self._weight.float())
-        if self._bias is not None:
-            y += self._bias
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-
-class Int8Linear(nn.Module):
-    """y = x W^T + b with W (out, in) in 8 bits, one scale per output.
-
-    FBGEMM's dynamic kernel chooses one activation scale for all rows, from their smallest and largest number. So each row is
-    divided by its own largest number first, and two more input columns hold +1 and -1, with weights of zero: the range is then
-    always [-1, 1], and a row's result is the same whatever rows are beside it.
-
-    Args:
-        outliers: numbers of the input columns that are kept in fp16.
+    Attributes:
+        bits: per weight, scales included; what memory and speed follow from.
+        pack: float32 (out, in) -> encoded weight and its scales (fp16 has none).
+        layer: encoded weight, scales, in_features, bias, outlier columns -> module.
+        keeps_outliers: whether large input columns are multiplied beside.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, outliers: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        weight = weight.detach().float()
-        self._outliers: torch.Tensor | None = None
-        self._beside: Fp16Linear | None = None
-        if outliers is not None and outliers.numel():
-            self._outliers = outliers
-            self._beside = Fp16Linear(weight[:, outliers], None)
-            weight = weight.index_fill(1, outliers, 0.0)
-        scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
-        self._packed: Any = None
-        self._weight: torch.Tensor | None = None
-        self._scale = scale
-        if has_fbgemm():
-            with _packing():
-                wide = F.pad(weight, (0, 2))
-                zeros = torch.zeros(self.out_features, dtype=torch.long)
-                quantized = torch.quantize_per_channel(wide, scale.double(), zeros, 0, torch.qint8)
-                self._packed = torch.ops.quantized.linear_prepack(quantized, None)
-        else:
-            self._weight = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-        # Without VNNI the kernel adds products of 8 bits in 16: a bit less of range keeps them from overflowing.
-        self._reduce_range = not torch.cpu._is_vnni_supported()
-        self._bias = None if bias is None else bias.detach().float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).float()
-        wide = rows.new_empty(rows.size(0), self.in_features + 2)
-        body = wide[:, : self.in_features]
-        if self._outliers is None:
-            largest = rows.abs().amax(dim=1, keepdim=True).clamp_min_(1e-30)
-            torch.div(rows, largest, out=body)
-        else:
-            body.copy_(rows).index_fill_(1, self._outliers, 0.0)
-            largest = body.abs().amax(dim=1, keepdim=True).clamp_min_(1e-30)
-            body /= largest
-        wide[:, -2] = 1.0
-        wide[:, -1] = -1.0
-        y = self._multiply(wide).mul_(largest)
-        if self._beside is not None:
-            y += self._beside(rows[:, self._outliers])
-        if self._bias is not None:
-            y += self._bias
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def _multiply(self, wide: torch.Tensor) -> torch.Tensor:
-        """(M, in + 2) within [-1, 1] -> (M, out)"""
-        if self._packed is not None:
-            return torch.ops.quantized.linear_dynamic(wide, self._packed, reduce_range=self._reduce_range)
-        assert self._weight is not None
-        # The same numbers in plain torch: 8 bits over [-1, 1], products added in float32. Like the kernel's, the inverse of
-        # the step is rounded down, so that -1 becomes -127 and not -128.
-        q = (wide[:, :-2] * 127.49999).round().clamp_(-128, 127)
-        return F.linear(q, self._weight.float()) * (self._scale * (2 / 255))
+    bits: float
+    pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+    layer: Callable[
+        [torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, OutlierColumns | None], nn.Module
+    ]  # fmt: skip
+    keeps_outliers: bool = True
 
 
-Format = Callable[[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"], nn.Module]
+def _fp16_layer(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    n_in: int,
+    bias: torch.Tensor | None,
+    beside: OutlierColumns | None,
+) -> nn.Module:
+    return Fp16Linear(weight, bias)
+
 
 FORMATS: dict[str, Format] = {
-    "fp16": lambda weight, bias, outliers: Fp16Linear(weight, bias),
-    "int8": Int8Linear,
+    "fp16": Format(16, lambda weight: (to_fp16(weight), None), _fp16_layer, keeps_outliers=False),
+    "int8": Format(8, pack_int8, Int8Linear),
+    "int4": Format(4 + 16 / INT4_BLOCK, pack_int4, Int4Linear),
 }
 
 
@@ -151,69 +75,37 @@ def check_format(name: str | None, device: torch.device) -> None:
     if name is None:
         return
     if name not in FORMATS:
-        raise UsageError(f"unknown weight format {name!r}: expected {' or '.join(FORMATS)}")
+        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(FORMATS)}")
     if device.type != "cpu":
         raise UsageError(f"the weight format {name} needs the CPU's kernels; on {device} use --dtype instead")
 
 
-def quantize_linear(linear: nn.Linear, name: str, outliers: torch.Tensor | None = None) -> nn.Module:
-    """The module that stands in for `linear` in a format."""
-    return FORMATS[name](linear.weight, linear.bias, outliers)
+def encode(weight: torch.Tensor, name: str, outliers: torch.Tensor | None = None) -> Encoded:
+    """A linear layer's weight (out, in) in a format.
 
-
-def quantize_block(block: nn.Module, name: str) -> None:
-    """Replace the linear layers of a block, one after the other, so that only one exists twice.
-
-    Routers of experts stay as they are: they are small, and a wrong choice of expert costs more than rounding. So does the
-    up-projection of latent attention, whose weights are read in pieces.
+    Args:
+        outliers: numbers of the input columns that are large, (n); formats that do not need them ignore them.
     """
-    large = _expected_outliers(block) if name == "int8" else {}
-    for path, module in list(block.named_modules()):
-        if isinstance(module, nn.Linear) and not path.endswith(("gate", "kv_b_proj")):
-            parent_path, _, child = path.rpartition(".")
-            parent = block.get_submodule(parent_path)
-            setattr(parent, child, quantize_linear(module, name, large.get(path)))
+    form = FORMATS[name]
+    weight = weight.detach().float()
+    encoded: Encoded = {}
+    if form.keeps_outliers and outliers is not None and outliers.numel():
+        columns = outliers.long()
+        encoded["outliers"] = columns.to(torch.int32)
+        encoded["outlier_weight"] = to_fp16(weight[:, columns])
+        weight = weight.index_fill(1, columns, 0.0)
+    encoded["weight"], scale = form.pack(weight)
+    if scale is not None:
+        encoded["weight_scale"] = scale
+    return encoded
 
 
-def quantizer(blocks: str | None, head: str | None) -> Callable[[str, Any], None] | None:
-    """For `Stage.load`: brings each part into its format as soon as it is loaded; None if nothing is to be done."""
-    if blocks is None and head is None:
-        return None
-
-    def finish(part: str, stage: Any) -> None:
-        if part.startswith("block.") and blocks is not None:
-            quantize_block(stage.transformer["h"][part.removeprefix("block.")], blocks)
-        elif part == "head" and head is not None:
-            stage.lm_head = quantize_linear(stage.lm_head, head)
-
-    return finish
+def decode(encoded: Mapping[str, torch.Tensor], name: str, n_in: int, bias: torch.Tensor | None) -> nn.Module:
+    """The module that multiplies by an encoded weight."""
+    beside = OutlierColumns(encoded["outliers"], encoded["outlier_weight"]) if "outliers" in encoded else None
+    return FORMATS[name].layer(encoded["weight"], encoded.get("weight_scale"), n_in, bias, beside)
 
 
-def _expected_outliers(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Input columns that weights alone say to be large: those that a norm's gain, or the layer before, makes large."""
-    found: dict[str, torch.Tensor] = {}
-    shared = block.norm_2 is None
-    offset = 1.0 if getattr(block.norm_1, "add_unit_offset", False) else 0.0
-    for path, module in block.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        parent, _, child = path.rpartition(".")
-        size: torch.Tensor | None = None
-        if path in ("attn.qkv", "attn.q_a_proj", "attn.kv_a_proj_with_mqa"):
-            size = _gain(block.norm_1, offset)
-        elif child in ("fc", "fc_1", "fc_2"):
-            size = _gain(block.norm_1 if shared else block.norm_2, offset)
-        elif child == "proj" and parent != "attn":
-            before = [getattr(block.get_submodule(parent), name, None) for name in ("fc", "fc_2")]
-            weights = [layer.weight for layer in before if isinstance(layer, nn.Linear)]
-            size = weights[0].float().norm(dim=1) if weights else None
-        if size is not None:
-            large = torch.nonzero(size.abs() > OUTLIER_RATIO * size.abs().median()).flatten()
-            if large.numel():
-                found[path] = large
-    return found
-
-
-def _gain(norm: Any, offset: float) -> torch.Tensor | None:
-    weight = getattr(norm, "weight", None)
-    return None if weight is None else weight.detach().float() + offset
+def format_of(weight: torch.dtype) -> str | None:
+    """The format of a stored weight by its type; None for a plain one, which fp16's is as well."""
+    return {torch.int8: "int8", torch.uint8: "int4"}.get(weight)

@@ -19,6 +19,7 @@ from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheStore
+from mdi.model.quantize import Quantizer
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -47,27 +48,30 @@ class Stage(nn.Module):
         tensors: Callable[[str], Tensors],
         device: torch.device,
         dtype: torch.dtype,
-        finish: Callable[[str, Stage], None] | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         """Take the weights, part by part, so that only one part exists twice.
 
         Args:
             parts: names of the parts that make up this stage.
             tensors: gives the tensors of a part, by their names in the full model.
-            finish: called with each part that is loaded, before the next one is: may replace its modules.
+            quantizer: gives the layers of each part their weight format; needed as well for weights stored in one.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
         """
         for part in parts:
+            stored = tensors(part)
+            if quantizer is not None:
+                stored = quantizer.take(part, stored, self, device, dtype)
             given = {
                 name: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
-                for name, t in tensors(part).items()
+                for name, t in stored.items()
             }
             self._check(part, given)
             self.load_state_dict(given, strict=False, assign=True)
-            if finish is not None:
-                finish(part, self)
+            if quantizer is not None:
+                quantizer.finish(part, self)
         left = [name for name, t in self.state_dict().items() if t.is_meta]
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))

@@ -21,13 +21,18 @@ class Hello:
         index: place of the sender in the ring, 0 is the starter.
         n_nodes: length of the ring.
         placement: hash of model, cut and ring that all nodes of a run share.
-        extensions: free for later use.
+        extensions: free for later use; "wire" is what the run's rows travel as, if not "auto" (net.wire.WIRE_DTYPES).
     """
 
     index: int
     n_nodes: int
     placement: str
     extensions: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def wire(self) -> str:
+        """What the sender's frames hold: an entry of WIRE_DTYPES, if it is one of ours."""
+        return str(self.extensions.get("wire", "auto"))
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -39,7 +44,8 @@ class Hello:
             hello = cls(fields["index"], fields["n_nodes"], fields["placement"], fields.get("extensions", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise WireError("a HELLO that cannot be read") from None
-        if not (isinstance(hello.index, int) and isinstance(hello.n_nodes, int) and isinstance(hello.placement, str)):
+        is_typed = isinstance(hello.index, int) and isinstance(hello.n_nodes, int) and isinstance(hello.placement, str)
+        if not is_typed or not isinstance(hello.extensions, dict):
             raise WireError("a HELLO with fields of the wrong type")
         return hello
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mdi.errors import WireError
 from mdi.net.channel import Channel
@@ -25,12 +26,22 @@ PATIENCE_S = 30.0
 SLOWEST_BYTES_PER_S = 10_000
 
 
-class BufferPool:
-    """Receive buffers that are used again: a decoding frame comes a thousand times with the same size."""
+Allocate = Callable[[int], Any]
 
-    def __init__(self, n_kept: int) -> None:
+
+class BufferPool:
+    """Receive buffers that are used again: a decoding frame comes a thousand times with the same size.
+
+    Args:
+        n_kept: buffers that wait to be used again, at most.
+        allocate: makes a writable buffer of so many bytes, whose len() they are; page-locked memory for a GPU, say.
+    """
+
+    def __init__(self, n_kept: int, allocate: Allocate = bytearray) -> None:
         self._n_kept = n_kept
-        self._free: list[bytearray] = []
+        self._allocate = allocate
+        self._type: type = type(allocate(0))
+        self._free: list[Any] = []
         self._lock = threading.Lock()
 
     def take(self, n_bytes: int) -> memoryview:
@@ -40,12 +51,12 @@ class BufferPool:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= n_bytes:
                     return memoryview(self._free.pop(i))[:n_bytes]
-        return memoryview(bytearray(max(n_bytes, 4096)))[:n_bytes]
+        return memoryview(self._allocate(max(n_bytes, 4096)))[:n_bytes]
 
     def give_back(self, view: bytes | bytearray | memoryview) -> None:
         """Return a view that `take` gave; nothing may read it any more."""
         buffer = view.obj if isinstance(view, memoryview) else view
-        if not isinstance(buffer, bytearray):
+        if not isinstance(buffer, self._type):
             return
         with self._lock:
             self._free.append(buffer)
@@ -187,6 +198,7 @@ class ReceiveLink:
         inbox: where BATCH frames go; must hold as many as can be in flight, so that this thread never waits there.
         on_last: called from the link's thread with the STOP or ERROR frame that ends the run.
         on_lost: called once, from the link's thread, with the reason when the previous node is lost.
+        allocate: see BufferPool.
     """
 
     def __init__(
@@ -197,6 +209,7 @@ class ReceiveLink:
         inbox: Channel[Frame],
         on_last: Callable[[Frame], None],
         on_lost: Callable[[str], None],
+        allocate: Allocate | None = None,
     ) -> None:
         self._sock = sock
         self._epoch = epoch
@@ -205,7 +218,7 @@ class ReceiveLink:
         self._on_last = on_last
         self._on_lost = on_lost
         self._closing = False
-        self.pool = BufferPool(inbox.capacity + 2)
+        self.pool = BufferPool(inbox.capacity + 2, allocate or bytearray)
         sock.settimeout(SILENCE_S)
         self._thread = threading.Thread(target=self._run, name="ring-recv", daemon=True)
         self._thread.start()

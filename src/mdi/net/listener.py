@@ -232,5 +232,9 @@ class RingListener:
                 )
             if ours.placement != theirs.placement:
                 raise RingError(f"{self._name} and its neighbour disagree about the model or its cut")
+            if ours.wire != theirs.wire:
+                raise RingError(
+                    f"{self._name} expects rows in the wire format {ours.wire!r}, its neighbour sends {theirs.wire[:40]!r}"
+                )
             expected.taken = True
             return expected

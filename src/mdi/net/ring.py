@@ -18,7 +18,7 @@ from typing import Protocol
 from mdi.errors import NodeLostError, RingError, WireError
 from mdi.net.channel import Channel
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import JOIN_S, SILENCE_S, ReceiveLink, SendLink, read_frame, send_frame, tune
+from mdi.net.link import JOIN_S, SILENCE_S, Allocate, ReceiveLink, SendLink, read_frame, send_frame, tune
 from mdi.net.listener import RingListener
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """A node's place in the ring of one run."""
+    """A node's place in the ring of one run; `wire` is what its rows travel as (net.wire.WIRE_DTYPES)."""
 
     epoch: int
     index: int
@@ -40,6 +40,7 @@ class Seat:
     placement: str
     next_addr: str
     next_port: int
+    wire: str = "auto"
 
     @property
     def n_nodes(self) -> int:
@@ -59,11 +60,14 @@ class Seat:
 
     @property
     def prev_hello(self) -> Hello:
-        return Hello((self.index - 1) % self.n_nodes, self.n_nodes, self.placement)
+        return self._hello((self.index - 1) % self.n_nodes)
 
     @property
     def hello(self) -> Frame:
-        return Frame.message(Kind.HELLO, self.epoch, Hello(self.index, self.n_nodes, self.placement).to_bytes())
+        return Frame.message(Kind.HELLO, self.epoch, self._hello(self.index).to_bytes())
+
+    def _hello(self, index: int) -> Hello:
+        return Hello(index, self.n_nodes, self.placement, {} if self.wire == "auto" else {"wire": self.wire})
 
 
 class Ring(Protocol):
@@ -130,7 +134,13 @@ class TcpRing:
     """The two links of a node among others, and what happens when one of them ends."""
 
     def __init__(
-        self, seat: Seat, sock_in: socket.socket, sock_out: socket.socket, capacity: int, limits: Limits
+        self,
+        seat: Seat,
+        sock_in: socket.socket,
+        sock_out: socket.socket,
+        capacity: int,
+        limits: Limits,
+        allocate: Allocate | None = None,
     ) -> None:
         self._seat = seat
         self._fault: Fault | None = None
@@ -139,7 +149,7 @@ class TcpRing:
         self._report_timer: threading.Timer | None = None
         self.inbox: Channel[Frame] = Channel(capacity + 1)
         self._out = SendLink(sock_out, seat.epoch, capacity + 1, self._next_lost)
-        self._in = ReceiveLink(sock_in, seat.epoch, limits, self.inbox, self._last_frame, self._prev_lost)
+        self._in = ReceiveLink(sock_in, seat.epoch, limits, self.inbox, self._last_frame, self._prev_lost, allocate)
 
     @property
     def send_s(self) -> float:
@@ -238,9 +248,18 @@ def _error_of(fault: Fault) -> RingError:
 
 
 def close_starter_ring(
-    listener: RingListener, seat: Seat, capacity: int, limits: Limits, timeout_s: float = 30.0
+    listener: RingListener,
+    seat: Seat,
+    capacity: int,
+    limits: Limits,
+    timeout_s: float = 30.0,
+    allocate: Allocate | None = None,
 ) -> TcpRing:
     """Form the ring, as its starter.
+
+    Args:
+        capacity: frames in flight, at most.
+        allocate: makes the buffers that frames are received into, see BufferPool.
 
     Raises:
         NodeLostError, RingError: a link could not be made; the message names it.
@@ -253,7 +272,7 @@ def close_starter_ring(
         sock_in = expectation.wait(CONNECT_S)
         if sock_in is None:
             raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
-        return TcpRing(seat, sock_in, sock_out, capacity, limits)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
     except BaseException:
         if sock_out is not None:
             sock_out.close()
@@ -262,7 +281,14 @@ def close_starter_ring(
         listener.forget(expectation)
 
 
-def join_ring(sock_in: socket.socket, seat: Seat, capacity: int, limits: Limits, timeout_s: float = 30.0) -> TcpRing:
+def join_ring(
+    sock_in: socket.socket,
+    seat: Seat,
+    capacity: int,
+    limits: Limits,
+    timeout_s: float = 30.0,
+    allocate: Allocate | None = None,
+) -> TcpRing:
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
 
     Raises:
@@ -273,7 +299,7 @@ def join_ring(sock_in: socket.socket, seat: Seat, capacity: int, limits: Limits,
         sock_out = _connect(seat)
         _read_answer(sock_out, seat, timeout_s)
         send_frame(sock_in, seat.hello)
-        return TcpRing(seat, sock_in, sock_out, capacity, limits)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
     except (RingError, OSError) as e:
         fault = Fault(e.node if isinstance(e, NodeLostError) else "", str(e), seat.name)
         with contextlib.suppress(OSError):

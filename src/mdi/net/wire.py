@@ -16,7 +16,7 @@ sockets and no tensors; docs/protocol.md repeats the table.
     28      4     n_freed
     32      4     n_rows of the payload
     36      4     n_cols of the payload
-    40      8     payload bytes = n_rows * n_cols * itemsize
+    40      8     payload bytes, which kind of payload, n_rows and n_cols decide
     48      4     CRC32 of the 48 bytes before, the tables and the payload
     52            n_slices times: seq_id u64, start u32, n_rows u32, n_logits u32   (20 bytes each)
                   n_freed times: seq_id u64
@@ -53,15 +53,52 @@ class Kind(IntEnum):
     PING = 5  # sign of life of one link, never passed on
 
 
-# dtype code -> (torch's name of it, bytes per value); 0 marks plain bytes
-DTYPES: dict[int, tuple[str, int]] = {
-    0: ("bytes", 1),
-    1: ("float32", 4),
-    2: ("float16", 2),
-    3: ("bfloat16", 2),
-    4: ("float64", 8),
+@dataclass(frozen=True)
+class PayloadType:
+    """How the numbers of a payload lie in memory: all scales first, if it has some, then all values, row by row.
+
+    Attributes:
+        name: torch's name of the type, or what the scaled ones are called here.
+        value_bytes: of one value.
+        scale_bytes: of one scale and what belongs to it; 0 if the values are not scaled.
+        block: consecutive values of a row that share a scale; 0 is the whole row. The last block of a row may be short.
+    """
+
+    name: str
+    value_bytes: int
+    scale_bytes: int = 0
+    block: int = 0
+
+    def n_scales(self, n_cols: int) -> int:
+        """Scales of one row."""
+        if not self.scale_bytes:
+            return 0
+        return -(-n_cols // self.block) if self.block else 1
+
+    def n_bytes(self, n_rows: int, n_cols: int) -> int:
+        return n_rows * (self.n_scales(n_cols) * self.scale_bytes + n_cols * self.value_bytes)
+
+
+PLAIN_BYTES = PayloadType("bytes", 1)
+# float16 times a power of two in float32 for each row: hidden states may pass the largest float16, 65504.
+ROW_FLOAT16 = PayloadType("row-scaled float16", 2, scale_bytes=4)
+# 8 bits times a bfloat16 for every 64 values, the largest of which stands beside the scale, again as bfloat16: one large
+# value must not take the precision of its neighbours. Its place holds -128, which stands for nothing else.
+BLOCK_INT8 = PayloadType("block-scaled int8", 1, scale_bytes=4, block=64)
+
+DTYPES: dict[int, PayloadType] = {
+    0: PLAIN_BYTES,
+    1: PayloadType("float32", 4),
+    2: PayloadType("float16", 2),
+    3: PayloadType("bfloat16", 2),
+    4: PayloadType("float64", 8),
+    5: ROW_FLOAT16,
+    6: BLOCK_INT8,
 }
-DTYPE_CODES = {name: code for code, (name, _) in DTYPES.items()}
+DTYPE_CODES = {payload_type.name: code for code, payload_type in DTYPES.items()}
+
+# What a run's rows travel as; "auto" is what each stage computes in. All nodes of a ring must agree (net.hello).
+WIRE_DTYPES = ("auto", "fp16", "int8")
 
 
 @dataclass(frozen=True)
@@ -96,7 +133,7 @@ HANDSHAKE_LIMITS = Limits(max_rows=1, max_cols=4096, max_slices=0, max_payload_b
 
 @dataclass(frozen=True)
 class Frame:
-    """One message of the ring. `payload` is a bytes-like object of n_rows * n_cols values of `dtype`."""
+    """One message of the ring. `payload` is a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType."""
 
     kind: Kind
     epoch: int
@@ -188,14 +225,14 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Heade
     ):
         if found > limit:
             raise WireError(f"a frame with {found} {what}; this node accepts at most {limit}")
-    dtype, itemsize = DTYPES[dtype_code]
-    if n_rows * n_cols * itemsize != n_bytes:
-        raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {dtype}")
+    payload_type = DTYPES[dtype_code]
+    if payload_type.n_bytes(n_rows, n_cols) != n_bytes:
+        raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
     return Header(
         Kind(kind),
         epoch,
         number,
-        dtype,
+        payload_type.name,
         n_slices,
         n_freed,
         n_rows,

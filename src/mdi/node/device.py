@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-import psutil
 import torch
 
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
+from mdi.node.memory import available_bytes
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
@@ -69,6 +73,15 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quant
     return DTYPES[name]
 
 
+def choose_kv_dtype(wanted: str, computed: torch.dtype, device: torch.device) -> torch.dtype:
+    """The number format that caches hold: with "auto" what the node computes in.
+
+    Raises:
+        UsageError: unknown, or the device does not have it.
+    """
+    return computed if wanted == "auto" else choose_dtype(wanted, "float32", device)
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has bfloat16 matrix instructions that torch uses (AVX512-BF16, AMX, Arm BF16)."""
     check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -81,7 +94,7 @@ def cpu_multiplies_bfloat16() -> bool:
 def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UsageError if not even one sequence of full length fits into the memory that is left."""
     needed = stage.run_bytes(max_length, dtype)
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    available = available_bytes(device)
     if needed > available:
         raise UsageError(
             f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
@@ -89,9 +102,36 @@ def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch
         )
 
 
-def set_threads(n_threads: int | None) -> None:
-    """Limit torch to `n_threads`; and let the ring's threads in quickly while Python computes."""
+def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> None:
+    """Limit torch to `n_threads` and to `cores`; and let the ring's threads in quickly while Python computes.
+
+    With cores and no number of threads, as many threads as cores.
+
+    Raises:
+        UsageError: a core that this process does not have, or a system that cannot pin.
+    """
+    if cores is not None:
+        pin_to_cores(cores)
+        n_threads = n_threads or len(cores)
     if n_threads is not None:
         torch.set_num_threads(n_threads)
     # The default of 5 ms is what a ring thread would wait for the interpreter each time.
     sys.setswitchinterval(0.0005)
+
+
+def pin_to_cores(cores: Sequence[int]) -> None:
+    """Keep this process on `cores`: the threads that there are, and those that they start; UsageError if that cannot be."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"this system ({sys.platform}) has no way to keep a process on some cores: leave --cores out")
+    allowed = os.sched_getaffinity(0)
+    strange = sorted(set(cores) - allowed)
+    if strange:
+        raise UsageError(
+            f"--cores: this process cannot run on core {strange[0]}; it may use {', '.join(map(str, sorted(allowed)))}"
+        )
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
+    os.sched_setaffinity(0, cores)
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores)

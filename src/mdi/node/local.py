@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,10 +29,20 @@ class LocalRing:
         devices: "cuda:0,cuda:1", one for each node; None leaves the choice to the nodes.
         n_threads: CPU threads per node; None divides the cores among the nodes.
         ckpt: read by the secondaries themselves, so that nothing has to be sent.
+        cores: divided among the nodes, each of which stays on its own; None pins nothing.
+        kv_memory: bytes for caches on each node.
     """
 
     def __init__(
-        self, n_nodes: int, devices: str | None, n_threads: int | None, ckpt: Path | None, verbose: bool, debug: bool
+        self,
+        n_nodes: int,
+        devices: str | None,
+        n_threads: int | None,
+        ckpt: Path | None,
+        verbose: bool,
+        debug: bool,
+        cores: Sequence[int] | None = None,
+        kv_memory: int | None = None,
     ) -> None:
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
@@ -42,7 +53,10 @@ class LocalRing:
             raise UsageError(f"--threads must be at least 1, got {n_threads}")
         self._devices = names
         self._n_nodes = n_nodes
-        self.threads_of_starter = n_threads or max(1, available_cores() // n_nodes)
+        self._cores = cores
+        self._kv_memory = kv_memory
+        n_cores = available_cores() if cores is None else len(cores)
+        self.threads_of_starter = n_threads or max(1, n_cores // n_nodes)
         self._ckpt = ckpt
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self._children: list[subprocess.Popen[bytes]] = []
@@ -89,7 +103,7 @@ class LocalRing:
     def _nodes(self) -> dict[str, Any]:
         ports = iter(free_ports(2 * self._n_nodes))
         entries = []
-        for device in self._devices:
+        for index, device in enumerate(self._devices):
             entry: dict[str, Any] = {
                 "addr": "127.0.0.1",
                 "communication": {"port": next(ports)},
@@ -98,6 +112,10 @@ class LocalRing:
             }
             if device:
                 entry["device"] = device
+            if self._cores is not None:
+                entry["cores"] = list(cores_of_node(self._cores, index, self._n_nodes))
+            if self._kv_memory is not None:
+                entry["kv_memory"] = self._kv_memory
             entries.append(entry)
         return {"nodes": {"starter": entries[0], "secondary": entries[1:]}}
 
@@ -124,6 +142,20 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def pinnable_cores() -> list[int]:
+    """Numbers of the cores that this process may use; UsageError where no process can be kept on some of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise UsageError(f"this system ({sys.platform}) has no way to keep a process on some cores: leave --pin out")
+    return sorted(os.sched_getaffinity(0))
+
+
+def cores_of_node(cores: Sequence[int], index: int, n_nodes: int) -> Sequence[int]:
+    """The share of one node; with more nodes than cores, several stay on the same one."""
+    if len(cores) < n_nodes:
+        return [cores[index % len(cores)]]
+    return cores[index * len(cores) // n_nodes : (index + 1) * len(cores) // n_nodes]
 
 
 def free_ports(n: int) -> list[int]:

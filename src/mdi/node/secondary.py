@@ -26,16 +26,19 @@ from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.server import ControlServer
 from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.metrics import peak_rss_bytes
-from mdi.model.formats import check_format, quantizer
+from mdi.model.formats import check_format
+from mdi.model.quantize import Quantizer
 from mdi.model.stage import Stage
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
 from mdi.node.job import Abandoned, Job
+from mdi.node.memory import CacheReport, report_caches
 
 logger = logging.getLogger("mdi")
 
@@ -48,6 +51,7 @@ class SecondaryNode:
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
+        kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class SecondaryNode:
         dtype: str | None = None,
         compile_stage: bool = False,
         quantize: str | None = None,
+        kv_memory: int | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
@@ -67,6 +72,8 @@ class SecondaryNode:
         self._device = choose_device(device or config.device)
         self._dtype = dtype or config.dtype
         self._quantize = quantize
+        self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
+        self._report_caches: Callable[[], CacheReport] | None = None
         check_format(quantize, self._device)
         choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
         self._compile = compile_stage
@@ -149,6 +156,7 @@ class SecondaryNode:
                 job.touch()
             state, error, metrics = self._state, self._error, self._metrics
             is_known = bool(run) and run == self._last_run
+            report_caches = self._report_caches if is_known else None
         return {
             "name": self.config.name,
             "version": mdi.__version__,
@@ -168,6 +176,7 @@ class SecondaryNode:
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and is_known else None,
             "metrics": metrics if is_known else None,
+            "caches": report_caches().to_json() if report_caches is not None else None,
         }
 
     def _missing_of(self, job: Job) -> list[dict[str, Any]] | None:
@@ -255,8 +264,10 @@ class SecondaryNode:
         self._wait_for_parts(job)
         device, dtype, stage = self._load(job)
         request = job.request
-        check_room(stage, request.max_length, device, dtype)
-        stage.prepare(request.max_length, device, dtype)
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
+        check_room(stage, request.max_length, device, kv_dtype)
+        stage.prepare(request.max_length, device, kv_dtype)
+        is_mapped = dtype == DTYPES.get(request.stored_dtype) and self._format(request.quantize) is None
         seat = Seat(
             int(request.epoch, 16),
             request.index,
@@ -264,22 +275,26 @@ class SecondaryNode:
             request.placement,
             request.next_addr,
             request.next_port,
+            request.wire_dtype,
         )
         assert self._listener is not None
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
             with self._lock:
                 self._state = "READY"
+                self._report_caches = lambda: report_caches(stage, kv_dtype, device, self._kv_memory, is_mapped)
             logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
             sock = None
             while sock is None:
                 job.check()
                 sock = expectation.wait(0.5)
         finally:
+            self._report_caches = None
             self._listener.forget(expectation)
         # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
         limits = Limits(max_cols=max(stage.config.n_embd, HANDSHAKE_LIMITS.max_cols))
-        ring = join_ring(sock, seat, seat.n_nodes, limits)
+        pinned = pinned_buffer if device.type == "cuda" else None
+        ring = join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned)
         with self._lock:
             self._ring, self._state = ring, "RUNNING"
         try:
@@ -291,7 +306,7 @@ class SecondaryNode:
             stage.caches.clear()
 
     def _run_stage(self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype) -> None:
-        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype)
+        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype, seat.wire)
         try:
             loop.run()
         except RingError:
@@ -366,7 +381,7 @@ class SecondaryNode:
                 return source.tensors(name)
             return self._store.tensors(shas[name])
 
-        stage.load(list(shas), tensors, device, dtype, quantizer(quantize, None))
+        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key

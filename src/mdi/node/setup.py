@@ -13,6 +13,7 @@ from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.node.memory import CacheReport
 from mdi.node.weights import StarterWeights
 
 POLL_S = 0.2
@@ -180,6 +181,14 @@ class SecondarySetup:
     def _wait_ready(self) -> None:
         while self._loading_status()["state"] != "READY":
             self._cancelled.wait(POLL_S)
+
+    def ask_caches(self) -> CacheReport:
+        """How much cache the node can hold, now that it is ready.
+
+        Raises:
+            NodeLostError, RingError, ControlError: it is not there any more, or says it in no readable way.
+        """
+        return CacheReport.from_json(self._loading_status().get("caches"), self._client.where)
 
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""

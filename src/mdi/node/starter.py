@@ -26,17 +26,21 @@ from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.engine.memory import CacheMemory
 from mdi.engine.sampling import seed_of
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
+from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
-from mdi.model.formats import check_format, quantizer
+from mdi.model.formats import check_format
+from mdi.model.quantize import Quantizer
 from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.memory import report_caches, share_out
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
@@ -62,6 +66,10 @@ class StarterOptions:
     quantize_head: str | None = None
     prompt_style: str = "auto"
     wait_s: float = 30.0
+    wire_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kv_memory: int | None = None
+    n_frames: int | None = None
 
 
 class StarterNode(StatusOnly):
@@ -86,6 +94,7 @@ class StarterNode(StatusOnly):
         self.samples: list[Sample] = []
         self.secondary_metrics: list[dict[str, Any]] = []
         self._failure: MdiError | None = None
+        self._memory: CacheMemory | None = None
         self._begin = 0.0
         self._end = 0.0
 
@@ -112,9 +121,14 @@ class StarterNode(StatusOnly):
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
         options = self._options
-        self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
+        self._weights = StarterWeights(
+            options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize
+        )
+        self._quantize = options.quantize or self._weights.quantize
+        check_format(self._quantize, self._device)
         self.config = Config(**self._weights.config)
-        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, options.quantize is not None)
+        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, self._quantize is not None)
+        self._kv_dtype = choose_kv_dtype(options.kv_dtype, self._dtype, self._device)
         self._directory = self._weights.directory
         self.codec = TextCodec.from_checkpoint(self._directory, options.prompt_style)
 
@@ -164,6 +178,7 @@ class StarterNode(StatusOnly):
             while not all(setup.wait(0.1) for setup in setups):
                 self._check(setups, check)
             self._raise_first(setups)
+            self._memory = self._reckon_memory(setups)  # last, when all weights are where they stay
         finally:
             for setup in setups:
                 setup.cancel()
@@ -171,20 +186,46 @@ class StarterNode(StatusOnly):
             setup.join(1.0)
         self._state = "READY"
 
+    def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
+        """What the caches of all nodes can hold."""
+        is_mapped = (
+            self._dtype == DTYPES.get(self._weights.dtype if self._weights else "") and not self._options.quantize
+        )
+        by_hand = self._options.kv_memory
+        by_hand = self.cluster.starter.kv_memory if by_hand is None else by_hand
+        own = report_caches(self._stage, self._kv_dtype, self._device, by_hand, is_mapped)
+        reports = [own, *(setup.ask_caches() for setup in setups)]
+        places = [(node.name, node.addr) for node in self.cluster.nodes]
+        memory = CacheMemory(
+            share_out([(*place, r) for place, r in zip(places, reports, strict=True)], self.max_length)
+        )
+        n_sequences = memory.n_sequences(self.max_length)
+        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self.max_length)
+        return memory
+
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
         n_nodes = self.cluster.n_nodes
+        n_frames = self._options.n_frames or n_nodes
+        if n_frames != n_nodes:
+            logger.info(
+                "%d frames in flight over %d nodes (--frames): worth it where a transfer takes longer than a stage's share "
+                "of a round", *(n_frames, n_nodes),
+            )  # fmt: skip
         if self._listener is None:
-            self._ring = LoopbackRing(n_nodes)
+            self._ring = LoopbackRing(n_frames)
         else:
             first = self.cluster.secondaries[0]
-            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in)
+            wire = self._options.wire_dtype
+            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in, wire)
             # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
             limits = Limits(max_cols=max(self.config.n_embd, HANDSHAKE_LIMITS.max_cols))
-            self._ring = close_starter_ring(self._listener, seat, n_nodes, limits)
+            pinned = pinned_buffer if self._device.type == "cuda" else None
+            self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
         self.engine = StarterEngine(
-            self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype
-        )
+            self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype,
+            memory=self._memory, n_frames=n_frames, wire=self._options.wire_dtype,
+        )  # fmt: skip
         self._state = "RUNNING"
         self._begin = time.perf_counter()
 
@@ -318,7 +359,10 @@ class StarterNode(StatusOnly):
                 max_length=self.max_length,
                 dtype=self._options.dtype,
                 compile=self._options.compile,
-                quantize=self._options.quantize,
+                quantize=self._quantize,
+                wire_dtype=self._options.wire_dtype,
+                kv_dtype=self._options.kv_dtype,
+                n_frames=self._options.n_frames,
             )
             setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
         return setups
@@ -345,16 +389,16 @@ class StarterNode(StatusOnly):
         assert weights is not None
         stop = weights.blocks[0][1]
         self._stage = StarterStage(self.config, stop)
-        finish = quantizer(self._options.quantize, self._options.quantize_head)
+        quantizer = Quantizer(self._quantize, self._options.quantize_head or weights.quantize_head)
         parts = stage_parts(0, stop, starter=True)
 
         def tensors(part: str) -> Mapping[str, torch.Tensor]:
             check()
             return weights.verified_tensors(part)
 
-        self._stage.load(parts, tensors, self._device, self._dtype, finish)
-        check_room(self._stage, self.max_length, self._device, self._dtype)
-        self._stage.prepare(self.max_length, self._device, self._dtype)
+        self._stage.load(parts, tensors, self._device, self._dtype, quantizer)
+        check_room(self._stage, self.max_length, self._device, self._kv_dtype)
+        self._stage.prepare(self.max_length, self._device, self._kv_dtype)
         if self._options.compile:
             self._stage.compile()
 

@@ -26,12 +26,16 @@ class StarterWeights:
         chunk: the starter's chunk, or None; the other nodes' chunks are looked for beside it.
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
+        quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.
 
     Raises:
         UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
     """
 
-    def __init__(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+    def __init__(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None
+    ) -> None:
+        self._wanted = quantize
         self._sources: list[WeightSource] = []
         self._chunks: dict[str, ChunkFile] = {}
         try:
@@ -64,6 +68,9 @@ class StarterWeights:
             first.config_hash,
             first.dtype,
         )
+        self.quantize, self.quantize_head = first.quantize, first.quantize_head
+        if self._wanted is not None and self.quantize not in (None, self._wanted):
+            raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
         self.blocks = self._cut(n_nodes, layers)
         for node, (start, stop) in enumerate(self.blocks):
             for part in stage_parts(start, stop, starter=node == 0):
@@ -95,7 +102,9 @@ class StarterWeights:
 
     def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
         """Use the chunks beside a checkpoint if they are there, whole, and not older than it."""
-        path = find_chunk(ckpt, n_nodes, "starter")
+        path = find_chunk(ckpt, n_nodes, "starter", self._wanted)
+        if not path.is_file():
+            path = find_chunk(ckpt, n_nodes, "starter")
         if not path.is_file():
             return
         # Each of them: where prepare_model.py was broken off, new chunks lie beside old ones, of other weights.

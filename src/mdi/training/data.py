@@ -1,4 +1,4 @@
-"""Text to token files: read, train or load a tokenizer, encode, split, write.
+"""Token files: encode texts, split, write, and open what was written.
 
 A data set is a folder with `train.bin` and `val.bin` (raw token ids, little-endian), `meta.json` (type of the ids,
 counts, sha256) and the tokenizer that made them. Knows nothing of models.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
 from mdi.training.storage import make_folder, missing, sha256_file
+from mdi.training.texts import PIECE_CHARS, pieces
 from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
 
 # Token ids on disk: uint16 or uint32, little-endian.
@@ -27,10 +29,8 @@ IdType = np.dtype[np.unsignedinteger[Any]]
 ID_TYPES: dict[str, IdType] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 FORMAT_VERSION = 1
-TEXT_SUFFIXES = (".txt", ".md")
 # Below this there is nothing to learn from, and the tenth that is held out would be a word or two.
 MIN_TOKENS = 100
-PIECE_CHARS = 1 << 20
 AGAIN = "make the data set again with prepare_data.py"
 
 
@@ -42,6 +42,7 @@ class DataSet:
         train, val: token ids, shapes (n_train,) and (n_val,), uint16 or uint32.
         vocab_size: one more than the largest id that the tokenizer can give.
         tokenizer: name and content of the files to put beside weights that are trained on this.
+        sha256: of train.bin, to know the data set again.
     """
 
     folder: Path
@@ -49,58 +50,7 @@ class DataSet:
     val: TokenIds
     vocab_size: int
     tokenizer: dict[str, bytes]
-
-
-def find_texts(path: Path) -> list[Path]:
-    """The file itself, or every .txt and .md file below the folder, sorted by name.
-
-    Raises:
-        UsageError: nothing is there, or the folder holds no text.
-    """
-    if not path.exists():
-        raise UsageError(missing(path, "the text"))
-    if path.is_file():
-        return [path]
-    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file())
-    if not found:
-        raise UsageError(f"{path} holds no {' or '.join(TEXT_SUFFIXES)} file; expected at least one")
-    return found
-
-
-def read_text(path: Path) -> str:
-    """The text as it is on disk, line ends included, less a byte order mark.
-
-    Raises:
-        UsageError: not UTF-8 (says at which byte), empty, or unreadable.
-    """
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as err:
-        raise UsageError(
-            f"{path} is not UTF-8: byte 0x{raw[err.start]:02x} at offset {err.start}; "
-            "convert it, e.g. with iconv -t UTF-8"
-        ) from err
-    except OSError as err:
-        raise UsageError(f"{path} cannot be read: {err.strerror or err}") from err
-    if not text.strip():
-        raise UsageError(f"{path} is empty ({len(raw)} bytes); expected text")
-    return text
-
-
-def pieces(text: str, n_chars: int = PIECE_CHARS) -> Iterator[str]:
-    """Cuts a long text at ends of lines, so that it can be encoded bit by bit with progress and little memory.
-
-    A cut comes before the white space between two words: byte-level BPE never merges over that, so the pieces give the
-    same ids as the whole. Tokenizers that put a space before a text give one more at each cut.
-    """
-    start = 0
-    while start < len(text):
-        stop = min(start + n_chars, len(text))
-        while stop < len(text) and not (text[stop] == "\n" and not text[stop - 1].isspace()):
-            stop += 1
-        yield text[start:stop]
-        start = stop
+    sha256: str
 
 
 def id_type(vocab_size: int) -> IdType:
@@ -109,30 +59,58 @@ def id_type(vocab_size: int) -> IdType:
 
 
 def encode_texts(
-    texts: Sequence[str], vocabulary: Vocabulary, progress: Callable[[int], object] | None = None
+    texts: Iterable[str],
+    vocabulary: Vocabulary,
+    file: BinaryIO,
+    *,
+    with_ends: bool,
+    progress: Callable[[int], object] | None = None,
 ) -> TokenIds:
-    """All texts after one another; where there are several, each ends with the end-of-text token if there is one.
+    """All texts after one another, encoded into a file bit by bit, so that they may be larger than the memory.
 
     Args:
+        file: to write the ids into; what comes back is a map of it.
+        with_ends: after each text comes the end-of-text token, if the tokenizer has one.
         progress: called with the number of characters just encoded.
+
+    Raises:
+        UsageError: the disk is full.
     """
     dtype = id_type(vocabulary.size)
-    parts: list[TokenIds] = []
-    for text in texts:
-        for piece in pieces(text):
-            parts.append(np.asarray(vocabulary.encode(piece), dtype=dtype))
-            if progress is not None:
-                progress(len(piece))
-        if len(texts) > 1 and vocabulary.eos_id is not None:
-            parts.append(np.asarray([vocabulary.eos_id], dtype=dtype))
-    return np.concatenate(parts)
+    end = np.asarray([] if vocabulary.eos_id is None or not with_ends else [vocabulary.eos_id], dtype=dtype)
+    n_bytes = 0
+    try:
+        for text in texts:
+            for piece in pieces(text):
+                n_bytes += file.write(np.asarray(vocabulary.encode(piece), dtype=dtype).tobytes())
+                if progress is not None:
+                    progress(len(piece))
+            n_bytes += file.write(end.tobytes())
+        file.flush()
+    except OSError as err:
+        raise UsageError(
+            f"cannot write the encoded text: {err.strerror or err}; choose another disk with --out"
+        ) from err
+    if n_bytes == 0:
+        return np.empty(0, dtype=dtype)
+    ids: TokenIds = np.memmap(file, dtype=dtype, mode="r")
+    return ids
 
 
-def write_data_set(folder: Path, ids: TokenIds, vocabulary: Vocabulary, sources: Sequence[Path]) -> dict[str, object]:
-    """Writes the first nine tenths as train.bin, the rest as val.bin, the tokenizer, and meta.json last.
+def write_data_set(
+    folder: Path,
+    ids: TokenIds,
+    vocabulary: Vocabulary,
+    sources: Sequence[Path],
+    val_fraction: Fraction = Fraction(1, 10),
+) -> dict[str, object]:
+    """Writes the first part as train.bin, the rest as val.bin, the tokenizer, and meta.json last.
 
     Each file is replaced whole; a crash in between leaves a meta.json whose sha256 do not fit, which `load_data_set`
     refuses.
+
+    Args:
+        val_fraction: of the tokens, held out.
 
     Returns:
         what meta.json holds.
@@ -142,14 +120,21 @@ def write_data_set(folder: Path, ids: TokenIds, vocabulary: Vocabulary, sources:
     """
     if len(ids) < MIN_TOKENS:
         raise UsageError(f"the text is too short: {len(ids)} tokens, expected at least {MIN_TOKENS}")
+    n_train = int(len(ids) * (1 - val_fraction))
+    if not 0 < n_train < len(ids):
+        raise UsageError(
+            f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves nothing to train on or to test"
+        )
     make_folder(folder)
-    n_train = len(ids) * 9 // 10
     hashes = {}
     for name, part in (("train.bin", ids[:n_train]), ("val.bin", ids[n_train:])):
-        raw = part.tobytes()
+        digest = hashlib.sha256()
         with replacing(folder / name, UsageError) as handle:
-            handle.write(raw)
-        hashes[name] = hashlib.sha256(raw).hexdigest()
+            for start in range(0, len(part), PIECE_CHARS):
+                raw = part[start : start + PIECE_CHARS].tobytes()
+                digest.update(raw)
+                handle.write(raw)
+        hashes[name] = digest.hexdigest()
     for name, content in vocabulary.files().items():
         with replacing(folder / name, UsageError) as handle:
             handle.write(content)
@@ -191,7 +176,7 @@ def load_data_set(folder: Path) -> DataSet:
         raise UsageError(f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}")
     train = _open_ids(folder / "train.bin", dtype, n_train, vocab_size, hashes.get("train.bin"))
     val = _open_ids(folder / "val.bin", dtype, n_val, vocab_size, hashes.get("val.bin"))
-    return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes))
+    return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes), hashes["train.bin"])
 
 
 def _open_ids(path: Path, dtype: IdType, count: int, vocab_size: int, sha256: str | None) -> TokenIds:

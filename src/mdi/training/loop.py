@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from litgpt.model import GPT
 from torch.nn import functional
 
-from mdi.errors import MdiError
+from mdi.errors import MdiError, UsageError
+from mdi.training.processes import Processes
 from mdi.training.schedule import learning_rate
 from mdi.training.settings import TrainingSettings
 from mdi.training.windows import Windows
@@ -30,11 +32,13 @@ class Progress:
         n_steps: optimizer steps done.
         best_val_loss: nats per token; infinite before the first evaluation.
         n_worse: evaluations since the best one.
+        elapsed_s: time spent training, over all sessions.
     """
 
     n_steps: int = 0
     best_val_loss: float = math.inf
     n_worse: int = 0
+    elapsed_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,21 @@ def make_optimizer(model: GPT, settings: TrainingSettings) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2))
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
 
 
 class Trainer:
-    """One training run.
+    """One training run, or one process' part of it.
 
     Args:
         model: with float32 weights, on the device to train on.
         train, val: windows of settings.sequence_length.
         forward: what computes the logits, if it is not the model itself (a compiled or wrapped one).
         progress: to go on from, together with the optimizer; a new run if not given.
+        processes: that train together; grad_acc_steps has to be a multiple of their number.
+
+    Raises:
+        UsageError: it is not.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class Trainer:
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         optimizer: torch.optim.AdamW | None = None,
         progress: Progress | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -87,68 +96,76 @@ class Trainer:
         self.optimizer = optimizer or make_optimizer(model, settings)
         self._train, self._val = train, val
         self._forward = model if forward is None else forward
+        self._processes = processes or Processes()
+        if settings.grad_acc_steps % self._processes.count:
+            raise UsageError(
+                f"--grad-acc-steps {settings.grad_acc_steps}: expected a multiple of the {self._processes.count} "
+                "processes, which share these forward passes"
+            )
         self._device = next(model.parameters()).device
+        self._has_dropout = any(isinstance(module, torch.nn.Dropout) for module in model.modules())
         # float16 gradients underflow without scaling; for the other types the scaler does nothing.
-        self._scaler = torch.amp.GradScaler(self._device.type, enabled=settings.dtype == "float16")
+        self.scaler = torch.amp.GradScaler(self._device.type, enabled=settings.dtype == "float16")
 
-    def run(self, report: Callable[[Report], None], save: Callable[[], object]) -> Progress:
-        """Trains until max_iters, or until `patience` evaluations brought nothing.
+    def run(
+        self,
+        report: Callable[[Report], None],
+        save: Callable[[bool], object],
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> Progress:
+        """Trains until max_iters, until `patience` evaluations brought nothing, or until asked to stop.
 
         Args:
             report: called every log_interval steps and at each evaluation.
-            save: called after each evaluation that was better than all before; writes the weights.
+            save: called after each evaluation with whether it was better than all before, and when stopping.
+            is_stopping: asked after each step.
 
         Raises:
             MdiError: the loss is no longer a number.
         """
         settings, progress = self.settings, self.progress
-        began, first = time.monotonic(), progress.n_steps
+        clock = _Clock(progress)
         while progress.n_steps < settings.max_iters:
             lr, train_loss = self.step()
-            last = progress.n_steps == settings.max_iters
-            val_loss = None
-            if progress.n_steps % settings.ckpt_interval == 0 or last:
-                val_loss = self.evaluate()
-                if self._is_best(val_loss):
-                    save()
+            is_evaluated = progress.n_steps % settings.ckpt_interval == 0 or progress.n_steps == settings.max_iters
+            val_loss = self.evaluate() if is_evaluated else None
+            is_best = val_loss is not None and self._is_best(val_loss)
+            clock.tick()
             if val_loss is not None or progress.n_steps % settings.log_interval == 0:
-                elapsed = time.monotonic() - began
-                n_done = progress.n_steps - first
-                speed = n_done * settings.n_tokens_per_step / elapsed if elapsed > 0 else math.inf
-                left = elapsed / n_done * (settings.max_iters - progress.n_steps)
-                report(Report(progress.n_steps, lr, train_loss, val_loss, speed, elapsed, left))
-            if settings.patience is not None and progress.n_worse >= settings.patience:
+                speed, left = clock.speed(settings.n_tokens_per_step), clock.left_s(settings.max_iters)
+                report(Report(progress.n_steps, lr, train_loss, val_loss, speed, progress.elapsed_s, left))
+            stops = self._agreed(is_stopping())
+            if val_loss is not None or stops:
+                save(is_best)
+            if stops or (settings.patience is not None and progress.n_worse >= settings.patience):
                 break
         return progress
 
     def step(self) -> tuple[float, float]:
         """One optimizer step; returns its learning rate and its mean loss in nats per token."""
         settings = self.settings
-        lr = learning_rate(
-            self.progress.n_steps,
-            peak=settings.lr,
-            floor=settings.min_lr,
-            n_warmup=settings.warmup_iters,
-            n_steps=settings.max_iters,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self._set_learning_rate()
         self.model.train()
+        parts = self._processes.share(settings.grad_acc_steps)
         total = 0.0
-        for i in range(settings.grad_acc_steps):
-            index = (self.progress.n_steps * settings.grad_acc_steps + i) * settings.batch_size
-            loss = self._loss(*self._train.batch(index, settings.batch_size)) / settings.grad_acc_steps
-            self._scaler.scale(loss).backward()
-            total += loss.item()
+        with self._dropout_of_step():
+            for part in parts:
+                index = (self.progress.n_steps * settings.grad_acc_steps + part) * settings.batch_size
+                batch = self._train.batch(index, settings.batch_size)
+                with self._processes.gathering(self._forward, is_last=part == parts[-1]):
+                    loss = self._loss(self._forward, *batch) / len(parts)
+                    self.scaler.scale(loss).backward()
+                total += loss.item()
+        total = self._processes.sums([total], self._device)[0] / self._processes.count
         if not math.isfinite(total):
             raise MdiError(
                 f"the loss became {total} at step {self.progress.n_steps}; use a smaller --lr or --dtype float32"
             )
         if settings.grad_clip > 0:
-            self._scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.n_steps += 1
         return lr, total
@@ -158,15 +175,33 @@ class Trainer:
         """Mean loss in nats per token over the same held-out windows at every call."""
         self.model.eval()
         total, count = 0.0, 0
-        for inputs, targets in self._val.in_order(self.settings.batch_size, self.settings.eval_iters):
-            total += self._loss(inputs, targets).item() * len(inputs)
-            count += len(inputs)
-        return total / count
+        batches = self._val.in_order(self.settings.batch_size, self.settings.eval_iters)
+        for i, (inputs, targets) in enumerate(batches):
+            if i % self._processes.count == self._processes.rank:
+                # The model itself: wrapped ones expect as many passes in each process.
+                total += self._loss(self.model, inputs, targets).item() * len(inputs)
+                count += len(inputs)
+        total, n_windows = self._processes.sums([total, count], self._device)
+        return total / n_windows
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        inputs, targets = inputs.to(self._device), targets.to(self._device)
+    def _set_learning_rate(self) -> float:
+        settings = self.settings
+        lr = learning_rate(
+            self.progress.n_steps,
+            peak=settings.lr,
+            floor=settings.min_lr,
+            n_warmup=settings.warmup_iters,
+            n_steps=settings.decay_iters or settings.max_iters,
+            schedule=settings.schedule,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _loss(self, forward: Callable[[torch.Tensor], Any], *batch: torch.Tensor) -> torch.Tensor:
+        inputs, targets = (ids.to(self._device) for ids in batch)
         with self._autocast():
-            logits = self._forward(inputs)
+            logits = forward(inputs)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -174,9 +209,49 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.dtype))
 
+    @contextmanager
+    def _dropout_of_step(self) -> Iterator[None]:
+        """What is dropped depends on the seed, the step and the process alone, so that a resumed run drops the same."""
+        if not self._has_dropout:
+            yield
+            return
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            n = self.progress.n_steps * self._processes.count + self._processes.rank
+            torch.manual_seed((self.settings.seed * 1_000_003 + n) % (1 << 63))
+            yield
+
+    def _agreed(self, is_stopping: bool) -> bool:
+        """Signals reach the processes at different moments; they have to stop after the same step."""
+        return self._processes.sums([float(is_stopping)], self._device)[0] > 0
+
     def _is_best(self, val_loss: float) -> bool:
         if val_loss < self.progress.best_val_loss:
             self.progress.best_val_loss, self.progress.n_worse = val_loss, 0
             return True
         self.progress.n_worse += 1
         return False
+
+
+class _Clock:
+    """Time spent, speed and time left; a resumed run counts on from what it had spent."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._began, self._first, self._before_s = time.monotonic(), progress.n_steps, progress.elapsed_s
+
+    def tick(self) -> None:
+        self._progress.elapsed_s = self._before_s + time.monotonic() - self._began
+
+    def speed(self, n_tokens_per_step: int) -> float:
+        """Tokens per second of this session, evaluations included."""
+        spent_s = self._progress.elapsed_s - self._before_s
+        return self._n_done * n_tokens_per_step / spent_s if spent_s > 0 else math.inf
+
+    def left_s(self, n_steps: int) -> float:
+        spent_s = self._progress.elapsed_s - self._before_s
+        return spent_s / self._n_done * (n_steps - self._progress.n_steps)
+
+    @property
+    def _n_done(self) -> int:
+        return self._progress.n_steps - self._first

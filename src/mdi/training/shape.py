@@ -1,41 +1,66 @@
-"""A checkpoint folder as training sees it: the shape to read, the weights to write.
+"""The shape of a model to train, by litgpt's name of it or from a file, and first weights for it.
 
-Knows litgpt's files and its GPT; knows nothing of data or optimizers.
+Knows litgpt's Config and GPT; knows nothing of data or optimizers.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from litgpt.config import Config
+from litgpt.config import Config, name_to_config
 from litgpt.model import GPT
 
-from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError
 from mdi.training.storage import missing
 
-WEIGHTS_NAME = "lit_model.pth"
+CONFIG_FILE = "model_config.yaml"
 
 
-def load_shape(folder: Path) -> Config:
-    """The litgpt Config in model_config.yaml.
+def load_shape(source: str | Path) -> Config:
+    """The litgpt Config of a folder with model_config.yaml, of such a file, or of a name that litgpt knows.
 
     Raises:
-        CheckpointError: the folder or the file is missing or does not describe a model.
+        CheckpointError: it is missing or does not describe a model.
     """
-    if not folder.is_dir():
-        raise CheckpointError(missing(folder, "the checkpoint folder"))
-    path = folder / "model_config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no model_config.yaml; it has to give the shape of the model to train")
+    path = Path(source)
+    if not path.exists() and _is_name(str(source)):
+        return _named(str(source))
+    if path.is_dir():
+        folder, path = path, path / CONFIG_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: put one there, or give the shape with --config")
+    elif not path.is_file():
+        raise CheckpointError(missing(path, "the checkpoint folder"))
     try:
-        return Config.from_file(path)
-    except (yaml.YAMLError, TypeError, ValueError, AssertionError, AttributeError, OSError) as err:
-        raise CheckpointError(f"{path} does not describe a litgpt model: {type(err).__name__}: {err}") from err
+        return parse_shape(path.read_bytes(), path)
+    except OSError as err:
+        raise CheckpointError(f"{path} cannot be read: {err.strerror or err}") from err
+
+
+def parse_shape(content: bytes, where: Path) -> Config:
+    """The Config that a model_config.yaml describes. Raises CheckpointError."""
+    try:
+        return Config(**yaml.safe_load(content))
+    except (yaml.YAMLError, TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
+        raise CheckpointError(f"{where} does not describe a litgpt model: {type(err).__name__}: {err}") from err
+
+
+def config_file(config: Config) -> bytes:
+    """The content of a model_config.yaml that describes this shape."""
+    return yaml.safe_dump(_plain(asdict(config))).encode()
+
+
+def fit_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The same shape with room for so many tokens, rounded up as litgpt does (padding_multiple)."""
+    fields = asdict(config)
+    del fields["padded_vocab_size"]
+    return Config(**{**fields, "vocab_size": vocab_size, "padded_vocab_size": None})
 
 
 def new_model(config: Config, seed: int) -> GPT:
@@ -57,25 +82,25 @@ def new_model(config: Config, seed: int) -> GPT:
     return model
 
 
-def save_checkpoint(model: GPT, folder: Path, dtype: torch.dtype, tokenizer: Mapping[str, bytes]) -> Path:
-    """Writes the tokenizer's files and lit_model.pth: a state dict with litgpt's names, floating point as `dtype`.
+def _is_name(source: str) -> bool:
+    """Not a path that someone mistyped."""
+    return not source.startswith((".", "/", "~")) and not source.endswith((".yaml", ".yml"))
 
-    Each file is replaced whole: an interrupted save leaves the one that was there.
 
-    Returns:
-        the path of the weights.
+def _named(name: str) -> Config:
+    try:
+        config = Config.from_name(name.split("/")[-1])
+    except (ValueError, IndexError):
+        config = None
+    if config is None:
+        near = difflib.get_close_matches(name.split("/")[-1], list(name_to_config), n=3)
+        hint = f"; names like it: {', '.join(near)}" if near else ""
+        raise CheckpointError(missing(Path(name), "the checkpoint folder") + f", nor does litgpt know the name{hint}")
+    return config
 
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
-    for name, content in tokenizer.items():
-        with replacing(folder / name) as handle:
-            handle.write(content)
-    state = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    path = folder / WEIGHTS_NAME
-    with replacing(path) as handle:
-        torch.save(state, handle)
-    return path
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, as YAML's safe form wants them."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

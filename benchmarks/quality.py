@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""What the weight formats cost in quality: perplexity, agreement of the most probable token, error of one multiplication.
+
+    benchmarks/quality.py --text tiny-shakespeare.txt
+
+Everything runs through the project's own stage, with the formats as prepare_model.py writes them (calibrated on the built-in
+text). `--text` is a text of which the model has not seen the last tenth; for the embedded model that is tiny Shakespeare
+(https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt).
+
+The same is measured on a copy with planted outliers: in each norm and each MLP, a five-hundredth of the channels (one at
+least) is made 30 times larger, and undone in the layer that reads it. In exact arithmetic the copy is the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from mdi.checkpoint.source import LitCheckpoint, WeightSource  # noqa: E402
+from mdi.compress.calibration import find_outliers  # noqa: E402
+from mdi.compress.sample_text import SAMPLE_TEXT  # noqa: E402
+from mdi.compress.source import QuantizedSource  # noqa: E402
+from mdi.model.formats import FORMATS, decode, encode  # noqa: E402
+from mdi.model.quantize import Quantizer  # noqa: E402
+from mdi.model.stage import StarterStage  # noqa: E402
+from mdi.text import TextCodec  # noqa: E402
+
+FACTOR, SHARE = 30.0, 0.002
+CPU = torch.device("cpu")
+
+
+class ChangedSource(WeightSource):
+    """Another source with some tensors in the place of its own."""
+
+    def __init__(self, source: WeightSource, changed: Mapping[str, torch.Tensor]) -> None:
+        self._source, self._changed = source, changed
+        self.model, self.config_dict = source.model, source.config_dict
+        self.config_hash, self.dtype, self.specs = source.config_hash, source.dtype, source.specs
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._changed[name] if name in self._changed else self._source.tensor(name).float()
+
+    def part_names(self) -> list[str]:
+        return self._source.part_names()
+
+    def known(self, part: str) -> None:
+        return None
+
+    def remember(self, info: object) -> None: ...
+
+    def release(self) -> None:
+        self._source.release()
+
+
+def planted(source: WeightSource, seed: int = 1) -> WeightSource:
+    """The same model with outlier channels (Llama's layers only)."""
+    generator = torch.Generator().manual_seed(seed)
+    changed: dict[str, torch.Tensor] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        return changed.setdefault(name, source.tensor(name).float().clone())
+
+    def plant(grown: str, undone: Sequence[str]) -> None:
+        n = tensor(grown).size(0)
+        channels = torch.randperm(n, generator=generator)[: max(1, round(SHARE * n))]
+        tensor(grown)[channels] *= FACTOR
+        for name in undone:
+            tensor(name)[:, channels] /= FACTOR
+
+    for i in range(source.config_dict["n_layer"]):
+        block = f"transformer.h.{i}."
+        plant(f"{block}norm_1.weight", [f"{block}attn.qkv.weight"])
+        plant(f"{block}norm_2.weight", [f"{block}mlp.fc_1.weight", f"{block}mlp.fc_2.weight"])
+        plant(f"{block}mlp.fc_2.weight", [f"{block}mlp.proj.weight"])
+    plant("transformer.ln_f.weight", ["lm_head.weight"])
+    return ChangedSource(source, changed)
+
+
+def stage_of(source: WeightSource) -> StarterStage:
+    config = Config(**source.config_dict)
+    stage = StarterStage(config, config.n_layer)
+    stage.load(
+        source.part_names(), source.tensors, CPU, torch.float32, Quantizer(source.quantize, source.quantize_head)
+    )
+    stage.prepare(config.block_size, CPU, torch.float32)
+    return stage
+
+
+@torch.inference_mode()
+def judge(stage: StarterStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
+    """Nats per token, and the most probable token at each position, over windows of the model's whole context."""
+    length = stage.config.block_size
+    total, best = 0.0, []
+    for number, start in enumerate(range(0, len(ids) - length, length)):
+        window = torch.tensor(ids[start : start + length + 1])
+        logits = stage.head(stage(stage.embed(window[:-1]), [(number, 0, length)]))
+        stage.caches.free(number)
+        total += F.cross_entropy(logits, window[1:], reduction="sum").item()
+        best.append(logits.argmax(dim=-1))
+    found = torch.cat(best)
+    return total / found.numel(), found
+
+
+def matmul_errors(n_in: int = 2048, n_out: int = 5632) -> dict[str, dict[str, float]]:
+    """Relative error of one layer against float64, on plain activations and on ones with planted columns."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(n_out, n_in, generator=generator) * 0.02
+    rows = torch.randn(8, n_in, generator=generator)
+    columns = torch.randperm(n_in, generator=generator)[: round(SHARE * n_in)]
+    large = rows.index_copy(1, columns, rows[:, columns] * FACTOR)
+    errors: dict[str, dict[str, float]] = {}
+    for name in FORMATS:
+        layer = decode(encode(weight, name, columns), name, n_in, None)
+        errors[name] = {}
+        for kind, x in (("plain", rows), ("planted", large)):
+            exact = x.double() @ weight.double().T
+            errors[name][kind] = float((layer(x).double() - exact).norm() / exact.norm())
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
+    parser.add_argument("--text", type=Path, required=True, help="its last tenth is what is measured on")
+    parser.add_argument("--n-tokens", type=int, default=20_000, help="of the held-out text (default: 20000)")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    args = parser.parse_args()
+    codec = TextCodec.from_checkpoint(args.ckpt)
+    text = args.text.read_text(encoding="utf-8")
+    ids = codec.encode(text[int(len(text) * 0.9) :])[: args.n_tokens]
+    checkpoint = LitCheckpoint(args.ckpt)
+    results: dict[str, dict[str, dict[str, float]]] = {"model": {}, "matmul": matmul_errors()}
+    print(f"{'model':<10}{'format':<8}{'perplexity':>11}{'change':>9}{'same token':>12}")
+    for kind, source in (("as it is", ChangedSource(checkpoint, {})), ("planted", planted(checkpoint))):
+        exact, best = judge(stage_of(source), ids)
+        print(f"{kind:<10}{'float32':<8}{math.exp(exact):>11.3f}")
+        outliers = find_outliers(source, codec.encode(SAMPLE_TEXT))
+        for name in FORMATS:
+            loss, found = judge(stage_of(QuantizedSource(source, name, name, outliers, kind)), ids)
+            change = math.exp(loss - exact) - 1
+            same = float((found == best).float().mean())
+            results["model"][f"{kind}/{name}"] = {"perplexity": math.exp(loss), "change": change, "same_token": same}
+            print(f"{kind:<10}{name:<8}{math.exp(loss):>11.3f}{change:>+9.2%}{same:>12.1%}")
+    print(f"\n{'one multiplication, 2048 to 5632':<34}{'plain':>8}{'planted':>9}")
+    for name, errors in results["matmul"].items():
+        print(f"{name:<34}{errors['plain']:>8.4f}{errors['planted']:>9.4f}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

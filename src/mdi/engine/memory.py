@@ -1,0 +1,65 @@
+"""How many sequences fit into the caches of all nodes. Pure: what the nodes report goes in, a yes or no comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mdi.model.room import CacheKind
+
+
+@dataclass(frozen=True)
+class NodeCaches:
+    """What one node can hold.
+
+    Attributes:
+        name: of the node.
+        limit_bytes: what all caches together may take there.
+        kinds: what a position takes.
+        max_length: positions that a sequence of this run may reach.
+        chunk_rows: rows that a slice has at most.
+    """
+
+    name: str
+    limit_bytes: int
+    kinds: tuple[CacheKind, ...]
+    max_length: int
+    chunk_rows: int
+
+    def n_bytes(self, length: int) -> int:
+        """What a sequence of `length` positions takes at most, from its first token to its last."""
+        return sum(kind.n_bytes(length, self.chunk_rows, self.max_length) for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The cache memory of a whole ring."""
+
+    nodes: tuple[NodeCaches, ...]
+
+    def needs(self, length: int) -> tuple[int, ...]:
+        """Bytes on each node that a sequence of `length` positions takes at most."""
+        return tuple(node.n_bytes(length) for node in self.nodes)
+
+    def admits(self, used: tuple[int, ...], more: tuple[int, ...]) -> bool:
+        """Whether `more` fits on every node beside what is `used`."""
+        return all(u + m <= node.limit_bytes for u, m, node in zip(used, more, self.nodes, strict=True))
+
+    def refusal(self, length: int) -> str | None:
+        """Why a sequence of `length` positions can never enter; None if it can."""
+        for node, needed in zip(self.nodes, self.needs(length), strict=True):
+            if needed > node.limit_bytes:
+                return (
+                    f"a sequence of up to {length} tokens needs {_megabytes(needed)} of cache on {node.name}, which has "
+                    f"{_megabytes(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
+                    "per token (--kv-dtype bf16), or give it fewer blocks (--layers)"
+                )
+        return None
+
+    def n_sequences(self, length: int) -> int | None:
+        """How many sequences of `length` positions fit at once; None if any number does."""
+        fits = [node.limit_bytes // n for node, n in zip(self.nodes, self.needs(length), strict=True) if n]
+        return min(fits) if fits else None
+
+
+def _megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 50_000 else f"{n_bytes} bytes"

@@ -1,0 +1,164 @@
+"""Linear layers on FBGEMM's packed kernels, in half precision and in 8 bits, and the same in plain torch for other machines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+FP16_MAX = 65504.0
+TINY = 1e-30  # what a row of zeros is divided by
+
+
+def has_fbgemm() -> bool:
+    """Whether this build of torch has FBGEMM's packed kernels and this processor runs them (x86 with AVX2)."""
+    return (
+        "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    )
+
+
+def to_fp16(weight: torch.Tensor) -> torch.Tensor:
+    """Half precision; a weight that it cannot hold becomes its largest number, not infinity."""
+    return weight.detach().clamp(-FP16_MAX, FP16_MAX).half()
+
+
+def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 (out, in) -> int8 (out, in) within +-127, and a scale per output (out)"""
+    scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
+    return (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+@contextmanager
+def _packing() -> Iterator[None]:
+    """torch announces the end of its quantized tensors each time that one is made; the packed kernels stay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Fp16Linear(nn.Module):
+    """y = x W^T + b with W (out, in) in half precision; x in any dtype, computed in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed: Any = None
+        self._weight: torch.Tensor | None = None
+        if has_fbgemm():
+            with _packing():
+                self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        else:
+            self._weight = weight
+        self._bias = None if bias is None else bias.detach().float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)"""
+        y = self.multiply(x.reshape(-1, self.in_features).float())
+        if self._bias is not None:
+            y += self._bias
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 (M, in) -> (M, out), without the bias"""
+        if self._packed is None:
+            assert self._weight is not None
+            return F.linear(rows, self._weight.float())
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
+        return y
+
+
+class OutlierColumns:
+    """The input columns of a layer that are multiplied in fp16, because they are too large for 8 bits.
+
+    Args:
+        columns: (n) whole numbers.
+        weight: float16 (out, n).
+    """
+
+    def __init__(self, columns: torch.Tensor, weight: torch.Tensor) -> None:
+        self.columns = columns.long()
+        self._linear = Fp16Linear(weight, None)
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(M, in) -> the rows with zeros in these columns; what these columns add to the result, (M, out)"""
+        return rows.index_fill(1, self.columns, 0.0), self._linear.multiply(rows.index_select(1, self.columns))
+
+
+class ByteLinear(nn.Module):
+    """What int8 and int4 share: columns beside the kernel, the bias, any leading dimensions."""
+
+    def __init__(self, n_in: int, n_out: int, bias: torch.Tensor | None, beside: OutlierColumns | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = n_in, n_out
+        self._beside = beside
+        self._bias = None if bias is None else bias.detach().float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out); computed in float32"""
+        rows = x.reshape(-1, self.in_features).float()
+        if not rows.size(0):  # an expert that no row chose
+            y = rows.new_empty(0, self.out_features)
+        elif self._beside is None:
+            y = self._multiply(rows)
+        else:
+            rows, large = self._beside.split(rows)
+            y = self._multiply(rows).add_(large)
+        if self._bias is not None:
+            y += self._bias
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 (M, in), M > 0 -> (M, out)"""
+        raise NotImplementedError
+
+
+class Int8Linear(ByteLinear):
+    """y = x W^T + b with W (out, in) in 8 bits, one scale per output.
+
+    FBGEMM's dynamic kernel chooses one activation scale for all rows, from their smallest and largest number. So each row is
+    divided by its own largest number first, and two more input columns hold +1 and -1, with weights of zero: the range is then
+    always [-1, 1], and a row's result is the same whatever rows are beside it.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, scale: torch.Tensor | None, n_in: int, bias: torch.Tensor | None,
+        beside: OutlierColumns | None,
+    ) -> None:  # fmt: skip
+        super().__init__(n_in, weight.size(0), bias, beside)
+        assert scale is not None
+        self._packed: Any = None
+        self._weight: torch.Tensor | None = None
+        self._scale = scale.float()
+        if has_fbgemm():
+            with _packing():
+                zeros = torch.zeros(self.out_features, dtype=torch.long)
+                wide = F.pad(weight, (0, 2))
+                quantized = torch._make_per_channel_quantized_tensor(wide, self._scale.double(), zeros, 0)
+                self._packed = torch.ops.quantized.linear_prepack(quantized, None)
+        else:
+            self._weight = weight
+        # Without VNNI the kernel adds products of 8 bits in 16: a bit less of range keeps them from overflowing.
+        self._reduce_range = not torch.cpu._is_vnni_supported()
+        self._ends = torch.tensor([[1.0, -1.0]])
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min_(TINY)
+        if self._packed is None:
+            return self._multiply_plain(rows / largest).mul_(largest)
+        wide = torch.cat((rows / largest, self._ends.expand(rows.size(0), 2)), dim=1)
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic(wide, self._packed, reduce_range=self._reduce_range)
+        return y.mul_(largest)
+
+    def _multiply_plain(self, rows: torch.Tensor) -> torch.Tensor:
+        """The kernel's numbers in plain torch: 8 bits over [-1, 1], products added in float32. (M, in) -> (M, out)
+
+        Like the kernel's, the inverse of the step is rounded down, so that -1 becomes -127 and not -128.
+        """
+        assert self._weight is not None
+        q = (rows * 127.49999).round_().clamp_(-128, 127)
+        return F.linear(q, self._weight.float()) * (self._scale * (2 / 255))

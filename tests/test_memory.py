@@ -1,0 +1,202 @@
+"""mem_monitor: what a command and its children hold, its exit status, and signals that reach it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mdi import memory
+from mdi.cli import launch
+from mdi.cli_mem_monitor import split_command, summary
+from mdi.errors import UsageError
+from mdi.memory import COLUMNS, Family, Gpu, Sample, Usage, monitor
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+MB = 1_000_000
+# Holds 60 MB, starts a child with 40 MB more, says so, and waits for a line.
+CHILD = "held = bytearray(b'x') * 40_000_000; print('held', flush=True); input()"
+PARENT = (
+    "import subprocess, sys; held = bytearray(b'x') * 60_000_000; "
+    f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}]); sys.exit(child.wait())"
+)
+NO_GPU = Gpu(baseline_bytes=None)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_children_count() -> None:
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    with process:
+        assert process.stdout.readline() == b"held\n"
+        family = Family(process.pid, NO_GPU)
+        sample = family.sample(1.5)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert len(sample.usages) == 2 and sample.gpu_bytes is None
+    sizes = {usage.pid: usage.rss_bytes for usage in sample.usages}
+    assert sizes[process.pid] > 60 * MB and min(sizes.values()) > 40 * MB
+    assert 100 * MB < sample.rss_bytes < 250 * MB
+    if sys.platform.startswith("linux"):
+        assert sample.uss_bytes is not None and sample.pss_bytes is not None
+        assert 100 * MB < sample.uss_bytes <= sample.pss_bytes <= sample.rss_bytes
+    assert not family.sample(2.0).usages, "what has ended holds nothing"
+
+
+def test_an_orphan_still_belongs_to_the_family() -> None:
+    """The middle process ends; what it had started is known from before."""
+    middle = (
+        f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {CHILD!r}], stdin=0); "
+        "print(child.pid, flush=True); input()"
+    )
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", middle], stdin=read_end, stdout=subprocess.PIPE)
+    with os.fdopen(write_end, "wb", buffering=0) as pipe, process:
+        os.close(read_end)
+        assert process.stdout is not None
+        orphan = psutil.Process(int(process.stdout.readline()))
+        assert process.stdout.readline() == b"held\n"
+        family = Family(process.pid, NO_GPU)
+        assert len(family.sample(0.0).usages) == 2
+        process.kill()
+        process.wait(60)
+        assert [usage.pid for usage in family.sample(1.0).usages] == [orphan.pid]
+        orphan.kill()
+        pipe.close()
+        psutil.wait_procs([orphan], timeout=60)
+
+
+def test_the_command_line_writes_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "held = bytearray(b'x') * 50_000_000; import time; time.sleep(0.4)"
+    files = {name: tmp_path / "new" / f"{name}.csv" for name in ("total", "each")}
+    status = launch(
+        "mem-monitor",
+        [
+            "-i", "0.05", "-o", str(files["total"]), "--processes", str(files["each"]), "--img", str(tmp_path / "m.png"),
+            sys.executable, "-c", code,
+        ],
+    )  # fmt: skip
+    assert status == 0
+    rows = read(files["total"])
+    assert tuple(rows[0]) == COLUMNS and len(rows) >= 2
+    times = [float(row["time_s"]) for row in rows]
+    assert times == sorted(times) and times[0] < 0.2
+    assert max(int(row["rss_bytes"]) for row in rows) > 50 * MB
+    assert any(row["name"].startswith("python") for row in read(files["each"]))
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    assert "most memory: RSS" in capfd.readouterr().err
+
+
+def test_without_output_the_table_comes_after_what_the_command_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("mem-monitor", [f"{sys.executable} -c \"print('one two'); raise SystemExit(7)\""]) == 7
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "one two" and lines[1] == ",".join(COLUMNS)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 5), (signal.SIGTERM, 143), (signal.SIGKILL, 137)])
+def test_signals_reach_the_command_and_its_status_comes_back(tmp_path: Path, number: int, status: int) -> None:
+    """Ctrl-C is caught by the command, which ends in its own way; SIGTERM ends it; SIGKILL is sent to it directly."""
+    code = (
+        "import os, time\ntry:\n    print(os.getpid(), flush=True)\n    time.sleep(120)\n"
+        "except KeyboardInterrupt:\n    raise SystemExit(5)"
+    )
+    command = [
+        sys.executable,
+        str(SRC / "mem_monitor.py"),
+        "-o",
+        str(tmp_path / "m.csv"),
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        child = int(process.stdout.readline())
+        os.kill(child if number == signal.SIGKILL else process.pid, number)
+        assert process.wait(60) == status, process.stderr.read()
+    assert not psutil.pid_exists(child)
+    assert read(tmp_path / "m.csv")
+
+
+def test_a_quick_command_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monitor(["true"], 1.0, lambda sample: None) == 0
+    assert launch("mem-monitor", ["no-such-program-at-all"]) == 2
+    assert "cannot start 'no-such-program-at-all'" in capsys.readouterr().err
+    assert launch("mem-monitor", ["-i", "0", "true"]) == 2
+    assert launch("mem-monitor", ["-o", str(tmp_path), "true"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_sample_that_cannot_be_kept_ends_the_command() -> None:
+    began = time.monotonic()
+
+    def full(sample: Sample) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        monitor([sys.executable, "-c", "import time; time.sleep(100)"], 0.1, full)
+    assert time.monotonic() - began < 60
+
+
+def test_commands_are_taken_apart() -> None:
+    assert split_command(["--", "a", "b c"]) == ["a", "b c"]
+    assert split_command(["a 'b c' d"]) == ["a", "b c", "d"]
+    with pytest.raises(UsageError, match="No closing quotation"):
+        split_command(["a 'b"])
+    for nothing in ([], ["--"], [""]):
+        with pytest.raises(UsageError, match="no command"):
+            split_command(nothing)
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*) cat {folder}/used ;;
+  *) cat {folder}/apps ;;
+esac
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_gpu_memory_of_the_processes_or_else_its_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program that answers as nvidia-smi does, for two GPUs."""
+    (tmp_path / "nvidia-smi").write_text(SMI.format(folder=tmp_path))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "used").write_text("100\n50\n")
+    (tmp_path / "apps").write_text("")
+    gpu = Gpu()
+    assert gpu.baseline_bytes == 150 << 20
+    family = Family(os.getpid(), gpu)
+    assert family.sample(0.0).gpu_bytes == 0
+    (tmp_path / "used").write_text("400\n50\n")
+    assert family.sample(1.0).gpu_bytes == 300 << 20, "the driver names no process, as in a container"
+    (tmp_path / "apps").write_text(f"{os.getpid()}, 30\n{os.getpid()}, 12\n999999, 200\n77, [N/A]\n")
+    sample = family.sample(2.0)
+    assert sample.gpu_bytes == 42 << 20 and sample.usages[0].gpu_bytes == 42 << 20
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert Gpu().baseline_bytes is None
+    monkeypatch.setattr(memory.shutil, "which", lambda name: None)
+    assert Gpu().baseline_bytes is None and Gpu().growth_bytes() is None
+
+
+def test_the_summary_names_the_peak() -> None:
+    def of(time_s: float, *rss_bytes: int) -> Sample:
+        return Sample(time_s, tuple(Usage(i, "x", rss, None, None, None) for i, rss in enumerate(rss_bytes)))
+
+    assert summary([]) == "the command ended before its memory could be looked at"
+    found = summary([of(0, 10 * MB), of(1, 2000 * MB, 500 * MB), of(2, 20 * MB)])
+    assert found == "most memory: RSS 2,500 MB at 1.0 s in 2 processes; 3 samples"

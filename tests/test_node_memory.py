@@ -1,0 +1,148 @@
+"""How much cache a node may hold: free memory and its limits, what it tells, and who shares it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from families import model_of
+from loopback import CPU, stages_of
+from mdi.errors import ControlError, UsageError
+from mdi.model.room import CacheKind
+from mdi.node import device as node_device
+from mdi.node import memory as node_memory
+from mdi.node.device import choose_kv_dtype, pin_to_cores
+from mdi.node.local import cores_of_node
+from mdi.node.memory import CacheReport, available_bytes, report_caches, share_out
+
+GB = 10**9
+
+
+def group(folder: Path, limit: str, used: int, cache: int, names: tuple[str, str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(limit + "\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+
+
+V2 = ("memory.max", "memory.current", "file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 8 GB to spare."""
+    monkeypatch.setattr(node_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GB))
+
+
+def proc(root: Path, text: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(text)
+
+
+def test_the_limits_of_control_groups_are_respected(free: None, tmp_path: Path) -> None:
+    assert available_bytes(CPU, tmp_path / "nothing") == 8 * GB
+    two = tmp_path / "v2"
+    proc(two, "0::/pod/me\n")
+    group(two / "sys/fs/cgroup/pod/me", "max", 1, 0, V2)
+    assert available_bytes(CPU, two) == 8 * GB
+    group(two / "sys/fs/cgroup/pod", str(4 * GB), 3 * GB, GB, V2)  # of the group around it; a gigabyte is files
+    assert available_bytes(CPU, two) == 2 * GB
+    group(two / "sys/fs/cgroup/pod/me", str(2 * GB), 3 * GB, 0, V2)
+    assert available_bytes(CPU, two) == 0
+    one = tmp_path / "v1"
+    proc(one, "4:cpu,memory:/me\n3:cpuset:/\n0::/\n")
+    group(one / "sys/fs/cgroup/memory/me", str(3 * GB), GB, 0, V1)
+    assert available_bytes(CPU, one) == 2 * GB
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"])
+def test_what_a_stage_reports(free: None, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(node_memory, "_left_in_groups", lambda root: iter(()))
+    stage = stages_of(model_of(family), ())[0]
+    copy = max(b.attn.cache_shape.copy_bytes(stage.max_length, 2) for b in stage.blocks)
+    by_hand = report_caches(stage, torch.bfloat16, CPU, 10**7, True)
+    assert by_hand.is_by_hand and by_hand.limit_bytes == 10**7 - copy
+    assert report_caches(stage, torch.bfloat16, CPU, 0, True).limit_bytes == 0
+    loaded = report_caches(stage, torch.bfloat16, CPU, None, False)
+    mapped = report_caches(stage, torch.bfloat16, CPU, None, True)
+    weights = sum(p.nbytes for p in stage.parameters())
+    assert 6 * GB < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB
+    assert loaded.limit_bytes - mapped.limit_bytes == pytest.approx(0.85 * weights, abs=2)
+    full = report_caches(stage, torch.float32, CPU, None, False)
+    assert [k.position_bytes for k in full.kinds] == [2 * k.position_bytes for k in loaded.kinds]
+    shapes = [b.attn.cache_shape for b in stage.blocks]
+    assert sum(k.n_bytes(160, 64, 160) for k in full.kinds) == sum(s.n_bytes(160, 4) for s in shapes)
+
+
+REPORT = CacheReport(100, False, (CacheKind(None, 7), CacheKind(16, 3)), "cpu")
+
+
+def test_a_report_travels_as_json() -> None:
+    assert CacheReport.from_json(REPORT.to_json(), "here") == REPORT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limit_bytes": -1}, {"limit_bytes": "many"}, {"kinds": [[None]]}, {"kinds": [[None, -1]]}, {"kinds": 3},
+     {"kinds": [["x", 1]]}, {"kinds": [[None, 1.5]]}],
+)  # fmt: skip
+def test_a_report_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ControlError, match=r"secondary0 (does not say|says of its caches)"):
+        CacheReport.from_json({**REPORT.to_json(), **change}, "secondary0")
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"limit_bytes": 5}])
+def test_no_report_is_refused(data: object) -> None:
+    with pytest.raises(ControlError, match="does not say in a readable way"):
+        CacheReport.from_json(data, "secondary0")
+
+
+def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
+    def report(n: int, by_hand: bool = False, device: str = "cpu", kinds: int = 1) -> CacheReport:
+        return CacheReport(n, by_hand, (CacheKind(None, 1),) * kinds, device)
+
+    nodes = share_out(
+        [
+            ("starter", "a", report(900)),
+            ("secondary0", "a", report(600)),
+            ("secondary1", "b", report(900)),
+            ("secondary2", "a", report(50, by_hand=True)),
+            ("secondary3", "a", report(900, device="cuda:0")),
+            ("secondary4", "a", report(900, kinds=0)),
+        ],
+        100,
+    )
+    assert [node.limit_bytes for node in nodes[:5]] == [300, 300, 900, 50, 900]
+    assert nodes[5].n_bytes(100) == 0
+
+
+def test_kv_dtypes() -> None:
+    assert choose_kv_dtype("auto", torch.float16, CPU) == torch.float16
+    names = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {name: choose_kv_dtype(name, torch.float32, CPU) for name in names} == names
+    with pytest.raises(UsageError, match="unknown dtype 'int8'"):
+        choose_kv_dtype("int8", torch.float32, CPU)
+
+
+def test_shares_of_cores() -> None:
+    assert [list(cores_of_node([4, 5, 6, 7, 8], i, 2)) for i in range(2)] == [[4, 5], [6, 7, 8]]
+    assert [list(cores_of_node([4, 5], i, 3)) for i in range(3)] == [[4], [5], [4]]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no pinning on this system")
+def test_a_core_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot run on core 4095; it may use"):
+        pin_to_cores([min(os.sched_getaffinity(0)), 4095])
+
+
+def test_a_system_without_pinning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_device, "os", SimpleNamespace())
+    with pytest.raises(UsageError, match=f"this system .{sys.platform}. has no way"):
+        pin_to_cores([0])
