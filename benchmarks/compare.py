@@ -46,6 +46,7 @@ def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup) -> dict[
     say(f"{scenario.name}: {scenario.title}, {setup.shape}")
     begin = time.monotonic()
     make_files(setup, args.peers_python)
+    make_chunks(setup, scenario)
     pythons = {"": sys.executable, "llama.cpp": args.peers_python, "transformers": args.peers_python}
     outcome = run_scenario(scenario, pythons, setup.ckpt.parent / "logs", args.repeats, args.budget)
     result = to_json(scenario, outcome, setup)
@@ -83,6 +84,20 @@ def make_files(setup: Setup, python: str) -> None:
         say(f"  making {path.name}")
         command = [python, "-W", "ignore", str(ROOT / "benchmarks" / "peers" / "gguf_export.py"), str(setup.ckpt),
                    str(path), "--format", kind]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+
+
+def make_chunks(setup: Setup, scenario: Scenario) -> None:
+    """The chunks that rings of this scenario ask for, in their weight format."""
+    for spec in scenario.systems:
+        n_nodes, fmt = spec.options.get("nodes"), spec.options.get("chunks")
+        if not fmt or (setup.ckpt / "chunks" / f"{n_nodes}nodes-{fmt}" / "model_starter.safetensors").is_file():
+            continue
+        say(f"  making {fmt} chunks for {n_nodes} nodes")
+        command = [sys.executable, str(ROOT / "src" / "prepare_model.py"), str(setup.ckpt), "--n-nodes", str(n_nodes),
+                   "--quantize", fmt]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")

@@ -8,6 +8,7 @@ Options:
     threads: of each node.
     max_length: tokens that a sequence may reach.
     old_style: one sequence per frame, as the earlier MDI-LLM sent them.
+    chunks: secondaries read their chunks in the weight format, not the checkpoint.
     quota: share of a core that each node gets once it is loaded; null is all of it.
 """
 
@@ -16,14 +17,18 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-import mdi.engine.scheduler
+import mdi.node.starter
 from mdi import cli_starter
+from mdi.checkpoint.chunks import find_chunk
 from mdi.engine.sequence import SamplingParams
+from mdi.engine.starter import StarterEngine
 from mdi.node.device import set_threads
 from mdi.node.local import LocalRing
 from mdi.node.starter import StarterNode
@@ -31,22 +36,20 @@ from peers.protocol import Case, serve
 from ring.quota import Quotas
 
 
-class PinnedRing(LocalRing):
-    """Secondaries that are pinned, each to its core, before their first thread starts."""
+class BenchRing(LocalRing):
+    """A local ring whose processes are known, and whose secondaries may have chunks of their own."""
 
-    cores: list[int] = []
+    chunk_of: Callable[[int], Path] | None = None
 
-    def __enter__(self) -> PinnedRing:
+    def __enter__(self) -> BenchRing:
         self.pids: list[int] = []
         super().__enter__()
         return self
 
     def _spawn(self, path: Path, index: int) -> Any:
-        pin(self.cores, index + 1)
-        try:
-            child = super()._spawn(path, index)
-        finally:
-            pin(self.cores, 0)
+        if self.chunk_of is not None:
+            self._ckpt = self.chunk_of(index)
+        child = super()._spawn(path, index)
         self.pids.append(child.pid)
         return child
 
@@ -55,19 +58,21 @@ class RingSystem:
     """See the module."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        cores, ckpt = options["cores"], Path(options["ckpt"])
-        pin(cores, 0)
+        ckpt, n_nodes = Path(options["ckpt"]), options["nodes"]
         if options.get("old_style"):
-            mdi.engine.scheduler.DECODE_ROWS = 1
-        PinnedRing.cores = cores
+            mdi.node.starter.StarterEngine = partial(StarterEngine, decode_rows=1)  # type: ignore
         self._quotas = Quotas()
         self._node: StarterNode | None = None
-        self._ring = PinnedRing(options["nodes"], None, options["threads"], ckpt, False, False)
+        # A ring of one node must not get both cores.
+        cores = options["cores"][:n_nodes]
+        self._ring = BenchRing(n_nodes, None, options["threads"], ckpt, False, False, cores=cores)
+        if fmt := options.get("chunks"):
+            self._ring.chunk_of = lambda index: find_chunk(ckpt, n_nodes, f"secondary{index}", fmt)
         self._ring.__enter__()
         try:
             self._start(options, ckpt)
         except BaseException:
-            self.end()
+            self._ring.__exit__(None, None, None)  # the process ends now, and what it holds with it
             raise
 
     def _start(self, options: dict[str, Any], ckpt: Path) -> None:
@@ -75,13 +80,12 @@ class RingSystem:
         # Eight nodes that start at once on two cores take their time.
         flags = ["--ckpt", str(ckpt), "--wait", "180", "--prompt-style", "none", "--threads", threads]
         args = parse([*flags, *options["flags"]])
-        set_threads(args.threads)
+        set_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = StarterNode(self._ring.cluster, cli_starter.starter_options(args))
         self._node.open()
         self._node.prepare(options["max_length"], self._ring.check)
         self._node.start()
         self._begin = time.perf_counter()
-        self._n_begun = 0
         if options.get("quota"):
             for pid in (os.getpid(), *self._ring.pids):
                 self._quotas.limit(pid, options["quota"])
@@ -117,12 +121,6 @@ class RingSystem:
         finally:
             self._ring.__exit__(None, None, None)
         return found
-
-
-def pin(cores: list[int], node: int) -> None:
-    """This thread, and what it starts, to a node's core."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {cores[node % len(cores)]})
 
 
 def parse(flags: list[str]) -> argparse.Namespace:

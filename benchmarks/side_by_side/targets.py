@@ -50,7 +50,7 @@ class Setup:
         name = f"ring {fmt} x{nodes}" + (" old style" if more.get("old_style") else "")
         options = {"ckpt": str(self.ckpt), "nodes": nodes, "flags": [*FLAGS[fmt], *flags], "cores": list(self.cores),
                    "threads": 1, "max_length": max_length, **more}  # fmt: skip
-        return SystemSpec(name, "ring", options, self.cores[:1])
+        return SystemSpec(name, "ring", options, self.cores)  # it pins its nodes itself
 
     def llama(self, kind: str, threads: int = 1) -> SystemSpec:
         self.files[kind] = self.gguf_folder / f"{self.shape}-{kind}.gguf"
@@ -159,7 +159,7 @@ def long_position(setup: Setup) -> Scenario:
 
 
 def memory(setup: Setup) -> Scenario:
-    ours = setup.ring("int8", 2)
+    ours = setup.ring("int8", 2, chunks="int8")
     runs = (Run(ours.name, ours.name, setup.case(16, 16, 64)),)
     return Scenario("memory", "Peak memory of a secondary, int8, sixteen sequences", (ours,), runs, repeats=1,
                     finish=lambda outcome: memory_results(outcome, ours.name, setup.shape, runs[0].case))  # fmt: skip
