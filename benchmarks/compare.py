@@ -92,11 +92,15 @@ def make_files(setup: Setup, python: str) -> None:
 def make_chunks(setup: Setup, scenario: Scenario) -> None:
     """The chunks that rings of this scenario ask for, in their weight format."""
     for spec in scenario.systems:
-        n_nodes, fmt = spec.options.get("nodes"), spec.options.get("chunks")
-        if not fmt or (setup.ckpt / "chunks" / f"{n_nodes}nodes-{fmt}" / "model_starter.safetensors").is_file():
+        n_nodes, fmt, folder = spec.options.get("nodes"), spec.options.get("chunks"), Path(spec.options.get("ckpt", ""))
+        if not fmt or (folder / "chunks" / f"{n_nodes}nodes-{fmt}" / "model_starter.safetensors").is_file():
             continue
         say(f"  making {fmt} chunks for {n_nodes} nodes")
-        command = [sys.executable, str(ROOT / "src" / "prepare_model.py"), str(setup.ckpt), "--n-nodes", str(n_nodes),
+        folder.mkdir(exist_ok=True)
+        for file in setup.ckpt.iterdir():
+            if file.is_file() and not (folder / file.name).exists():
+                (folder / file.name).symlink_to(file.resolve())
+        command = [sys.executable, str(ROOT / "src" / "prepare_model.py"), str(folder), "--n-nodes", str(n_nodes),
                    "--quantize", fmt]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -159,7 +159,8 @@ def long_position(setup: Setup) -> Scenario:
 
 
 def memory(setup: Setup) -> Scenario:
-    ours = setup.ring("int8", 2, chunks="int8")
+    # A folder of its own, so that other scenarios' rings do not find the chunks.
+    ours = setup.ring("int8", 2, chunks="int8", ckpt=str(setup.ckpt.with_name(f"{setup.shape}-int8")))
     runs = (Run(ours.name, ours.name, setup.case(16, 16, 64)),)
     return Scenario("memory", "Peak memory of a secondary, int8, sixteen sequences", (ours,), runs, repeats=1,
                     finish=lambda outcome: memory_results(outcome, ours.name, setup.shape, runs[0].case))  # fmt: skip
