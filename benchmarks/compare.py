@@ -38,6 +38,7 @@ from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
 from side_by_side.targets import FLAGS, SCENARIOS, Setup, grid  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+MAKE_S = 900  # for a file that is made once
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 
 
@@ -84,7 +85,7 @@ def make_files(setup: Setup, python: str) -> None:
         say(f"  making {path.name}")
         command = [python, "-W", "ignore", str(ROOT / "benchmarks" / "peers" / "gguf_export.py"), str(setup.ckpt),
                    str(path), "--format", kind]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MAKE_S)
         if done.returncode:
             say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
 
@@ -102,7 +103,7 @@ def make_chunks(setup: Setup, scenario: Scenario) -> None:
                 (folder / file.name).symlink_to(file.resolve())
         command = [sys.executable, str(ROOT / "src" / "prepare_model.py"), str(folder), "--n-nodes", str(n_nodes),
                    "--quantize", fmt]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MAKE_S)
         if done.returncode:
             say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
 
