@@ -24,6 +24,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.node.kind import ModelKind
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
@@ -389,6 +390,22 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ControlError, match=message):
         InitRequest.from_json({**json.loads(json.dumps(REQUEST.to_json())), **change})
+
+
+def test_the_head_may_be_the_last_part_and_no_other() -> None:
+    """Of a finisher; a node of litgpt's models refuses it."""
+    blocks, head = list(REQUEST.parts), PartSpec("head", "d" * 64, 9)
+    data = json.loads(json.dumps(REQUEST.to_json()))
+
+    def request(parts: list[PartSpec]) -> InitRequest:
+        return InitRequest.from_json({**data, "parts": [vars(part) for part in parts]})
+
+    ModelKind().check(request(blocks))
+    with pytest.raises(ControlError, match="the head as well"):
+        ModelKind().check(request([*blocks, head]))
+    for parts in ([head, *blocks], [*blocks, head, head], [head], [*blocks[:1], head]):
+        with pytest.raises(ControlError, match="parts that are named are not those of blocks"):
+            request(parts)
 
 
 JSON = st.recursive(

@@ -100,9 +100,9 @@ def test_caches_stay_within_what_the_nodes_can_hold_and_everybody_gets_a_turn(fa
     prompts = [prompt(n, n) for n in (10, 4, 25, 110, 1, 30, 64, 2)]
     with ring_of(gpt, 2) as probe:
         needed = max(max(memory_of(probe, 0).needs(n)) for n in (121, 41))
-    limit = needed + needed // 2
-    with ring_of(gpt, 2) as ring:
-        ring.engine._scheduler.memory = memory_of(ring, limit)
+        limit = needed + needed // 2
+        enough, tight = memory_of(probe, limit), memory_of(probe, needed - 1)
+    with ring_of(gpt, 2, memory=enough) as ring:
         peaks = [0, 0]
         for i, stage in enumerate(ring.stages):  # runs in the thread that fills these caches
 
@@ -111,9 +111,11 @@ def test_caches_stay_within_what_the_nodes_can_hold_and_everybody_gets_a_turn(fa
 
             stage.register_forward_hook(weigh)
         texts = ring.generate(prompts, GREEDY)
-        ring.engine._scheduler.memory = memory_of(ring, needed - 1)
-        with pytest.raises(UsageError, match="of cache on node.*ask for fewer tokens"):
-            ring.submit(prompt(110, 1), GREEDY)
+    with (
+        ring_of(gpt, 2, memory=tight) as ring,
+        pytest.raises(UsageError, match="of cache on node.*ask for fewer tokens"),
+    ):
+        ring.submit(prompt(110, 1), GREEDY)
     assert [t.ids for t in texts] == reference(family, prompts, 12)
     assert 0 < max(peaks) <= limit
 

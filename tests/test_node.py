@@ -18,6 +18,7 @@ import torch
 
 import mdi.net.link
 import mdi.node.job
+import mdi.node.kind
 import mdi.node.secondary
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import ChunkFile, open_source
@@ -363,7 +364,7 @@ def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> N
                 never.wait(2.5)
             return super().forward(*args, **kwargs)
 
-    monkeypatch.setattr(mdi.node.secondary, "Stage", SlowStage)
+    monkeypatch.setattr(mdi.node.kind, "Stage", SlowStage)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert n_slow == 1
@@ -374,7 +375,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise RuntimeError("out of something")
 
-    monkeypatch.setattr(mdi.node.secondary, "Stage", BrokenStage)
+    monkeypatch.setattr(mdi.node.kind, "Stage", BrokenStage)
     starter, secondary = ring()
     with pytest.raises(NodeLostError, match="secondary0.*out of something") as raised:
         generate(starter)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mdi.node.job
+import mdi.node.kind
 import mdi.node.memory
 import mdi.node.secondary
 from mdi.cli import launch
@@ -45,7 +46,7 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) * float("inf")
 
-    monkeypatch.setattr(mdi.node.secondary, "Stage", Overflowing)
+    monkeypatch.setattr(mdi.node.kind, "Stage", Overflowing)
     starter, secondary = ring()
     with pytest.raises(EngineError, match="not finite.*--dtype float32"):
         generate(starter)

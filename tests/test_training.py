@@ -82,7 +82,7 @@ def test_a_stated_loss_is_reached_and_litgpt_loads_the_result(
     assert train(ckpt, dataset, "--max-iters", 150, "--ckpt-interval", 50) == 0
     found = val_losses(ckpt)
     # The text has ln 12 = 2.48 nats of choice in about nine tokens, 0.28 each; guessing would cost ln 320 = 5.77.
-    assert len(found) == 3 and found[-1] < 0.4 and found[-1] < found[0]
+    assert len(found) == 3 and found[-1] < 0.36 and found[-1] < found[0]
     out = capsys.readouterr().out
     assert "step 150/150" in out and "tokens/s" in out and "left" in out and "done after 150 steps" in out
 

@@ -66,9 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def launch(command: str, argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Parse the arguments of one command and run it; returns the exit status."""
-    module = importlib.import_module(COMMANDS[command][0])
+def launch(command: str, argv: list[str] | None = None, prog: str | None = None, module_name: str = "") -> int:
+    """Parse the arguments of one command and run it; returns the exit status.
+
+    Args:
+        module_name: of a command that is not in COMMANDS: a module with add_arguments and run.
+    """
+    module = importlib.import_module(module_name or COMMANDS[command][0])
     parser = argparse.ArgumentParser(
         prog=prog,
         description=module.__doc__,
@@ -83,7 +87,8 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None)
     threads_before = set(threading.enumerate())
     handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
     _on_signal(signal.SIGTERM, _raise_terminated)
-    if command in ENDED_AT_ONCE and handlers[signal.SIGINT] is signal.default_int_handler:
+    is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
+    if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
         _on_signal(signal.SIGINT, _raise_interrupted)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show

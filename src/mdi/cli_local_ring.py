@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mdi.config import ClusterConfig
+    from mdi.node.kind import ModelKind
+    from mdi.node.local import LocalRing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.node.local import LocalRing
+
+    return run_ring(args, LocalRing)
+
+
+def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKind | None = None) -> int:
+    """One run on a ring of child processes; `kind` is of the model, None is litgpt's."""
     from mdi.cli import ignore_interrupts
     from mdi.cli_starter import run_on
     from mdi.errors import UsageError
-    from mdi.node.local import LocalRing
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
@@ -45,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         rings: list[LocalRing] = []
 
         def open_ring() -> ClusterConfig:
-            ring = LocalRing(
+            ring = make_ring(
                 args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args)
             )  # fmt: skip
             rings.append(stack.enter_context(ring))
@@ -54,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             args.cores = None  # the nodes file has each node's share
             return ring.cluster
 
-        return run_on(args, open_ring, lambda: rings[0].check())
+        return run_on(args, open_ring, lambda: rings[0].check(), kind)
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int] | None:

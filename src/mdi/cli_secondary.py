@@ -14,6 +14,11 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mdi.config import NodeConfig
+    from mdi.node.kind import ModelKind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli import ignore_interrupts
-    from mdi.cli_starter import chosen_cores
-    from mdi.config import load_secondary, parse_bytes
+    from mdi.config import load_secondary
+
+    return serve(args, load_secondary(*place_of(args)))
+
+
+def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
+    """File and index of --nodes-config. Raises UsageError."""
     from mdi.errors import UsageError
 
     if len(args.nodes_config) > 2:
@@ -70,10 +79,17 @@ def run(args: argparse.Namespace) -> int:
         if not args.nodes_config[1].isdigit():
             raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {args.nodes_config[1]!r}")
         index = int(args.nodes_config[1])
-    config = load_secondary(args.nodes_config[0], index)
+    return args.nodes_config[0], index
 
-    from mdi.checkpoint.source import open_source
+
+def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None = None) -> int:
+    """Be this node until told to end; `kind` is of the models that it runs, None is litgpt's."""
+    from mdi.cli import ignore_interrupts
+    from mdi.cli_starter import chosen_cores
+    from mdi.config import parse_bytes
+    from mdi.errors import UsageError
     from mdi.node.device import set_threads
+    from mdi.node.kind import ModelKind
     from mdi.node.secondary import SecondaryNode
 
     if args.threads is not None and args.threads < 1:
@@ -81,9 +97,12 @@ def run(args: argparse.Namespace) -> int:
     kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
     set_threads(args.threads or config.threads, chosen_cores(args.cores, config))
     path = args.chunk or args.ckpt
-    weights = open_source(path) if path is not None else None
+    kind = kind or ModelKind()
+    weights = kind.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
-    node = SecondaryNode(config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory)
+    node = SecondaryNode(
+        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind
+    )
     try:
         node.open()
         if args.until_stdin_closes:

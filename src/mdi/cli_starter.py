@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from mdi.config import ClusterConfig, NodeConfig
     from mdi.metrics import RunMetrics
+    from mdi.node.kind import ModelKind
     from mdi.node.starter import StarterNode
 
 DEFAULT_PROMPT = "Who are you?"
@@ -62,8 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_wire_flags(group: argparse._ActionsContainer) -> None:
     """How rows travel over a ring; also of chat.py."""
+    from mdi.net.wire import WIRE_DTYPES
+
     group.add_argument(
-        "--wire-dtype", choices=("auto", "fp16", "int8"), default="auto", help="what the nodes send each other: as computed, "
+        "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
         "half precision, or 8 bits with a scale per 64 values (%(default)s)",
     )  # fmt: skip
     group.add_argument(
@@ -84,6 +87,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import default_ckpt_folder
+    from mdi.control.messages import KV_DTYPES
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -106,7 +110,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
     model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
     model.add_argument(
-        "--kv-dtype", choices=("auto", "float32", "bf16", "fp16"), default="auto", help="what the key/value caches of all "
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
         "nodes hold (%(default)s: as computed)",
     )  # fmt: skip
     model.add_argument(
@@ -156,22 +160,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_on(
-    args: argparse.Namespace, cluster_of: Callable[[], ClusterConfig], check: Callable[[], None] = lambda: None
+    args: argparse.Namespace,
+    cluster_of: Callable[[], ClusterConfig],
+    check: Callable[[], None] = lambda: None,
+    kind: ModelKind | None = None,
 ) -> int:
     """One run on a cluster, from flags to report; also behind sample.py and local_ring.py.
 
     Args:
+        kind: of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
     """
     try:
-        return _generate(args, cluster_of(), check)
+        return _generate(args, cluster_of(), check, kind)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             _print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
-def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None]) -> int:
+def _generate(
+    args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None], kind: ModelKind | None
+) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
@@ -185,7 +195,7 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
     prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
     params = sampling_params(args)
     set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
-    node = StarterNode(cluster, starter_options(args))
+    node = StarterNode(cluster, starter_options(args), kind)
     try:
         node.open()
         encoded = encode_prompts(node, prompts)
@@ -304,7 +314,7 @@ def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException 
     if failure is None:
         if not args.json:
             print("\n" + format_report(metrics))
-        _write_files(args, metrics, node.context_length)
+        _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
 
 
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:

@@ -82,15 +82,15 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     data = read_json(path)
     nodes = _field(data, "nodes", dict, str(path))
     where = f"{path}: nodes"
-    starter = _node(_field(nodes, "starter", dict, where), "starter", f"{where}.starter")
+    starter = node_of(_field(nodes, "starter", dict, where), "starter", f"{where}.starter")
     listed = nodes.get("secondary", [])
     if not isinstance(listed, list):
         raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_kind(listed)}")
     if len(listed) >= N_NODES_LIMIT:
         raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
-    secondaries = tuple(_node(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed))
+    secondaries = tuple(node_of(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed))
     cluster = ClusterConfig(starter, secondaries)
-    _refuse_shared_ports(cluster, str(path))
+    refuse_shared_ports(cluster, str(path))
     return cluster
 
 
@@ -102,7 +102,7 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
     """
     data = read_json(path)
     if "nodes" not in data:
-        return _node(data, f"secondary{index or 0}", str(path))
+        return node_of(data, f"secondary{index or 0}", str(path))
     secondaries = load_cluster(path).secondaries
     if not secondaries:
         raise UsageError(f"{path} lists no secondary node: it describes a standalone starter")
@@ -143,7 +143,8 @@ def nearest_existing(path: str | Path) -> Path:
     return p
 
 
-def _node(entry: Any, name: str, where: str) -> NodeConfig:
+def node_of(entry: Any, name: str, where: str) -> NodeConfig:
+    """One node from its entry in a nodes file; `where` names the entry in errors. Raises UsageError."""
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: expected an object that describes one node, found {_kind(entry)}")
     communication = _field(entry, "communication", dict, where)
@@ -236,7 +237,8 @@ def parse_bytes(text: str, where: str) -> int:
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
-def _refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
+def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
+    """Raises UsageError if two nodes of one address want the same port."""
     seen: dict[tuple[str, int], str] = {}
     for node in cluster.nodes:
         for port, what in ((node.port, "communication port"), (node.port_in, "port_in")):

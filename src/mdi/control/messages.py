@@ -108,9 +108,8 @@ class InitRequest:
         if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
             raise ControlError(f"blocks [{start}, {stop}) are no blocks of a model of {n_layer} blocks", 400)
         names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
-        if len(request.parts) != stop - start or any(
-            p.name != n for p, n in zip(request.parts, names_wanted, strict=True)
-        ):
+        blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
+        if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
             raise ControlError(f"the parts that are named are not those of blocks [{start}, {stop})", 400)
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdi.model.room import CacheKind
@@ -40,7 +41,7 @@ class CacheMemory:
         """Bytes on each node that a sequence of `length` positions takes at most."""
         return tuple(node.n_bytes(length) for node in self.nodes)
 
-    def admits(self, used: tuple[int, ...], more: tuple[int, ...]) -> bool:
+    def admits(self, used: Sequence[int], more: Sequence[int]) -> bool:
         """Whether `more` fits on every node beside what is `used`."""
         return all(u + m <= node.limit_bytes for u, m, node in zip(used, more, self.nodes, strict=True))
 

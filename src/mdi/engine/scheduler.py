@@ -81,7 +81,8 @@ class Scheduler:
         self._prefilling: deque[Sequence] = deque()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
-        self._reserved: dict[int, tuple[int, ...]] = {}  # bytes on each node
+        self._needs: dict[int, tuple[int, ...]] = {}  # of each admitted sequence, bytes on each node
+        self._reserved = [0] * (0 if memory is None else len(memory.nodes))  # their sums
         self._number = 0
 
     @property
@@ -106,9 +107,8 @@ class Scheduler:
 
     @property
     def reserved(self) -> tuple[int, ...]:
-        """Bytes on each node that the admitted sequences can come to need."""
-        n_nodes = 0 if self.memory is None else len(self.memory.nodes)
-        return tuple(sum(needs[node] for needs in self._reserved.values()) for node in range(n_nodes))
+        """Bytes on each node that the admitted sequences can come to need; () without a limit."""
+        return tuple(self._reserved)
 
     def cancel(self, seq_id: int, reason: str = "cancelled") -> Event | None:
         """End a sequence now; None if it has ended already."""
@@ -172,24 +172,25 @@ class Scheduler:
         return events
 
     def _admit(self) -> None:
-        used = self.reserved if self._waiting else ()
         while self._waiting:
             sequence = self._waiting[0]
-            needs: tuple[int, ...] = ()
-            if self.memory is not None:
-                needs = self.memory.needs(sequence.n_positions)
-                if not self.memory.admits(used, needs):
-                    return  # first come, first served: nobody overtakes, so nobody starves
+            needs = () if self.memory is None else self.memory.needs(sequence.n_positions)
+            if self.memory is not None and not self.memory.admits(self._reserved, needs):
+                return  # first come, first served: nobody overtakes, so nobody starves
             self._waiting.popleft()
-            self._reserved[sequence.seq_id] = needs
-            used = tuple(map(sum, zip(used, needs, strict=True)))
+            self._reserve(needs)
+            self._needs[sequence.seq_id] = needs
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         del self._running[sequence.seq_id]
-        del self._reserved[sequence.seq_id]
+        self._reserve(tuple(-n for n in self._needs.pop(sequence.seq_id)))
         self._freed.append(sequence.seq_id)
+
+    def _reserve(self, needs: tuple[int, ...]) -> None:
+        for node, n_bytes in enumerate(needs):
+            self._reserved[node] += n_bytes
 
     def _decode_slices(self) -> list[PlannedSlice]:
         share = self._share()

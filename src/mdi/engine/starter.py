@@ -38,6 +38,7 @@ class StarterEngine:
         max_length: tokens that a sequence may reach, prompt included.
         chunk_rows, memory, decode_rows, n_frames: see Scheduler; as many frames as nodes, if nothing is said.
         wire: what the rows travel as (net.wire.WIRE_DTYPES).
+        scheduler: one of another mind, instead of that of the arguments before.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class StarterEngine:
         decode_rows: int = DECODE_ROWS,
         n_frames: int | None = None,
         wire: str = "auto",
+        scheduler: Scheduler | None = None,
     ) -> None:
         self._stage = stage
         self._ring = ring
@@ -63,7 +65,7 @@ class StarterEngine:
         self._device = device
         self._dtype = dtype
         self._wire = "auto" if n_nodes == 1 else wire  # alone, nothing travels
-        self._scheduler = Scheduler(n_frames or n_nodes, chunk_rows, memory, decode_rows)
+        self._scheduler = scheduler or Scheduler(n_frames or n_nodes, chunk_rows, memory, decode_rows)
         self._sampler = Sampler()
         self._live: dict[int, tuple[SamplingParams, OnEvent]] = {}
         self._lock = threading.RLock()
@@ -153,7 +155,7 @@ class StarterEngine:
         wanting = [s.seq_id for s in frame.slices if s.n_logits]
         tokens: dict[int, int] = {}
         if wanting:
-            x = rows_of(frame, self._stage.config.n_embd, self._device, self._dtype)
+            x = rows_of(frame, self._stage.returned_width, self._device, self._dtype)
             if x.size(0) != len(wanting):
                 raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
             if not bool(torch.isfinite(x).all()):

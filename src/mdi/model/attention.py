@@ -27,13 +27,13 @@ from mdi.model.cache import CacheShape
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softcap: float | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of query rows folded into their groups, so that keys and values are read once per group, as they lie.
 
     Args:
-        q: (G, R, k_size), R = query heads of the group times rows.
+        q: (G, R, k_size), R = query heads of the group times rows; scaled already.
         k: (G, L, k_size). v: (G, L, v_size).
         mask: (R, L) boolean, or None.
         out: where the result is to stand, if that is not to be new memory.
@@ -42,9 +42,9 @@ def attend(
         (G, R, v_size)
     """
     if softcap is None and (mask is not None or q.device.type != "cpu"):
-        y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=1.0)[0]
         return y if out is None else out.copy_(y)
-    scores = torch.bmm(q * scale, k.mT)
+    scores = torch.bmm(q, k.mT)
     if softcap is not None:
         scores = do_softcapping(scores, softcap)
     if mask is not None:
@@ -79,6 +79,7 @@ class CachedAttention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (1, N, rope_n_elem) are those of the rows' positions."""
         q, k, v = self._project(x, cos, sin)
+        q = q * self.scale
         n_head, n, head_size = q.shape
         y = q.new_empty(n, n_head * head_size)
         for rows in batch.rows:
@@ -128,7 +129,7 @@ class CachedAttention(nn.Module):
         n_groups = keys.size(0)
         out = y[row].view(n_groups, -1, self.config.head_size)
         attend(
-            q[:, row].view(n_groups, -1, self.config.head_size), keys, values, None, self.scale,
+            q[:, row].view(n_groups, -1, self.config.head_size), keys, values, None,
             self.config.attention_logit_softcapping, out,
         )  # fmt: skip
 
@@ -141,7 +142,7 @@ class CachedAttention(nn.Module):
         n_repeat = n_head // k.size(0)
         folded = q.reshape(k.size(0), n_repeat * n, head_size)
         mask = batch.mask(rows, first, self.window, n_repeat)
-        y = attend(folded, keys, values, mask, self.scale, self.config.attention_logit_softcapping)
+        y = attend(folded, keys, values, mask, self.config.attention_logit_softcapping)
         return y.view(n_head, n, head_size).transpose(0, 1).reshape(n, n_head * head_size)
 
 
@@ -178,7 +179,7 @@ class CachedLatentAttention(nn.Module):
         q_pass, q_rot = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         latent, k_rot = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         # (n_head, N, kv_lora_rank + qk_rope_head_dim): queries that look at latents
-        q = torch.cat((torch.bmm(q_pass[0], up_k), self.rope(q_rot, cos, sin)[0]), dim=-1)
+        q = torch.cat((torch.bmm(q_pass[0], up_k), self.rope(q_rot, cos, sin)[0]), dim=-1) * self.scale
         k = torch.cat((self.kv_a_norm(latent), self.rope(k_rot[:, None], cos, sin)[:, 0]), dim=-1)  # (1, N, same)
         y = q.new_empty(c.n_head, n, c.kv_lora_rank)
         for rows in batch.rows:
@@ -195,9 +196,7 @@ class CachedLatentAttention(nn.Module):
         keys = keys.to(q.dtype)
         mask = batch.mask(rows, first, None, n_head)
         values = keys[..., : self.config.kv_lora_rank]
-        y = attend(
-            q.reshape(1, n_head * n, size), keys, values, mask, self.scale, self.config.attention_logit_softcapping
-        )
+        y = attend(q.reshape(1, n_head * n, size), keys, values, mask, self.config.attention_logit_softcapping)
         return y.view(n_head, n, self.config.kv_lora_rank)
 
 

@@ -18,7 +18,7 @@ from litgpt.model import GPT, Block, do_softcapping
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
-from mdi.model.cache import CacheStore
+from mdi.model.cache import CacheShape, CacheStore
 from mdi.model.quantize import Quantizer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -36,11 +36,16 @@ class Stage(nn.Module):
         self.config = config
         self.start, self.stop = start, stop
         with torch.device("meta"):
-            blocks = {str(i): Block(config, i) for i in range(start, stop)}
-        for layer, block in enumerate(blocks.values()):
-            block.attn = cached(block.attn, layer)
+            blocks = {str(i): self.make_block(config, i, i - start) for i in range(start, stop)}
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)
+
+    @staticmethod
+    def make_block(config: Config, index: int, layer: int) -> Block:
+        """Block `index` of the model, which is number `layer` of this stage."""
+        block = Block(config, index)
+        block.attn = cached(block.attn, layer)
+        return block
 
     def load(
         self,
@@ -90,7 +95,7 @@ class Stage(nn.Module):
     def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
         """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
         tables = 2 * 4 * max_length * self.config.rope_n_elem * (2 if self.config.rope_local_base_freq else 1)
-        caches = (block.attn.cache_shape.n_bytes(max_length, dtype.itemsize) for block in self.blocks)
+        caches = (shape.n_bytes(max_length, dtype.itemsize) for shape in self.cache_shapes)
         return tables + sum(caches)
 
     def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -104,8 +109,12 @@ class Stage(nn.Module):
         spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
         self.max_length = max_length
         self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
-        shapes = [block.attn.cache_shape for block in self.blocks]
-        self.caches = CacheStore(shapes, max_length, device, dtype)
+        self.caches = CacheStore(self.cache_shapes, max_length, device, dtype)
+
+    @property
+    def cache_shapes(self) -> list[CacheShape]:
+        """What each block keeps of a position, in block order."""
+        return [block.attn.cache_shape for block in self.blocks]
 
     @property
     def blocks(self) -> list[Block]:
@@ -171,6 +180,11 @@ class StarterStage(Stage):
             self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         self.eval().requires_grad_(False)
+
+    @property
+    def returned_width(self) -> int:
+        """Columns of the rows that come back to `head`."""
+        return int(self.config.n_embd)
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

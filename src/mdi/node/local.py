@@ -67,7 +67,7 @@ class LocalRing:
         path = Path(self._folder.name) / "nodes.json"
         path.write_text(json.dumps(self._nodes()), encoding="utf-8")
         try:
-            self.cluster: ClusterConfig = load_cluster(path)
+            self.cluster: ClusterConfig = self.load(path)
             for index in range(self._n_nodes - 1):
                 self._children.append(self._spawn(path, index))
         except BaseException:
@@ -95,10 +95,22 @@ class LocalRing:
 
     def check(self) -> None:
         """Raises NodeLostError if a child has ended: what it has printed itself says why."""
-        for index, child in enumerate(self._children):
+        for node, child in zip(self.cluster.secondaries, self._children, strict=True):
             status = child.poll()
             if status is not None:
-                raise NodeLostError(f"secondary{index}", f"secondary{index} has ended by itself (status {status})")
+                raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
+
+    def load(self, path: Path) -> ClusterConfig:
+        """Read the nodes file that `arrange` laid out."""
+        return load_cluster(path)
+
+    def arrange(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        """The nodes file of these nodes, starter first."""
+        return {"nodes": {"starter": entries[0], "secondary": entries[1:]}}
+
+    def command(self, path: Path, index: int) -> list[str]:
+        """What runs secondary `index`, from 0 on."""
+        return [sys.executable, "-m", "mdi.cli", "secondary", "--nodes-config", str(path), str(index)]
 
     def _nodes(self) -> dict[str, Any]:
         ports = iter(free_ports(2 * self._n_nodes))
@@ -117,12 +129,12 @@ class LocalRing:
             if self._kv_memory is not None:
                 entry["kv_memory"] = self._kv_memory
             entries.append(entry)
-        return {"nodes": {"starter": entries[0], "secondary": entries[1:]}}
+        return self.arrange(entries)
 
     def _spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
         assert self._folder is not None
-        command = [sys.executable, "-m", "mdi.cli", "secondary", "--nodes-config", str(nodes), str(index)]
-        command += ["--until-stdin-closes", "--cache-dir", str(Path(self._folder.name) / f"cache{index}"), *self._flags]
+        command = [*self.command(nodes, index), "--until-stdin-closes"]
+        command += ["--cache-dir", str(Path(self._folder.name) / f"cache{index}"), *self._flags]
         if not self._flags:
             command.append("--quiet")
         if self._ckpt is not None:

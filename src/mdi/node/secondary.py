@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-from litgpt.config import Config
 
 import mdi
 from mdi.checkpoint.source import ChunkFile, WeightSource
@@ -38,6 +37,7 @@ from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
 from mdi.node.job import Abandoned, Job
+from mdi.node.kind import ModelKind
 from mdi.node.memory import CacheReport, report_caches
 
 logger = logging.getLogger("mdi")
@@ -52,6 +52,7 @@ class SecondaryNode:
         cache_dir: where parts that were received are kept.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
+        kind: of the models that it can run; None is litgpt's.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class SecondaryNode:
         compile_stage: bool = False,
         quantize: str | None = None,
         kv_memory: int | None = None,
+        kind: ModelKind | None = None,
     ) -> None:
         self.config = config
+        self._kind = kind or ModelKind()
         self._weights = weights
         self._verified: set[str] = set()  # parts of a chunk that were hashed
         self._store = BlockStore(cache_dir)
@@ -187,6 +190,7 @@ class SecondaryNode:
         return [{"sha256": p.sha256, "have_bytes": self._store.partial_bytes(p.sha256)} for p in list(missing.values())]
 
     def init(self, request: InitRequest) -> dict[str, Any]:
+        self._kind.check(request)
         self._refuse_misfit_chunk(request)
         with self._lock:
             if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
@@ -267,7 +271,7 @@ class SecondaryNode:
         kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
         check_room(stage, request.max_length, device, kv_dtype)
         stage.prepare(request.max_length, device, kv_dtype)
-        is_mapped = dtype == DTYPES.get(request.stored_dtype) and self._format(request.quantize) is None
+        is_mapped = dtype == DTYPES.get(request.stored_dtype)
         seat = Seat(
             int(request.epoch, 16),
             request.index,
@@ -292,7 +296,7 @@ class SecondaryNode:
             self._report_caches = None
             self._listener.forget(expectation)
         # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-        limits = Limits(max_cols=max(stage.config.n_embd, HANDSHAKE_LIMITS.max_cols))
+        limits = Limits(max_cols=max(self._kind.widest_row(stage.config), HANDSHAKE_LIMITS.max_cols))
         pinned = pinned_buffer if device.type == "cuda" else None
         ring = join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned)
         with self._lock:
@@ -367,7 +371,7 @@ class SecondaryNode:
         if self._stage is not None and self._stage_key == key:
             return device, dtype, self._stage
         self._stage = self._stage_key = None  # give the memory back before the next one takes it
-        stage = Stage(Config(**request.config), *request.blocks)
+        stage = self._kind.secondary_stage(request)
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
             job.check()

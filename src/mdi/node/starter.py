@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from litgpt.config import Config
 
 import mdi
-from mdi.checkpoint.parts import stage_parts
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
@@ -35,16 +33,15 @@ from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format
 from mdi.model.quantize import Quantizer
-from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.kind import ModelKind
 from mdi.node.memory import report_caches, share_out
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
-from mdi.text import TextCodec
 
 METRICS_DEADLINE_S = 5.0
 
@@ -75,7 +72,8 @@ class StarterOptions:
 class StarterNode(StatusOnly):
     """See the module."""
 
-    def __init__(self, cluster: ClusterConfig, options: StarterOptions) -> None:
+    def __init__(self, cluster: ClusterConfig, options: StarterOptions, kind: ModelKind | None = None) -> None:
+        self._kind = kind or ModelKind()
         self.cluster = cluster
         self._options = options
         self._device = choose_device(options.device or cluster.starter.device)
@@ -121,23 +119,23 @@ class StarterNode(StatusOnly):
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
         options = self._options
-        self._weights = StarterWeights(
+        self._weights = self._kind.open_weights(
             options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize
         )
         self._quantize = options.quantize or self._weights.quantize
         check_format(self._quantize, self._device)
-        self.config = Config(**self._weights.config)
+        self.config = self._kind.config(self._weights.config)
         self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, self._quantize is not None)
         self._kv_dtype = choose_kv_dtype(options.kv_dtype, self._dtype, self._device)
         self._directory = self._weights.directory
-        self.codec = TextCodec.from_checkpoint(self._directory, options.prompt_style)
+        self.codec = self._kind.open_codec(self._directory, options.prompt_style)
 
     @property
     def context_length(self) -> int:
         """Tokens that a sequence may have: what the user asked for, else what the model was made for."""
         wanted = self._options.sequence_length
         if wanted is None:
-            return int(self.config.block_size)
+            return self._kind.max_length(self.config)
         if not 1 <= wanted <= self.config.block_size:
             raise UsageError(
                 f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size}"
@@ -188,17 +186,14 @@ class StarterNode(StatusOnly):
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
-        is_mapped = (
-            self._dtype == DTYPES.get(self._weights.dtype if self._weights else "") and not self._options.quantize
-        )
+        assert self._weights is not None
+        is_mapped = self._dtype == DTYPES.get(self._weights.dtype)
         by_hand = self._options.kv_memory
         by_hand = self.cluster.starter.kv_memory if by_hand is None else by_hand
         own = report_caches(self._stage, self._kv_dtype, self._device, by_hand, is_mapped)
         reports = [own, *(setup.ask_caches() for setup in setups)]
-        places = [(node.name, node.addr) for node in self.cluster.nodes]
-        memory = CacheMemory(
-            share_out([(*place, r) for place, r in zip(places, reports, strict=True)], self.max_length)
-        )
+        told = [(node.name, node.addr, report) for node, report in zip(self.cluster.nodes, reports, strict=True)]
+        memory = CacheMemory(share_out(told, self.max_length))
         n_sequences = memory.n_sequences(self.max_length)
         logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self.max_length)
         return memory
@@ -219,12 +214,14 @@ class StarterNode(StatusOnly):
             wire = self._options.wire_dtype
             seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in, wire)
             # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-            limits = Limits(max_cols=max(self.config.n_embd, HANDSHAKE_LIMITS.max_cols))
+            widest = self._kind.widest_row(self.config)
+            limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
             pinned = pinned_buffer if self._device.type == "cuda" else None
             self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
+        scheduler = self._kind.scheduler(self.config, n_nodes)
         self.engine = StarterEngine(
             self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype,
-            memory=self._memory, n_frames=n_frames, wire=self._options.wire_dtype,
+            memory=self._memory, n_frames=n_frames, wire=self._options.wire_dtype, scheduler=scheduler,
         )  # fmt: skip
         self._state = "RUNNING"
         self._begin = time.perf_counter()
@@ -367,14 +364,13 @@ class StarterNode(StatusOnly):
             setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
         return setups
 
-    @staticmethod
-    def _hash_parts(weights: StarterWeights) -> list[list[PartSpec]]:
+    def _hash_parts(self, weights: StarterWeights) -> list[list[PartSpec]]:
         """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
         parts: list[list[PartSpec]] = []
         next_report = time.monotonic() + 2
-        for start, stop in weights.blocks[1:]:
+        for index, (start, stop) in enumerate(weights.blocks[1:], 1):
             parts.append([])
-            for name in stage_parts(start, stop, starter=False):
+            for name in self._kind.secondary_parts(index, self.cluster.n_nodes, start, stop):
                 parts[-1].append(weights.spec(name))
                 if time.monotonic() > next_report:
                     next_report += 2
@@ -388,9 +384,9 @@ class StarterNode(StatusOnly):
         weights = self._weights
         assert weights is not None
         stop = weights.blocks[0][1]
-        self._stage = StarterStage(self.config, stop)
+        self._stage = self._kind.starter_stage(self.config, stop, self.cluster.n_nodes)
         quantizer = Quantizer(self._quantize, self._options.quantize_head or weights.quantize_head)
-        parts = stage_parts(0, stop, starter=True)
+        parts = self._kind.starter_parts(stop, self.cluster.n_nodes)
 
         def tensors(part: str) -> Mapping[str, torch.Tensor]:
             check()

@@ -175,11 +175,11 @@ class Trainer:
         """Mean loss in nats per token over the same held-out windows at every call."""
         self.model.eval()
         total, count = 0.0, 0
+        forward = self._processes.unwrapped(self._forward)
         batches = self._val.in_order(self.settings.batch_size, self.settings.eval_iters)
         for i, (inputs, targets) in enumerate(batches):
             if i % self._processes.count == self._processes.rank:
-                # The model itself: wrapped ones expect as many passes in each process.
-                total += self._loss(self.model, inputs, targets).item() * len(inputs)
+                total += self._loss(forward, inputs, targets).item() * len(inputs)
                 count += len(inputs)
         total, n_windows = self._processes.sums([total, count], self._device)
         return total / n_windows

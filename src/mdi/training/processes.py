@@ -6,6 +6,7 @@ Data-parallel: each has all weights and takes its share of every step's windows;
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,16 +91,22 @@ class Processes:
         result: list[float] = total.tolist()
         return result
 
-    def wrap(self, forward: Any, *, may_skip_weights: bool) -> Any:
+    def wrap(self, forward: Any) -> Any:
         """The model as one that averages its gradients over the processes.
 
-        Args:
-            may_skip_weights: whether a step may leave some weights without a gradient (experts that no token chose).
+        It expects a gradient for each weight; litgpt calls experts that no token chose too, with no rows.
         """
         if self.count == 1:
             return forward
-        # litgpt's buffers (RoPE tables) are the same everywhere, there is nothing to broadcast.
-        return DistributedDataParallel(forward, broadcast_buffers=False, find_unused_parameters=may_skip_weights)
+        # litgpt's buffers (RoPE tables) are the same everywhere, there is nothing to send; newer torch has a newer name.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {name: False}
+        return DistributedDataParallel(forward, **options)
+
+    def unwrapped(self, forward: Any) -> Any:
+        """The model inside, for passes that are not as many in each process."""
+        return forward.module if isinstance(forward, DistributedDataParallel) else forward
 
     def gathering(self, forward: Any, *, is_last: bool) -> AbstractContextManager[object]:
         """Around a backward pass: gradients travel only with the last pass of a step."""

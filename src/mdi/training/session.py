@@ -16,7 +16,7 @@ from mdi.config import nearest_existing
 from mdi.errors import UsageError
 from mdi.training.begin import Beginning
 from mdi.training.checkpoint import (
-    STATE_NAME,
+    LAST,
     WEIGHTS_NAME,
     SavedRun,
     save_checkpoint,
@@ -134,6 +134,7 @@ class Session:
         which = "last" if self.trainer.settings.always_update else "best"
         kept = f"best held-out loss {best:.4f}, {which} weights in {self.out / WEIGHTS_NAME}"
         if not math.isfinite(best):
-            kept = f"no evaluation yet, {'only ' + STATE_NAME if self._is_state_saved else 'nothing'} was saved"
+            saved = f"the last weights are in {self.out / LAST}" if self._is_state_saved else "nothing was saved"
+            kept = f"no evaluation yet, {saved}"
         on = f"; go on with --init resume --ckpt {self.out}" if how != "done" and self._is_state_saved else ""
         return f"{how} after {progress.n_steps} steps and {time_s:.0f} s; {kept}{on}"

@@ -1,0 +1,29 @@
+"""Run a whole GPT-2 ring on this machine: a starter and its secondaries, a process each.
+
+Every other flag goes to the starter; see starter.py --help.
+
+example:
+  local_ring.py --nodes 3 --ckpt checkpoints/gpt2 --prompt "Once upon a time" --n-samples 4
+"""
+
+from __future__ import annotations
+
+import argparse
+
+IS_ENDED_AT_ONCE = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.gpt2_starter import N_TOKENS
+    from mdi import cli_local_ring
+
+    cli_local_ring.add_arguments(parser)
+    parser.set_defaults(n_tokens=N_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt.kinds import GPT2Kind
+    from gpt.rings import GPT2Ring
+    from mdi.cli_local_ring import run_ring
+
+    return run_ring(args, GPT2Ring, GPT2Kind())

@@ -1,0 +1,27 @@
+"""Generate text with a GPT-2 on this machine alone.
+
+example:
+  sample.py --ckpt checkpoints/gpt2 --prompt "Once upon a time" --n-tokens 100
+"""
+
+from __future__ import annotations
+
+import argparse
+
+IS_ENDED_AT_ONCE = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.gpt2_starter import N_TOKENS
+    from mdi import cli_sample
+
+    cli_sample.add_arguments(parser)
+    parser.set_defaults(n_tokens=N_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt.kinds import GPT2Kind
+    from mdi.cli_starter import run_on
+    from mdi.config import standalone
+
+    return run_on(args, standalone, kind=GPT2Kind())

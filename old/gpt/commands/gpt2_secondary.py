@@ -1,0 +1,29 @@
+"""Run a secondary of a GPT-2 ring: a run of blocks. It waits for its starter, which sends it its weights.
+
+example:
+  secondary.py --nodes-config settings/3nodes.json 0
+"""
+
+from __future__ import annotations
+
+import argparse
+
+IS_ENDED_AT_ONCE = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.gpt2_starter import SETTINGS
+    from mdi import cli_secondary
+
+    cli_secondary.add_arguments(parser)
+    parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json"), "0"])
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli_secondary import place_of, serve
+    from mdi.config import load_secondary
+
+    config = load_secondary(*place_of(args))
+    from gpt.kinds import GPT2Kind
+
+    return serve(args, config, GPT2Kind())

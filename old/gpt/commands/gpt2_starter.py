@@ -1,0 +1,32 @@
+"""Run a GPT-2 over a ring of nodes, from its starter: it has the embeddings, the first blocks, the final norm and the head.
+Any number of samples; no caches, so the whole text travels each time.
+
+examples:
+  starter.py --ckpt checkpoints/gpt2 --nodes-config settings/3nodes.json --prompt "Once upon a time"
+      three samples over the nodes of that file (start secondary.py on the others)
+  starter.py --ckpt checkpoints/gpt2-xl --prompt FILE:prompts.txt --n-tokens 200
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+IS_ENDED_AT_ONCE = True
+SETTINGS = Path(__file__).resolve().parents[2] / "GPT2" / "settings"
+N_TOKENS = 400  # per sample: thesis, section 4.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi import cli_starter
+
+    cli_starter.add_arguments(parser)
+    parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt.kinds import GPT2Kind
+    from mdi.cli_starter import run_on
+    from mdi.config import load_cluster
+
+    return run_on(args, lambda: load_cluster(args.nodes_config), kind=GPT2Kind())

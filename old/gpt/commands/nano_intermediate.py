@@ -1,0 +1,32 @@
+"""Run an intermediate node of a NanoGPT ring: blocks, and nothing else.
+
+It waits for its starter, which sends it its weights.
+
+example:
+  intermediate.py --nodes-config settings/3nodes.json 0
+"""
+
+from __future__ import annotations
+
+import argparse
+
+IS_ENDED_AT_ONCE = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.nano_starter import SETTINGS
+    from mdi import cli_secondary
+
+    cli_secondary.add_arguments(parser)
+    parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json")])
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt.nodes_file import load_nano_node
+    from mdi.cli_secondary import place_of, serve
+
+    path, index = place_of(args)
+    config = load_nano_node(path, "intermediate", index)
+    from gpt.kinds import NanoKind
+
+    return serve(args, config, NanoKind("intermediate"))

@@ -1,0 +1,122 @@
+"""Stages without caches: each frame brings the whole (cropped) text of a sample, from position 0 on.
+
+This is what the two earlier systems did, and why their time per token grows with the text (thesis, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn as nn
+from litgpt.model import Block
+
+from gpt.model import make_block
+from gpt.shape import GPTConfig
+from mdi.errors import EngineError
+from mdi.model.cache import CacheShape, CacheStore
+from mdi.model.quantize import Quantizer
+from mdi.model.stage import Stage, StarterStage
+
+Slices = Sequence[tuple[int, int, int]]
+
+
+class WholeTextStage(Stage):
+    """Blocks [start, stop); keeps nothing between two frames."""
+
+    config: GPTConfig
+
+    @staticmethod
+    def make_block(config: GPTConfig, index: int, layer: int) -> Block:
+        return make_block(config, index)
+
+    def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
+        """The widest activations of a block, over a full context."""
+        return self.config.block_size * (self.config.intermediate_size or 0) * dtype.itemsize
+
+    @property
+    def cache_shapes(self) -> list[CacheShape]:
+        return []
+
+    def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.max_length = max_length
+        self.caches = CacheStore([], max_length, device, dtype)
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
+        """(N, n_embd), the rows of all slices -> the same after the blocks. EngineError if a text does not come whole."""
+        outs, first = [], 0
+        for seq_id, start, n_rows in slices:
+            if start or n_rows > self.config.block_size:
+                raise EngineError(
+                    f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "
+                    f"of at most {self.config.block_size} tokens"
+                )
+            outs.append(self._run(x[first : first + n_rows]))
+            first += n_rows
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of one text."""
+        x = x[None]
+        for block in self.blocks:
+            x = block(x, None, None)
+        return x[0]
+
+
+class FinisherStage(WholeTextStage):
+    """The last blocks, final norm and head: what it returns are logits, (N, vocabulary)."""
+
+    def __init__(self, config: GPTConfig, start: int, stop: int) -> None:
+        super().__init__(config, start, stop)
+        with torch.device("meta"):
+            self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.eval().requires_grad_(False)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.transformer["ln_f"](super()._run(x)))
+        return logits
+
+
+class GPTStarterStage(WholeTextStage, StarterStage):
+    """Embedding of tokens and positions, the first blocks, and the head for what comes back."""
+
+    def __init__(self, config: GPTConfig, stop: int) -> None:
+        StarterStage.__init__(self, config, stop)
+        with torch.device("meta"):
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        self.eval().requires_grad_(False)
+
+    def load(
+        self,
+        parts: Sequence[str],
+        tensors: Callable[[str], Mapping[str, torch.Tensor]],
+        device: torch.device,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        super().load(parts, tensors, device, dtype, quantizer)
+        embedding: torch.Tensor = self.get_parameter("transformer.wte.weight")
+        if "head" in parts and torch.equal(embedding, self.lm_head.weight):
+            self.lm_head.weight = nn.Parameter(
+                embedding, requires_grad=False
+            )  # tied, and large: once in memory is enough
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._run(x + self.get_parameter("transformer.wpe.weight")[: x.size(0)])
+
+
+class HeadlessStarterStage(GPTStarterStage):
+    """Embedding and first blocks; logits come back from the finisher, and only have to be sampled."""
+
+    def __init__(self, config: GPTConfig, stop: int) -> None:
+        super().__init__(config, stop)
+        del self.lm_head, self.transformer["ln_f"]
+
+    @property
+    def returned_width(self) -> int:
+        return int(self.config.padded_vocab_size)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        return x

@@ -1,0 +1,73 @@
+"""What the nodes of a ring must know of the models that it runs: how weights become stages, and who holds what.
+
+The one here is that of all models that litgpt describes. Others derive from it and are handed to StarterNode and
+SecondaryNode; everything else, from the control plane to the frames, is the same for all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from litgpt.config import Config
+
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import WeightSource, open_source
+from mdi.control.messages import InitRequest
+from mdi.engine.scheduler import Scheduler
+from mdi.errors import ControlError
+from mdi.model.stage import Stage, StarterStage
+from mdi.node.weights import StarterWeights
+from mdi.text import TextCodec
+
+
+class ModelKind:
+    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks."""
+
+    def open_source(self, path: Path) -> WeightSource:
+        """A checkpoint or chunk on disk. Raises CheckpointError."""
+        return open_source(path)
+
+    def open_weights(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None
+    ) -> StarterWeights:
+        """What the starter can load and send, and the cut; see StarterWeights."""
+        return StarterWeights(ckpt, chunk, n_nodes, layers, quantize)
+
+    def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
+        """Raises CheckpointError, UsageError."""
+        return TextCodec.from_checkpoint(directory, prompt_style)
+
+    def config(self, fields: dict[str, Any]) -> Config:
+        """The model's config from its plain form, as it stands in a checkpoint and in /init."""
+        return Config(**fields)
+
+    def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
+        """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
+        return stage_parts(start, stop, starter=False)
+
+    def starter_stage(self, config: Config, stop: int, n_nodes: int) -> StarterStage:
+        return StarterStage(config, stop)
+
+    def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
+        return stage_parts(0, stop, starter=True)
+
+    def secondary_stage(self, request: InitRequest) -> Stage:
+        return Stage(self.config(request.config), *request.blocks)
+
+    def check(self, request: InitRequest) -> None:
+        """Raises ControlError if this secondary cannot play the part that it is given."""
+        if [p.name for p in request.parts] != stage_parts(*request.blocks, starter=False):
+            raise ControlError("this node holds blocks and nothing else, but is to hold the head as well", 409)
+
+    def widest_row(self, config: Config) -> int:
+        """Columns that a row on the ring can have."""
+        return int(config.n_embd)
+
+    def max_length(self, config: Config) -> int:
+        """Tokens that a text may reach, prompt included."""
+        return int(config.block_size)
+
+    def scheduler(self, config: Config, n_nodes: int) -> Scheduler | None:
+        """What decides about frames; None is the engine's own."""
+        return None

@@ -1,0 +1,171 @@
+"""Both earlier kinds over one, two and three nodes, against the model on one device; nodes that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpt_models import CONTEXT, gpt2_of_reference, tiny_nano, write_gpt2, write_nano
+
+from gpt.kinds import GPT2Kind, NanoKind, WholeTextKind
+from gpt.model import PositionGPT, greedy
+from gpt.nodes_file import arrange, load_nano_cluster
+from gpt.stage import WholeTextStage
+from gpt.weights import open_gpt2
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import EngineError, MdiError, RingError, UsageError
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode, StarterOptions
+
+DEADLINE_S = 60.0
+GREEDY = SamplingParams(n_tokens=40, temperature=0, top_k=None)
+
+
+@contextmanager
+def running(node: SecondaryNode) -> Iterator[SecondaryNode]:
+    node.open()
+    thread = threading.Thread(target=node.run, name=node.config.name)
+    thread.start()
+    try:
+        yield node
+    finally:
+        node.close()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def cluster_of(kinds: list[tuple[str, WholeTextKind]], folder: Path) -> Iterator[ClusterConfig]:
+    """Nodes of these names and kinds that wait for a starter."""
+    with ExitStack() as stack:
+        entries = []
+        for name, kind in kinds:
+            node = SecondaryNode(NodeConfig(name, "127.0.0.1", 0, 0), None, folder / f"cache-{name}", "cpu", kind=kind)
+            stack.enter_context(running(node))
+            entries.append(NodeConfig(name, "127.0.0.1", node.control_port, node.ring_port))
+        yield ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entries))
+
+
+def generated(
+    cluster: ClusterConfig, kind: WholeTextKind, ckpt: Path, prompts: list[list[int]], layers: str | None = None
+) -> list[list[int]]:
+    node = StarterNode(cluster, StarterOptions(ckpt=ckpt, device="cpu", layers=layers), kind)
+    try:
+        node.open()
+        node.prepare(max(map(len, prompts)) + GREEDY.n_tokens)
+        node.start()
+        samples = [node.submit("", prompt, GREEDY) for prompt in prompts]
+        node.generate()
+        node.end()
+        assert node.metrics().n_nodes == cluster.n_nodes
+        return [sample.token_ids for sample in samples]
+    finally:
+        node.close()
+
+
+def nano_roles(n_nodes: int) -> list[tuple[str, WholeTextKind]]:
+    between = [(f"intermediate{i}", NanoKind("intermediate")) for i in range(n_nodes - 2)]
+    return [*between, *([("finisher", NanoKind("finisher"))] if n_nodes > 1 else [])]
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2, 3])
+def test_nanogpt_over_nodes_is_the_model(n_nodes: int, tmp_path: Path) -> None:
+    """Texts that outgrow the context, from prompts of a length of one to beyond it."""
+    model = tiny_nano()
+    ckpt = write_nano(tmp_path / "nano", model)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 7, CONTEXT + 3][:n_nodes]
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    expected = [greedy(model, prompt, GREEDY.n_tokens) for prompt in prompts]
+    assert len(set(map(tuple, expected))) == n_nodes and all(len(set(ids)) > 5 for ids in expected), "too dull"
+    with cluster_of(nano_roles(n_nodes), tmp_path) as cluster:
+        assert generated(cluster, NanoKind(), ckpt, prompts) == expected
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PositionGPT]:
+    ckpt = write_gpt2(tmp_path_factory.mktemp("gpt2") / "reference")
+    source = open_gpt2(ckpt)
+    model = PositionGPT(gpt2_of_reference()).eval()
+    model.load_state_dict({name: source.tensor(name) for name in source.specs})
+    source.close()
+    return ckpt, model
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "n_samples", "layers"), [(1, 2, None), (2, 5, None), (3, 2, None), (3, 7, "0,4,1")]
+)
+def test_gpt2_over_nodes_is_the_model(
+    n_nodes: int, n_samples: int, layers: str | None, gpt2: tuple[Path, PositionGPT], tmp_path: Path
+) -> None:
+    """More samples than nodes, and fewer; texts that outgrow the context of 48."""
+    ckpt, model = gpt2
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 96, (1 + 6 * i,), generator=generator).tolist() for i in range(n_samples)]
+    expected = [greedy(model, prompt, GREEDY.n_tokens) for prompt in prompts]
+    assert len(set(map(tuple, expected))) == n_samples and all(len(set(ids)) > 5 for ids in expected), "too dull"
+    expected = [ids[: ids.index(96)] if 96 in ids else ids for ids in expected]  # which ends a text
+    secondaries: list[tuple[str, WholeTextKind]] = [(f"secondary{i}", GPT2Kind()) for i in range(n_nodes - 1)]
+    with cluster_of(secondaries, tmp_path) as cluster:
+        assert generated(cluster, GPT2Kind(), ckpt, prompts, layers) == expected
+
+
+def test_a_role_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    ckpt = write_nano(tmp_path / "nano", tiny_nano())
+    roles = [("intermediate0", NanoKind("finisher")), ("finisher", NanoKind("finisher"))]
+    with (
+        cluster_of(roles, tmp_path) as cluster,
+        pytest.raises(MdiError, match="started as finisher, but the nodes file has it as intermediate"),
+    ):
+        generated(cluster, NanoKind(), ckpt, [[1]])
+
+
+def test_a_node_of_todays_system_refuses_an_earlier_model(tmp_path: Path) -> None:
+    """It keeps caches and knows no learned positions."""
+    ckpt = write_gpt2(tmp_path / "gpt2")
+    with cluster_of([("secondary0", None)], tmp_path) as cluster, pytest.raises(RingError, match="could not get ready"):  # type: ignore[list-item]
+        generated(cluster, GPT2Kind(), ckpt, [[1]])
+
+
+def test_a_stage_wants_whole_texts() -> None:
+    stage = WholeTextStage(gpt2_of_reference(), 0, 2)
+    with pytest.raises(EngineError, match="whole texts of at most 48"):
+        stage(torch.zeros(1, 32), [(0, 5, 1)])
+
+
+def entry(port: int) -> dict[str, Any]:
+    return {"addr": "127.0.0.1", "communication": {"port": port}, "inference": {"port_in": port + 1}}
+
+
+def test_nodes_file_of_three_roles(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps(arrange([entry(1000), entry(1010), entry(1020), entry(1030)])))
+    names = [node.name for node in load_nano_cluster(path).nodes]
+    assert names == ["starter", "intermediate0", "intermediate1", "finisher"]
+    path.write_text(json.dumps(arrange([entry(1000)])))
+    assert load_nano_cluster(path).n_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ({"starter": entry(1), "secondary": []}, "'secondary' is no role of NanoGPT"),
+        ({"starter": entry(1), "intermediate": [entry(5)]}, "finisher is missing"),
+        ({"starter": entry(1), "intermediate": entry(5), "finisher": entry(9)}, "expected a list"),
+        ({"finisher": entry(1)}, "expected an object with starter"),
+        ({"starter": entry(1), "finisher": entry(1)}, "is both"),
+        ({"starter": entry(1), "finisher": {}}, "finisher: the field 'communication' is missing"),
+    ],
+)
+def test_a_nodes_file_that_makes_no_sense_is_refused(tmp_path: Path, nodes: dict[str, Any], words: str) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps({"nodes": nodes}))
+    with pytest.raises(UsageError, match=words):
+        load_nano_cluster(path)
