@@ -1,0 +1,1 @@
+"""Our own ring as one of the systems that are compared, and nodes that are slowed alike."""

@@ -1,0 +1,77 @@
+"""Nodes slowed alike: a share of one core for a process, by the kernel's own CPU quota (control groups).
+
+Needs write access to the control groups, which root has on most machines. Version 2 (cpu.max) and version 1
+(cpu.cfs_quota_us) are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+PERIOD_US = 10_000  # short, so that a node is slow and not by turns fast and asleep
+
+
+class QuotaError(Exception):
+    """This machine does not let us set quotas; the message says why."""
+
+
+class Quotas:
+    """One control group per process, gone at `close`."""
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+
+    def limit(self, pid: int, share: float) -> None:
+        """Give a process, with all its threads, at most `share` of one core. Raises QuotaError."""
+        parent = _parent()
+        folder = parent / f"mdi-bench-{os.getpid()}-{pid}"
+        try:
+            folder.mkdir()
+            self._folders.append(folder)
+            for name, text in _settings(share, is_v2=(folder / "cpu.max").exists()):
+                (folder / name).write_text(text)
+            (folder / "cgroup.procs").write_text(str(pid))
+        except OSError as e:
+            raise QuotaError(f"cannot set a CPU quota in {folder}: {e.strerror}; it needs root") from None
+
+    def close(self) -> None:
+        """Let the processes go free again."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                home = (folder.parent / "cgroup.procs").open("w")
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(OSError):
+                        home.write(pid)
+                        home.flush()
+                home.close()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._folders = []
+
+
+def _settings(share: float, is_v2: bool) -> list[tuple[str, str]]:
+    """Files and what is to be written into them, in this order."""
+    quota_us = max(1000, round(share * PERIOD_US))  # the kernel's smallest is a millisecond
+    if is_v2:
+        return [("cpu.max", f"{quota_us} {PERIOD_US}")]
+    return [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", str(quota_us))]
+
+
+def _parent() -> Path:
+    """Where groups with a CPU controller can be made."""
+    if "cpu" in _words(ROOT / "cgroup.subtree_control"):
+        return ROOT
+    for name in ("cpu", "cpu,cpuacct"):
+        if (ROOT / name / "cpu.cfs_quota_us").exists() or (ROOT / name / "cgroup.procs").exists():
+            return ROOT / name
+    raise QuotaError(f"no control groups with CPU quotas below {ROOT}")
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,94 @@
+"""Results as Markdown, and their place in a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLUMNS = {
+    "decode_tokens_per_s": "tokens/s",
+    "per_stream_tokens_per_s": "per stream",
+    "prefill_tokens_per_s": "prompt tokens/s",
+    "ttft_s": "first token, s",
+    "link_bytes_per_row": "bytes per token and link",
+    "read_bytes_per_s": "GB/s read",
+}
+
+
+def scenario_table(result: Mapping[str, Any]) -> str:
+    """One scenario's targets and medians; `result` is what compare.py writes as JSON."""
+    pieces = []
+    if result["checks"]:
+        rows = [[c["what"], _target(c), _measured(c), c["reached"]] for c in result["checks"]]
+        pieces.append(_markdown(["", "target", "measured", "reached"], rows))
+    if result["medians"]:
+        keys = [key for key in COLUMNS if any(key in found for found in result["medians"].values())]
+        if all("decode_tokens_per_s" not in m or m["decode_tokens_per_s"] == m["per_stream_tokens_per_s"]
+               for m in result["medians"].values()):  # fmt: skip
+            keys = [key for key in keys if key != "per_stream_tokens_per_s"]
+        peaks = result.get("peak_mb", {})
+        head = ["median", *(COLUMNS[key] for key in keys), "peak MB per node"]
+        rows = [
+            [label, *(_number(found.get(key), key) for key in keys), peaks.get(result["systems"][label], "")]
+            for label, found in result["medians"].items()
+        ]
+        pieces.append(_markdown(head, rows))
+    pieces += [f"Not measured: {text}" for text in result["errors"].values()]
+    return "\n\n".join(pieces)
+
+
+def overview(results: Sequence[Mapping[str, Any]]) -> str:
+    """All targets in one table."""
+    rows = [
+        [result["name"], c["what"], _target(c), _measured(c), c["reached"]]
+        for result in results
+        for c in result["checks"]
+    ]
+    return _markdown(["scenario", "", "target", "measured: median [lowest .. highest]", "reached"], rows)
+
+
+def fill(document: str, name: str, table: str) -> str:
+    """Put a table between `<!-- results:NAME -->` and `<!-- /results:NAME -->`.
+
+    Raises:
+        ValueError: the document has not got these marks, or not in this order.
+    """
+    begin, end = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
+    before, found, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"the document has no place for the results of {name}: expected {begin} and {end}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def _target(check: Mapping[str, Any]) -> str:
+    return f"{'>=' if check['at_least'] else '<='} {_ratio(check['target'], check['unit'])}"
+
+
+def _measured(check: Mapping[str, Any]) -> str:
+    found = check["measured"]
+    if found is None:
+        return check["error"].replace("|", "/").replace("\n", " ") or "-"
+    median = _ratio(found["median"], check["unit"])
+    if found["n"] == 1:
+        return f"{median} (one run)"
+    return f"{median} [{_ratio(found['lowest'], check['unit'])} .. {_ratio(found['highest'], check['unit'])}]"
+
+
+def _ratio(value: float, unit: str) -> str:
+    if unit == "%":
+        return f"{value:.0%}"
+    return f"{value:.2f}{unit}" if unit == "x" else f"{value:.0f}{unit}"
+
+
+def _number(value: float | None, key: str) -> str:
+    if value is None:
+        return ""
+    if key == "read_bytes_per_s":
+        return f"{value / 1e9:.1f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

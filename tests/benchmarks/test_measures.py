@@ -1,0 +1,74 @@
+"""From times of tokens to rates and ratios."""
+
+import pytest
+
+from side_by_side.figure import score
+from side_by_side.measures import Summary, decode_rate, measured, medians, pair_ratios, verdict
+
+
+def test_one_stream_counts_from_its_first_token():
+    found = measured({"times_s": [[2.0, 2.5, 3.0]], "ids": [[1, 2, 3]]}, n_prompt=10)
+    assert found["decode_tokens_per_s"] == 2.0
+    assert found["ttft_s"] == 2.0
+    assert found["prefill_tokens_per_s"] == 5.0
+
+
+def test_the_rate_of_many_counts_only_while_all_of_them_decode():
+    # The second begins when the first has two tokens, and the first ends before the second.
+    times = [[0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0, 4.1, 4.2]]
+    assert decode_rate(times) == 4 / 2.0
+    found = measured({"times_s": times}, n_prompt=1)
+    assert found["per_stream_tokens_per_s"] == found["decode_tokens_per_s"] / 2
+
+
+def test_two_frames_in_turns_have_the_rate_of_their_rounds():
+    # A round takes a second; the second frame is half a second behind the first.
+    times = [[float(t) for t in range(10)], [t + 0.5 for t in range(10)]]
+    assert decode_rate(times) == pytest.approx(2.0)
+
+
+def test_no_rate_without_a_time_when_all_decode():
+    assert decode_rate([[1.0]]) is None
+    assert decode_rate([[0.0, 1.0], [2.0, 3.0]]) is None
+    assert "decode_tokens_per_s" not in measured({"times_s": [[1.0]]}, 4)
+
+
+def test_a_system_without_tokens_has_its_own_numbers_only():
+    assert measured({"times_s": [], "read_bytes_per_s": 5}, 0) == {"read_bytes_per_s": 5.0}
+
+
+def test_ratios_are_formed_within_a_round_against_the_best_of_the_others():
+    ours = [{"r": 10.0}, {"r": 20.0}]
+    a, b = [{"r": 5.0}, {"r": 4.0}], [{"r": 2.0}, {"r": 8.0}]
+    assert pair_ratios(ours, [a, b], ("r", "r")) == [2.0, 2.5]
+    assert pair_ratios(ours, [a], ("r", "r"), factor=2.0) == [4.0, 10.0]
+
+
+def test_a_round_that_is_missing_is_no_pair():
+    assert pair_ratios([{"r": 1.0}] * 3, [[{"r": 2.0}]], ("r", "r")) == [0.5]
+
+
+@pytest.mark.parametrize(
+    "ratios, at_least, expected",
+    [
+        ([1.0, 1.2, 1.1], True, "yes"),
+        ([0.9, 1.2, 1.1], True, "in the median"),
+        ([0.9, 0.8, 1.1], True, "no"),
+        ([0.9, 0.8, 1.0], False, "yes"),
+        ([0.9, 0.8, 1.1], False, "in the median"),
+        ([1.2, 0.8, 1.1], False, "no"),
+    ],
+)
+def test_a_target_is_reached_only_in_every_round(ratios, at_least, expected):
+    assert verdict(ratios, 1.0, at_least) == expected
+
+
+def test_medians_and_ranges():
+    assert medians([{"a": 1.0, "b": 1.0}, {"a": 3.0}, {"a": 2.0}]) == {"a": 2.0}
+    assert Summary.of([3.0, 1.0, 2.0]) == Summary(2.0, 1.0, 3.0, 3)
+
+
+def test_the_score_of_what_must_be_small_is_turned_round():
+    assert score({"target": 2.0, "at_least": True}, 3.0) == 1.5
+    assert score({"target": 0.6, "at_least": False}, 0.3) == 2.0
+    assert score({"target": 100.0, "at_least": False}, -5.0) == 10.0

@@ -1,0 +1,142 @@
+"""The scenarios fit together, and one that fails in parts still tells the rest."""
+
+from pathlib import Path
+
+import pytest
+
+from peers.protocol import Case
+from random_checkpoint import CONTEXT
+from ring.quota import _settings
+from side_by_side import runner
+from side_by_side.memory import cache_bytes
+from side_by_side.scenario import Check, Run, Scenario, SystemSpec
+from side_by_side.targets import SCENARIOS, Setup, grid
+from side_by_side.workers import Worker, WorkerError
+
+
+def setup(brevity=1):
+    return Setup("tiny-1m", Path("ckpt"), Path("gguf"), (0, 1), brevity)
+
+
+def built():
+    yield from ((name, build(setup(brevity))) for name, build in SCENARIOS.items() for brevity in (1, 4))
+    yield "grid", grid(setup(), [1, 2], [1, 8], "int8", [16, 32], 24)
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(s, id=name) for name, s in built()])
+def test_scenarios_fit_together(scenario):
+    systems = {spec.name: spec for spec in scenario.systems}
+    labels = [run.label for run in scenario.runs]
+    assert len(systems) == len(scenario.systems) and len(set(labels)) == len(labels)
+    assert {run.system for run in scenario.runs} == set(systems)
+    for check in scenario.checks:
+        assert {check.above, *check.below} <= set(labels)
+    for run in scenario.runs:
+        assert run.case.n_positions <= systems[run.system].options.get("max_length", CONTEXT)
+
+
+def test_prompts_of_a_case_begin_differently():
+    case = Case(32, 5, 1)
+    assert len({case.prompt(i)[0] for i in range(32)}) == 32
+    assert all(len(case.prompt(i)) == 5 and min(case.prompt(i)) > 0 for i in range(32))
+
+
+class FakeWorker:
+    """A system of so many tokens per second; "broken" does not load, "weak" fails at its second case."""
+
+    log: list[str] = []
+
+    def __init__(self, name, python, module, options, cores, log_folder):
+        self.name, self.rate, self.n_cases = name, options.get("rate", 1.0), 0
+
+    def wait_ready(self, timeout_s):
+        if self.name == "broken":
+            raise WorkerError("broken: no such thing")
+
+    def run(self, case, timeout_s):
+        self.n_cases += 1
+        self.log.append(self.name)
+        if self.name == "weak" and self.n_cases > 1:
+            raise WorkerError("weak: out of breath")
+        return {"times_s": [[(i + 1) / self.rate for i in range(case["n_new"])]] * case["n_sequences"]}
+
+    def end(self):
+        return {"peak_rss_bytes": 1}
+
+    def kill(self):
+        pass
+
+
+@pytest.fixture
+def outcome_of(monkeypatch):
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
+    FakeWorker.log = []
+
+    def run(rates, checks=(), repeats=3, budget_s=60.0):
+        specs = tuple(SystemSpec(name, "ring", {"rate": rate}, (0,)) for name, rate in rates.items())
+        runs = tuple(Run(name, name, Case(2, 4, 8)) for name in rates)
+        scenario = Scenario("s", "a scenario", specs, runs, checks)
+        return scenario, runner.run_scenario(scenario, {"": "python"}, Path("logs"), repeats, budget_s)
+
+    return run
+
+
+def test_cases_take_turns_there_and_back_after_a_warm_up(outcome_of):
+    scenario, outcome = outcome_of({"a": 10.0, "b": 5.0}, (Check("a against b", "a", ("b",), 1.5),))
+    assert FakeWorker.log == ["a", "b", "a", "b", "b", "a", "a", "b"]
+    (result,) = scenario.results(outcome)
+    assert result.reached == "yes" and result.measured.n == 3
+    assert result.measured.median == pytest.approx(2.0)
+
+
+def test_without_time_there_is_one_round(outcome_of):
+    _, outcome = outcome_of({"a": 1.0}, budget_s=-1.0)
+    assert len(outcome.rounds["a"]) == 1
+
+
+@pytest.mark.parametrize("name, error", [("broken", "no such thing"), ("weak", "out of breath")])
+def test_a_system_that_fails_leaves_the_others_alone(outcome_of, name, error):
+    checks = (Check("a against b", "a", ("b",), 1.5), Check("against it", "a", (name,), 1.0))
+    scenario, outcome = outcome_of({"a": 10.0, name: 1.0, "b": 5.0}, checks)
+    good, bad = scenario.results(outcome)
+    assert good.reached == "yes" and good.measured.n == 3
+    assert bad.reached == "not measured" and bad.measured is None and error in bad.error
+
+
+def test_a_worker_answers_and_its_failures_are_told(tmp_path, monkeypatch):
+    (tmp_path / "fake_system.py").write_text(
+        "from peers.protocol import serve\n"
+        "class Fake:\n"
+        "    def run(self, case):\n"
+        "        print('not an answer')\n"
+        "        if case.n_new > 9: raise ValueError('too many')\n"
+        "        return {'times_s': [[0.1] * case.n_new]}\n"
+        "    def end(self): return {'bye': True}\n"
+        "serve(lambda options: Fake())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    import sys
+
+    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs")
+    worker.wait_ready(60)
+    assert worker.run(Case(1, 1, 2).to_json(), 60) == {"times_s": [[0.1, 0.1]]}
+    end = worker.end()
+    assert end["bye"] is True and end["peak_rss_bytes"] >= 0
+    assert (tmp_path / "logs" / "fake.log").read_text() == "not an answer\n"
+
+    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs")
+    worker.wait_ready(60)
+    with pytest.raises(WorkerError, match="fake: ValueError: too many"):
+        worker.run(Case(1, 1, 10).to_json(), 60)
+    worker.kill()
+
+
+def test_a_quota_is_written_as_the_kernel_wants_it():
+    assert _settings(0.2, is_v2=True) == [("cpu.max", "2000 10000")]
+    assert _settings(0.2, is_v2=False) == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "2000")]
+    assert _settings(0.001, is_v2=True) == [("cpu.max", "1000 10000")]
+
+
+def test_caches_of_a_secondary():
+    # 2 sequences of 7 computed positions, 3 blocks, keys and values of 2 groups of 16 numbers in 4 bytes
+    assert cache_bytes("tiny-1m", 3, Case(2, 4, 4)) == 2 * 7 * 3 * 2 * 2 * 16 * 4
