@@ -133,13 +133,10 @@ class Int8Linear(ByteLinear):
         assert scale is not None
         self._packed: Any = None
         self._weight: torch.Tensor | None = None
-        self._scale = scale.float()
+        self._scale = scale.to(torch.float32, copy=True)  # not a view of a file, which would keep it all in memory
         if has_fbgemm():
             with _packing():
-                zeros = torch.zeros(self.out_features, dtype=torch.long)
-                wide = F.pad(weight, (0, 2))
-                quantized = torch._make_per_channel_quantized_tensor(wide, self._scale.double(), zeros, 0)
-                self._packed = torch.ops.quantized.linear_prepack(quantized, None)
+                self._packed = torch.ops.quantized.linear_prepack(self._widened(weight), None)
         else:
             self._weight = weight
         # Without VNNI the kernel adds products of 8 bits in 16: a bit less of range keeps them from overflowing.
@@ -153,6 +150,21 @@ class Int8Linear(ByteLinear):
         wide = torch.cat((rows / largest, self._ends.expand(rows.size(0), 2)), dim=1)
         y: torch.Tensor = torch.ops.quantized.linear_dynamic(wide, self._packed, reduce_range=self._reduce_range)
         return y.mul_(largest)
+
+    def _widened(self, weight: torch.Tensor) -> torch.Tensor:
+        """torch's quantized tensor of the weight with two more columns, of zeros: (out, in + 2)
+
+        Filled in place: built the usual way, it would stand in memory three times.
+        """
+        zeros = torch.zeros(self.out_features, dtype=torch.long)
+        shape = (self.out_features, self.in_features + 2)
+        wide = torch._empty_per_channel_affine_quantized(
+            shape, scales=self._scale.double(), zero_points=zeros, axis=0, dtype=torch.qint8
+        )
+        numbers = torch.empty(0, dtype=torch.int8).set_(wide.untyped_storage(), 0, shape)
+        numbers[:, :-2] = weight
+        numbers[:, -2:] = 0
+        return wide
 
     def _multiply_plain(self, rows: torch.Tensor) -> torch.Tensor:
         """The kernel's numbers in plain torch: 8 bits over [-1, 1], products added in float32. (M, in) -> (M, out)

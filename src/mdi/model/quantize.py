@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from litgpt.model import GemmaMLP, LLaMAMLP
 from mdi.errors import CheckpointError
 from mdi.model.formats import Encoded, decode, encode, format_of
 from mdi.model.int4 import unpack_int4
-from mdi.model.packed import pack_int8
+from mdi.model.packed import ByteLinear, Fp16Linear, pack_int8
 
 if TYPE_CHECKING:
     from mdi.model.stage import Stage
@@ -76,13 +78,18 @@ class Quantizer:
 
     def finish(self, part: str, stage: Stage) -> None:
         """Bring what was loaded as plain weights into the format that was asked for."""
-        if part.startswith("block.") and self._blocks is not None:
-            quantize_block(stage.get_submodule(f"transformer.h.{part.removeprefix('block.')}"), self._blocks)
+        if part.startswith("block."):
+            block = stage.get_submodule(f"transformer.h.{part.removeprefix('block.')}")
+            if self._blocks is not None:
+                quantize_block(block, self._blocks)
+            if any(isinstance(module, (ByteLinear, Fp16Linear)) for module in block.modules()):
+                _leave_file(block)
         elif part == "head" and self._head is not None and isinstance(stage.lm_head, nn.Linear):
             head = stage.lm_head
             stage.lm_head = decode(encode(head.weight, self._head), self._head, head.in_features, head.bias)
         elif part == "embedding" and self._head is not None and isinstance(stage.transformer["wte"], nn.Embedding):
             stage.transformer["wte"] = quantized_embedding(stage.transformer["wte"].weight, self._head)
+        give_back_freed()
 
 
 def quantize_block(block: nn.Module, name: str) -> None:
@@ -151,7 +158,7 @@ class ByteEmbedding(nn.Module):
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         super().__init__()
-        self._weight, self._scale = weight, scale.float()
+        self._weight, self._scale = weight.clone(), scale.to(torch.float32, copy=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(N,) -> (N, n_embd), float32"""
@@ -213,6 +220,19 @@ def plain_weight(name: str, encoded: Mapping[str, torch.Tensor], n_in: int) -> t
     if "outliers" in encoded:
         weight = weight.index_copy(1, encoded["outliers"].long(), encoded["outlier_weight"].float())
     return weight
+
+
+def _leave_file(module: nn.Module) -> None:
+    """Copy what is left of a block in plain weights: a single norm that stays mapped keeps all that was read in memory."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def give_back_freed() -> None:
+    """Let the allocator return what packing took to the system; glibc keeps it, up to the size of the weights themselves."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _build(layer: Layer) -> nn.Module:
