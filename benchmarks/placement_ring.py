@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children in
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-PERIOD_US = 10_000  # short, so that a node under a quota is slow and not now and then absent
+PERIOD_US = 20_000  # short, so that a node under a quota is slow and not now and then absent
 MODEL = {
     "name": "twelve-blocks", "n_layer": 12, "n_embd": 512, "n_head": 8, "n_query_groups": 4, "intermediate_size": 1408,
     "block_size": 512, "vocab_size": 2048, "padded_vocab_size": 2048, "rotary_percentage": 1.0, "parallel_residual": False,
