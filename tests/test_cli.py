@@ -514,6 +514,7 @@ def test_missing_libraries_are_told_in_one_line(name: str, tmp_path: Path) -> No
     args = {
         "starter.py": ["--ckpt", "x", "--nodes-config", path],
         "secondary.py": ["--nodes-config", nodes_file(tmp_path, 2), "0"],
+        "plan.py": ["--config", "x", "--nodes-config", path],
         "prepare_data.py": [text, "--vocab-size", "300"],
         "prepare_model.py": [tmp_path],
         "train.py": ["--ckpt", tmp_path, "--dataset", tmp_path],

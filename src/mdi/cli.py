@@ -35,7 +35,7 @@ COMMANDS = {
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "plan", "doctor")
+ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan")
 
 logger = logging.getLogger("mdi")
 

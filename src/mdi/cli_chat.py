@@ -27,12 +27,13 @@ CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, littl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
-    from mdi.cli_starter import add_generation_flags, add_model_flags
+    from mdi.cli_starter import add_generation_flags, add_model_flags, add_placement_flags
 
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
     parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
-    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
+    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
+    add_placement_flags(parser)
     parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
     parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
     add_generation_flags(parser, n_tokens=500, with_prompt=False)
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     node = StarterNode(cluster, starter_options(args))
     try:
         node.open()
+        node.place(1, args.sequence_length or CONTEXT_LIMIT)
         node.prepare(args.sequence_length or CONTEXT_LIMIT)
         node.start()
         engine = threading.Thread(target=_drive, args=(node,), name="engine", daemon=True)

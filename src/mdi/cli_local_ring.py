@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+    if args.placement is None and args.devices is None:
+        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
     with contextlib.ExitStack() as stack:
         rings: list[LocalRing] = []
 

@@ -1,6 +1,8 @@
 """Say beforehand who would hold what, whether it fits, how fast it would be, and what would help. Nothing is loaded or sent.
 
 examples:
+  plan.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model --n-samples 8
+      the nodes measure themselves, and the ways between them (their secondary.py must be running)
   plan.py --profiles cluster.json --ckpt checkpoints/org/model --n-samples 8
   plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
   plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
@@ -34,6 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links (JSON); no node runs")
+    nodes.add_argument(
+        "--nodes-config",
+        type=Path,
+        metavar="FILE",
+        help="nodes that are running, to measure themselves, instead of profiles",
+    )
+    nodes.add_argument("--fresh", action="store_true", help="measure again, whatever the nodes have kept")
+    nodes.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="... for them to appear (%(default)s)"
+    )
+    nodes.add_argument(
+        "--save-profiles", type=Path, metavar="FILE", help="write down what was measured, for --profiles"
+    )
     nodes.add_argument("--nodes", nargs="+", metavar="NAME", help="only these nodes of the profiles, starter first")
     nodes.add_argument("--example", action="store_true", help="print profiles to start from, and end")
     model = parser.add_argument_group("model")
@@ -91,13 +106,58 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> PlanReport:
     from mdi.partition.profile import read_profile
 
-    if args.profiles is None:
-        raise UsageError("give the nodes: --profiles FILE (--example prints one to start from)")
+    if args.profiles is None and args.nodes_config is not None:
+        profile = _live(args)
+        if args.save_profiles is not None:
+            _save(args.save_profiles, profile)
+        return plan_on(args, profile)
+    if args.profiles is None or args.nodes_config is not None:
+        raise UsageError(
+            "give the nodes: --nodes-config FILE for nodes that are running, or --profiles FILE (--example prints one to "
+            "start from)"
+        )
     try:
         text = args.profiles.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"cannot read {args.profiles}: {getattr(e, 'strerror', None) or e}") from None
     return plan_on(args, read_profile(text, str(args.profiles)))
+
+
+def _live(args: argparse.Namespace) -> ClusterProfile:
+    """What the nodes of a nodes file measure of themselves."""
+    from mdi.checkpoint.manifest import config_hash
+    from mdi.cli_secondary import default_cache_dir
+    from mdi.config import load_cluster
+    from mdi.node.device import set_threads
+    from mdi.node.planning import Model, measure_live
+
+    if not 0 <= args.wait < float("inf"):
+        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
+    cluster = load_cluster(args.nodes_config)
+    if args.ckpt is None and args.config is None:
+        raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
+    config = _config(args, None)
+    model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
+    set_threads(cluster.starter.threads)
+    return measure_live(cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh)
+
+
+def _stored_dtype(ckpt: Path | None) -> str:
+    """What the weights are stored in; float32 if they are not here."""
+    from mdi.checkpoint.source import WEIGHT_FILES, open_source
+
+    if ckpt is None or not any((ckpt / name).is_file() for name in WEIGHT_FILES):
+        return "float32"
+    source = open_source(ckpt)
+    source.close()
+    return source.dtype
+
+
+def _save(path: Path, profile: ClusterProfile) -> None:
+    try:
+        path.write_text(json.dumps(profile.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
 
 
 def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
@@ -150,14 +210,14 @@ def _only(profile: ClusterProfile, names: list[str]) -> ClusterProfile:
     return replace(profile, nodes=tuple(known[name] for name in names), links=links)
 
 
-def _config(args: argparse.Namespace, profile: ClusterProfile) -> dict[str, Any]:
+def _config(args: argparse.Namespace, profile: ClusterProfile | None) -> dict[str, Any]:
     """The whole litgpt Config of the model that is meant."""
     from mdi.checkpoint.shapes import read_config
 
     if args.ckpt is not None:
         return read_config(args.ckpt / "model_config.yaml")
     if args.config is None:
-        if not profile.model:
+        if profile is None or not profile.model:
             raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
         return _named(profile.model)
     path = Path(args.config)

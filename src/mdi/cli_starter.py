@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who the nodes are (%(default)s)",
     )
     nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
-    nodes.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
+    nodes.add_argument(
+        "--layers", metavar="N,N,...", help="blocks per node by hand, starter first (default: see --placement)"
+    )
+    add_placement_flags(nodes)
     nodes.add_argument(
         "--wait",
         type=float,
@@ -57,6 +61,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_flags(parser, n_tokens=300)
     add_output_flags(parser)
     add_common_flags(parser)
+
+
+def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    from mdi.partition.methods import METHODS
+
+    parser.add_argument(
+        "--placement", choices=METHODS, help="who gets how many blocks. throughput: most tokens/s, by what the nodes measure "
+        "of themselves; latency: the shortest way of one token; opa, gma: by left-over memory (and cores), as LLaMPS; even: "
+        "nothing is measured (default: the cut of chunks that lie there, else MDI_PLACEMENT, else throughput)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefer-memory", type=float, metavar="X", help="for opa: how much more memory counts than cores, 1/9 to 9 (5)"
+    )
+
+
+def chosen_placement(args: argparse.Namespace) -> str | None:
+    """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
+    from mdi.errors import UsageError
+    from mdi.partition.methods import METHODS
+
+    named = os.environ.get("MDI_PLACEMENT") or None
+    if named is not None and named not in METHODS:
+        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
+    return getattr(args, "placement", None) or named
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +193,9 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
     try:
         node.open()
         encoded = encode_prompts(node, prompts)
-        node.prepare(max(map(len, encoded)) + args.n_tokens, check)
+        longest = max(map(len, encoded)) + args.n_tokens
+        node.place(len(encoded), longest, check)
+        node.prepare(longest, check)
         return _run(args, node, prompts, encoded, params)
     finally:
         ignore_interrupts()
@@ -173,12 +203,16 @@ def _generate(args: argparse.Namespace, cluster: ClusterConfig, check: Callable[
 
 
 def starter_options(args: argparse.Namespace) -> Any:
+    from mdi.cli_secondary import default_cache_dir
     from mdi.node.starter import StarterOptions
 
     return StarterOptions(
         ckpt=args.ckpt,
         chunk=getattr(args, "chunk", None),
         layers=getattr(args, "layers", None),
+        placement=chosen_placement(args),
+        prefer_memory=getattr(args, "prefer_memory", None),
+        cache_dir=default_cache_dir(),
         device=args.device,
         dtype=args.dtype,
         sequence_length=args.sequence_length,

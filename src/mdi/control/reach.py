@@ -74,6 +74,9 @@ class Reach:
         return reach
 
 
+# No route, or one that forbids it: Linux tells of a blackhole as an invalid argument.
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EINVAL, errno.EACCES, errno.EPERM)
+
 UNTRIED = Reach("untried")
 
 
@@ -210,6 +213,6 @@ def _problem_of(error: Exception) -> str:
         return "name"
     if isinstance(error, ConnectionRefusedError):
         return "refused"
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
+    if isinstance(error, OSError) and error.errno in _NO_WAY:
         return "unreachable"
     return "closed"

@@ -29,7 +29,7 @@ from mdi.node.resources import device_free_bytes
 ROWS = (1, 4, 16, 128)
 CONTEXT = 64  # positions that a sequence has behind it when its next row is timed
 SPAN_S = 0.35  # how long one thing is measured
-WORKING_SET_BYTES = 192 << 20  # more blocks are built until they no longer fit a processor's cache
+WORKING_SET_BYTES = 128 << 20  # more blocks are built until they no longer fit a processor's cache
 N_BLOCKS_LIMIT = 8
 DISK_BYTES = 32 << 20
 
@@ -108,12 +108,11 @@ class Bench:
 
     def _read_bytes_s(self) -> float:
         """A product of matrix and vector, which reads each number once: what decoding does."""
-        n = 8192
-        while n > 256 and n * n * 4 > device_free_bytes(self._device) // 8:
-            n //= 2
-        matrix = torch.zeros(n, n, device=self._device).fill_(0.5)
+        n = 4096  # numbers in a row; 128 MB in all, far more than a processor's cache, unless memory is short
+        n_rows = min(2 * n, max(1, device_free_bytes(self._device) // 8 // (4 * n)))
+        matrix = torch.zeros(n_rows, n, device=self._device).fill_(0.5)
         vector = torch.ones(n, device=self._device)
-        return n * n * 4 / self._mean_s(lambda: torch.mv(matrix, vector))
+        return n_rows * n * 4 / self._mean_s(lambda: torch.mv(matrix, vector))
 
     def _blocks(self) -> Stage:
         """A stage of blocks from the middle of the model, with weights of chance."""

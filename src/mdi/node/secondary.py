@@ -39,6 +39,7 @@ from mdi.node.device import check_room, choose_device, choose_dtype, held_bytes
 from mdi.node.errand import Errand
 from mdi.node.job import Abandoned, Job
 from mdi.node.profiler import Profiler, Subject
+from mdi.partition.placement import size
 
 PROFILE_S = 170.0
 PROBE_S = 25.0
@@ -503,13 +504,15 @@ class SecondaryNode:
         """Weights that will not fit are not sent in the first place."""
         quantize, dtype = self._number_format(request)
         needed = held_bytes([part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize)
+        needed += Stage(Config(**request.config), *request.blocks).run_bytes(request.max_length, dtype)
         free = self._profiler.available_bytes()
         if needed > free:
             start, stop = request.blocks
+            kind = quantize or str(dtype).removeprefix("torch.")
             raise ControlError(
-                f"{self.config.name} has {free / 1e9:.2f} GB of memory free, but blocks [{start}, {stop}) take "
-                f"{needed / 1e9:.2f} GB in {quantize or str(dtype).removeprefix('torch.')}: give it fewer blocks "
-                "(--layers, --placement), or use a smaller format (--quantize, --dtype)",
+                f"{self.config.name} has {size(free)} of memory free, but blocks [{start}, {stop}) and the caches of "
+                f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
+                "smaller format (--quantize, --dtype)",
                 507,
             )
 

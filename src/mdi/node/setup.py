@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mdi.checkpoint.parts import serialize
@@ -88,28 +88,8 @@ class SecondarySetup:
             raise RingError("the set-up was broken off")
 
     def _reach(self) -> None:
-        """Wait until the node answers; a starter may well be started before its secondaries."""
-        deadline = time.monotonic() + self._wait_s
-        for attempt in itertools.count():
-            self._check()
-            try:
-                status = self._client.status()
-                break
-            except ControlError as e:
-                if e.status is not None:
-                    raise
-                if time.monotonic() > deadline:
-                    raise NodeLostError(
-                        self.name, f"{e}: is secondary.py running there, and are address and communication port right?"
-                    ) from None
-                if attempt == 6:  # three seconds: what is just starting is not worth a word
-                    logger.info("waiting for %s (up to %.0f s): %s", self.name, self._wait_s, e)
-                self._cancelled.wait(0.5)
-        if status.get("control_version") != CONTROL_VERSION:
-            raise RingError(
-                f"{self._client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
-                f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
-            )
+        """Wait until the node answers."""
+        reach_node(self._client, self._wait_s, self._cancelled, self._check)
 
     def _configure(self) -> None:
         """Send the run configuration."""
@@ -211,3 +191,38 @@ class SecondarySetup:
             return self._client.status(self._request.epoch)
         except ControlError as e:
             raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None
+
+
+def reach_node(
+    client: ControlClient, wait_s: float, cancelled: threading.Event, check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The status of a node, waited for; a starter may well be started before its secondaries.
+
+    Raises:
+        NodeLostError: it does not answer in time.
+        RingError: it is of another version.
+        ControlError: something else answers there.
+    """
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
+        check()
+        try:
+            status = client.status()
+            break
+        except ControlError as e:
+            if e.status is not None:
+                raise
+            if time.monotonic() > deadline or cancelled.is_set():
+                raise NodeLostError(
+                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
+                    "doctor.py looks closer",
+                ) from None  # fmt: skip
+            if attempt == 6:  # three seconds: what is just starting is not worth a word
+                logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
+            cancelled.wait(0.5)
+    if status.get("control_version") != CONTROL_VERSION:
+        raise RingError(
+            f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
+            f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
+        )
+    return status

@@ -36,10 +36,14 @@ from mdi.model.stage import StarterStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype, held_bytes
+from mdi.node.planning import Model, Wishes, choose, profile_cluster
+from mdi.node.resources import device_free_bytes
 from mdi.node.sample import OnText, Sample
 from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
+from mdi.partition.methods import DEFAULT_METHOD
+from mdi.partition.placement import size
 from mdi.text import TextCodec
 
 METRICS_DEADLINE_S = 5.0
@@ -49,11 +53,18 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class StarterOptions:
-    """What the user chose; see the flags of starter.py."""
+    """What the user chose; see the flags of starter.py.
+
+    `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
+    keeps what it measured of itself.
+    """
 
     ckpt: Path | None = None
     chunk: Path | None = None
     layers: str | None = None
+    placement: str | None = None
+    prefer_memory: float | None = None
+    cache_dir: Path | None = None
     device: str | None = None
     dtype: str | None = None
     sequence_length: int | None = None
@@ -112,7 +123,8 @@ class StarterNode(StatusOnly):
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self._listener = RingListener(sock, node.name)
         options = self._options
-        self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers)
+        will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
+        self._weights = StarterWeights(options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, will_be_cut)
         self.config = Config(**self._weights.config)
         self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, options.quantize is not None)
         self._directory = self._weights.directory
@@ -145,6 +157,41 @@ class StarterNode(StatusOnly):
                 f"tokenizer in {self._directory} belongs to another model"
             )
 
+    def place(self, n_sequences: int, max_length: int, check: Callable[[], None] = lambda: None) -> None:
+        """Decide who holds which blocks, by what the nodes measure of themselves; between `open` and `prepare`.
+
+        Blocks given by hand, an even placement and chunks that are there stay as they are, and nothing is measured.
+
+        Args:
+            n_sequences: of the run, at the same time.
+            max_length: tokens that the longest can reach.
+            check: called again and again meanwhile; what it raises ends the waiting.
+
+        Raises:
+            PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
+        """
+        weights, options = self._weights, self._options
+        assert weights is not None
+        method = options.placement or DEFAULT_METHOD
+        is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
+        if not self._clients or is_cut or method == "even":
+            return
+        assert self._listener is not None and self._control is not None
+        self._state = "PLANNING"
+        here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
+        model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
+        wishes = Wishes(self._device, self._dtype, options.dtype, options.quantize, options.quantize_head)
+        profile = profile_cluster(
+            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check
+        )
+        length = min(max_length, self.context_length)
+        placement = choose(profile, model, method, n_sequences, length, options.prefer_memory)
+        weights.cut_anew(placement.counts)
+        nodes = self.cluster.nodes
+        self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
+        self._clients = [ControlClient(node) for node in self.cluster.secondaries]
+        self._state = "IDLE"
+
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
         """Get all nodes ready: weights where they belong, stages built.
 
@@ -158,6 +205,7 @@ class StarterNode(StatusOnly):
         assert self._weights is not None
         self._state = "LOADING"
         self.max_length = min(max_length, self.context_length)
+        self._check_memory()
         setups = self._configure_secondaries()
         try:
             self._load_stage(lambda: self._check(setups, check))
@@ -174,7 +222,7 @@ class StarterNode(StatusOnly):
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
         n_nodes = self.cluster.n_nodes
-        if self._listener is None:
+        if self._listener is None or not self.cluster.secondaries:  # none there, or all left out
             self._ring = LoopbackRing(n_nodes)
         else:
             first = self.cluster.secondaries[0]
@@ -343,6 +391,28 @@ class StarterNode(StatusOnly):
                         "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
                     )
         return parts
+
+    def _check_memory(self) -> None:
+        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
+        weights, options = self._weights, self._options
+        assert weights is not None
+        start, stop = weights.blocks[0]
+        needed = 0
+        for names, quantize in (
+            (["embedding"], None),
+            ([f"block.{i}" for i in range(start, stop)], options.quantize),
+            (["head"], options.quantize_head),
+        ):
+            sizes = [weights.part_bytes(name) for name in names]
+            needed += held_bytes(sizes, weights.dtype, self._dtype, quantize)
+        free = device_free_bytes(self._device)
+        if needed > free:
+            kind = options.quantize or str(self._dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the starter has {size(free)} of memory free, but embedding, head and blocks [{start}, {stop}) take "
+                f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
+                "format (--quantize, --dtype)"
+            )
 
     def _load_stage(self, check: Callable[[], None]) -> None:
         """Load the starter's own stage; `check` is called before each part, for loading may take long."""

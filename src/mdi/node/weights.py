@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,21 +26,24 @@ class StarterWeights:
         chunk: the starter's chunk, or None; the other nodes' chunks are looked for beside it.
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
+        will_be_cut: another cut will follow (`cut_anew`): a checkpoint is opened though chunks are there.
 
     Raises:
         UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
     """
 
-    def __init__(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+    def __init__(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool = False
+    ) -> None:
         self._sources: list[WeightSource] = []
         self._chunks: dict[str, ChunkFile] = {}
         try:
-            self._find(ckpt, chunk, n_nodes, layers)
+            self._find(ckpt, chunk, n_nodes, layers, will_be_cut)
         except BaseException:
             self.close()
             raise
 
-    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None) -> None:
+    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool) -> None:
         if ckpt is not None and ckpt.is_file():
             raise UsageError(
                 f"--ckpt {ckpt} is a file: give the directory that it is in (a chunk is given with --chunk)"
@@ -53,7 +56,8 @@ class StarterWeights:
             self._try_chunks(ckpt, n_nodes)
         else:
             raise UsageError("give the model: --ckpt DIRECTORY, or --chunk FILE")
-        if ckpt is not None and not self._covers(n_nodes, layers):
+        self.is_cut_by_chunks = self._covers(n_nodes, layers)
+        if ckpt is not None and (will_be_cut or not self.is_cut_by_chunks):
             self._sources.append(open_source(ckpt))
         if not self._sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
@@ -64,7 +68,14 @@ class StarterWeights:
             first.config_hash,
             first.dtype,
         )
-        self.blocks = self._cut(n_nodes, layers)
+        self._take_cut(self._cut(n_nodes, layers))
+
+    def cut_anew(self, counts: Sequence[int]) -> None:
+        """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
+        self._take_cut(ranges(counts))
+
+    def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
+        self.blocks = blocks
         for node, (start, stop) in enumerate(self.blocks):
             for part in stage_parts(start, stop, starter=node == 0):
                 self._source_of(part)  # complain now, not in the middle of a transfer
@@ -143,8 +154,11 @@ class StarterWeights:
     def stage_bytes(self, node: int) -> int:
         """Weights of a node's stage, as they are stored; known without reading them."""
         start, stop = self.blocks[node]
-        parts = stage_parts(start, stop, starter=node == 0)
-        return sum(spec_bytes(self._source_of(part).part_specs(part)) for part in parts)
+        return sum(self.part_bytes(part) for part in stage_parts(start, stop, starter=node == 0))
+
+    def part_bytes(self, part: str) -> int:
+        """A part's bytes, as they are stored; known without reading it."""
+        return spec_bytes(self._source_of(part).part_specs(part))
 
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         source = self._source_of(part)

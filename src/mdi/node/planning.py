@@ -1,0 +1,150 @@
+"""From nodes that are there to who holds which blocks: measure them, and hand the numbers to `mdi.partition`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdi.checkpoint.store import BlockStore
+from mdi.config import ClusterConfig
+from mdi.control.messages import ProfileRequest
+from mdi.model.formats import FORMATS, check_format
+from mdi.node.device import choose_device, choose_dtype
+from mdi.node.profiler import Profiler, Subject
+from mdi.node.shape import model_shape
+from mdi.node.standin import standing_in
+from mdi.node.survey import Survey
+from mdi.partition.formats import SMALLER
+from mdi.partition.greedy import PREFERENCES
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.placement import Placement
+from mdi.partition.plan import PlanReport, plan
+from mdi.partition.profile import ClusterProfile, NodeProfile
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is to be placed: name, litgpt Config as a plain dict and its hash, and what it is stored in."""
+
+    name: str
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the starter computes in, and what it wishes of the others (see `InitRequest`)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    wished_dtype: str | None
+    quantize: str | None
+    quantize_head: str | None
+
+
+def profile_cluster(
+    cluster: ClusterConfig,
+    model: Model,
+    wishes: Wishes,
+    cache_dir: Path | None,
+    wait_s: float,
+    fresh: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> ClusterProfile:
+    """Measure all nodes and the ways between them; see `Survey` for what it raises.
+
+    Args:
+        cluster: with the ports that are really listened on, the starter's too.
+        cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
+        fresh: measure again, whatever is kept.
+    """
+    folder = cache_dir or Path.cwd()
+    profiler = Profiler(cluster.starter.name, wishes.device, folder)
+    subject = Subject(
+        model.config, model.config_hash, wishes.dtype, wishes.quantize, wishes.quantize_head, with_head=True
+    )
+
+    def own() -> NodeProfile:
+        return profiler.profile(subject, BlockStore(folder), fresh)
+
+    request = ProfileRequest(
+        model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh
+    )
+    survey = Survey(cluster, request, own, wait_s, check)
+    nodes, links = survey.run()
+    for name, other in survey.formats.items():
+        if other != subject.format:
+            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.format)
+    return ClusterProfile(nodes, links, model.name, model.config_hash, subject.format)
+
+
+def measure_live(
+    cluster: ClusterConfig,
+    model: Model,
+    wished_dtype: str | None,
+    quantize: str | None,
+    cache_dir: Path,
+    wait_s: float,
+    fresh: bool,
+) -> ClusterProfile:
+    """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
+    node = cluster.starter
+    device = choose_device(node.device)
+    check_format(quantize, device)
+    wished = wished_dtype or node.dtype
+    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None)
+    wishes = Wishes(device, dtype, wished_dtype, quantize, quantize)
+    with contextlib.ExitStack() as stack:
+        if cluster.secondaries:
+            port, port_in = stack.enter_context(standing_in(node))
+            cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
+        return profile_cluster(cluster, model, wishes, cache_dir, wait_s, fresh)
+
+
+def choose(
+    profile: ClusterProfile, model: Model, method: str, n_sequences: int, length: int, prefer_memory: float | None
+) -> Placement:
+    """The placement of a run, told in a few lines. PlacementError if the model does not fit."""
+    preferences = dict(PREFERENCES)
+    if prefer_memory is not None:
+        preferences[("memory", "cores")] = prefer_memory
+    shape = model_shape(model.config, profile.format)
+    report = plan(
+        profile,
+        shape,
+        Workload(n_sequences, length),
+        method=method,
+        preferences=preferences,
+        measured=shape,
+        smaller=smaller_shapes(model.config, shape),
+    )
+    for line in told(report):
+        logger.info("%s", line)
+    return report.placement
+
+
+def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
+    """The model in the formats that take less and that this version has, for advice."""
+    names = [name for name in SMALLER if name in FORMATS and name != shape.format]
+    others = (model_shape(config, name) for name in names)
+    return [other for other in others if other.weight_bytes < shape.weight_bytes]
+
+
+def told(report: PlanReport) -> list[str]:
+    """What is worth saying of a plan when a run begins."""
+    ranges = ", ".join(
+        f"{node.name} {node.start}-{node.stop - 1}" if node.stop > node.start else f"{node.name} none"
+        for node in report.nodes
+    )
+    lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
+    lines += [f"left out: {name} ({reason})" for name, reason in report.placement.left_out]
+    return lines

@@ -1,0 +1,400 @@
+"""From live nodes to a placement: profiles of all of them, the ways between them, and a run on what was chosen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mdi.node.profiler
+import mdi.node.setup
+import mdi.node.survey
+from mdi.checkpoint.chunks import write_chunks
+from mdi.checkpoint.source import open_source
+from mdi.cli import launch
+from mdi.cli_starter import chosen_placement
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import ProfileRequest
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.node.local import free_ports
+from mdi.node.profiler import Profiler
+from mdi.node.profiling import Bench, Speeds
+from mdi.node.secondary import SecondaryNode
+from mdi.node.standin import standing_in
+from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.survey import BROKEN_S, Survey, host_of
+from mdi.node.weights import StarterWeights
+from mdi.partition.profile import NodeProfile
+from secondaries import cluster_of, entry_of, secondaries
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+GB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+def speeds(block_ms: float) -> Speeds:
+    times = tuple((rows, block_ms / 1e3 * rows) for rows in (1, 4, 16, 128))  # computing is the limit, not reading
+    return Speeds(1e9, 1e10, times, ((1, 1e-4), (16, 2e-4)))
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds of a block on each node, in place of what this machine would measure just now."""
+    block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
+    monkeypatch.setattr(Profiler, "_measure", lambda self, subject: speeds(block_ms[self._name]))
+    return block_ms
+
+
+def starter_of(nodes: list[SecondaryNode], ckpt: Path, tmp_path: Path, **options: Any) -> StarterNode:
+    fields = {"ckpt": ckpt, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter", "wait_s": 5.0}
+    return StarterNode(cluster_of(nodes), StarterOptions(**{**fields, **options}))
+
+
+def run(starter: StarterNode, n_samples: int = 3) -> list[list[int]]:
+    try:
+        starter.open()
+        starter.place(n_samples, 60)
+        starter.prepare(60)
+        BLOCKS[:] = starter._weights.blocks if starter._weights is not None else []
+        starter.start()
+        samples = [
+            starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0)) for _ in range(n_samples)
+        ]
+        starter.generate()
+        starter.end()
+        return [list(sample.token_ids) for sample in samples]
+    finally:
+        starter.close()
+
+
+EXPECTED = list(reference("The ring", 5))
+BLOCKS: list[tuple[int, int]] = []  # of the last run
+
+
+# Runs
+
+
+def test_measured_in_truth(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is replaced: whatever the nodes measure, the text is right; and the second time nothing is measured."""
+    with secondaries(2, tmp_path) as nodes:
+        for node in nodes:
+            node._profiler._span_s = 0.01
+        monkeypatch.setattr(mdi.node.profiler, "SPAN_S", 0.01)
+        assert run(starter_of(nodes, tiny, tmp_path)) == [EXPECTED] * 3
+
+        def fail(*args: Any) -> Any:
+            raise AssertionError("measured again")
+
+        monkeypatch.setattr(Bench, "run", fail)
+        assert run(starter_of(nodes, tiny, tmp_path)) == [EXPECTED] * 3
+
+
+def test_the_slow_node_gets_less(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
+    fixed.update(starter=10.0, secondary0=30.0, secondary1=10.0)
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        assert run(starter, 30) == [EXPECTED] * 30
+        held = dict(zip(starter.names, (stop - start for start, stop in BLOCKS), strict=True))
+        assert sum(held.values()) == 5 and held.get("secondary0", 0) < held["secondary1"]
+
+
+def test_a_node_that_only_slows_the_ring_down_is_left_out(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fixed.update(starter=20.0, secondary0=5000.0, secondary1=20.0)
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        assert run(starter) == [EXPECTED] * 3
+        assert starter.names == ("starter", "secondary1")
+        assert nodes[0].status(None)["model"] is None
+    assert "left out: secondary0" in caplog.text and "placement throughput: blocks starter" in caplog.text
+
+
+def test_all_secondaries_may_be_left_out(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
+    fixed.update(starter=1.0, secondary0=5000.0, secondary1=5000.0)
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        assert run(starter) == [EXPECTED] * 3
+        assert starter.names == ("starter",)
+
+
+@pytest.mark.parametrize("method", ["latency", "opa", "gma", "throughput"])
+def test_every_placement_runs(tiny: Path, tmp_path: Path, fixed: dict[str, float], method: str) -> None:
+    with secondaries(2, tmp_path) as nodes:
+        assert run(starter_of(nodes, tiny, tmp_path, placement=method, prefer_memory=3.0)) == [EXPECTED] * 3
+
+
+def test_what_is_given_is_not_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(Profiler, "profile", fail)
+    chunked = write_checkpoint(tmp_path / "chunked")
+    source = open_source(chunked)
+    write_chunks(source, chunked, (1, 1, 3))
+    source.close()
+    with secondaries(2, tmp_path) as nodes:
+        for ckpt, options, counts in (
+            (tiny, {"layers": "1,3,1"}, [1, 3, 1]),
+            (tiny, {"placement": "even"}, None),
+            (tiny, {"layers": "2,1,2", "placement": "throughput"}, [2, 1, 2]),
+            (chunked, {}, [1, 1, 3]),
+        ):
+            starter = starter_of(nodes, ckpt, tmp_path, **options)
+            try:
+                starter.open()
+                starter.place(3, 60)
+                assert starter._weights is not None
+                found = [stop - start for start, stop in starter._weights.blocks]
+                assert counts is None or found == counts
+            finally:
+                starter.close()
+        alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
+        alone.open()
+        alone.place(3, 60)
+        alone.close()
+
+
+def test_a_placement_that_is_asked_for_goes_before_chunks(tmp_path: Path, fixed: dict[str, float]) -> None:
+    chunked = write_checkpoint(tmp_path / "chunked")
+    source = open_source(chunked)
+    write_chunks(source, chunked, (0, 1, 4))
+    source.close()
+    fixed.update(starter=1.0, secondary0=1.0, secondary1=50.0)
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, chunked, tmp_path, placement="throughput")
+        assert run(starter, 12) == [EXPECTED] * 12
+        assert "secondary1" not in starter.names or BLOCKS != [(0, 0), (0, 1), (1, 5)]
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_sent(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Profiler, "available_bytes", lambda self: 100_000)
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        with pytest.raises(PlacementError, match="does not fit"):
+            run(starter)
+        assert not any(node._store.parts() for node in nodes)
+        assert all(node.status(None)["state"] == "IDLE" for node in nodes)
+
+
+def test_a_starter_without_memory_does_not_begin_to_load(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mdi.node.starter.device_free_bytes", lambda device: 1000)
+    alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
+    try:
+        alone.open()
+        with pytest.raises(UsageError, match=r"embedding, head and blocks \[0, 5\) take .* in float32: .*--quantize"):
+            alone.prepare(60)
+    finally:
+        alone.close()
+
+
+def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    weights = StarterWeights(folder, None, 3, None)
+    weights.cut_anew((3, 2))
+    assert weights.blocks == [(0, 3), (3, 5)]
+    assert weights.stage_bytes(1) == sum(weights.part_bytes(f"block.{i}") for i in (3, 4))
+    weights.close()
+
+
+# The survey
+
+
+REQUEST = ProfileRequest({"n_layer": 1}, "h", "float32")
+OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
+
+
+def survey_of(cluster: ClusterConfig, **changes: Any) -> Survey:
+    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, **changes}
+    return Survey(cluster, **fields)
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nodes say at once what they are; the list says who was asked, in which order."""
+    asked: list[str] = []
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        asked.append(self.node.name)
+        return {"profile": replace(OWN, name=f"{self.node.name} by itself").to_json(), "format": "int8"}
+
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    return asked
+
+
+def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
+    with secondaries(2, tmp_path) as nodes, standing_in(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
+        cluster = replace(cluster_of(nodes), starter=NodeConfig("starter", "127.0.0.1", port, port_in))
+        survey = survey_of(cluster)
+        profiles, links = survey.run()
+    assert [profile.name for profile in profiles] == ["starter", "secondary0", "secondary1"]
+    assert answering == ["secondary0", "secondary1"] and survey.formats["secondary0"] == "int8"
+    names = {profile.name for profile in profiles}
+    assert {(link.source, link.target) for link in links} == {(a, b) for a in names for b in names if a != b}
+    assert all(0 < link.round_trip_s < 1 and link.bytes_s > 1e6 for link in links)
+
+
+def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:
+    """One ring port cannot be reached: no placement is to count on it."""
+    with secondaries(1, tmp_path) as nodes, standing_in(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
+        wrong = entry_of(nodes[0], port_in=nodes[0].control_port)
+        _, links = survey_of(ClusterConfig(NodeConfig("starter", "127.0.0.1", port, port_in), (wrong,))).run()
+    found = {(link.source, link.target): link for link in links}
+    assert found["starter", "secondary0"].round_trip_s == BROKEN_S
+    assert found["secondary0", "starter"].round_trip_s < 1
+
+
+def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = threading.Lock()
+    order: list[str] = []
+
+    def alone(name: str) -> None:
+        assert busy.acquire(blocking=False), "two nodes of one machine measure at once"
+        threading.Event().wait(0.05)
+        order.append(name)
+        busy.release()
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        alone(self.node.name)
+        return {"profile": OWN.to_json(), "format": "float32"}
+
+    def own() -> NodeProfile:
+        alone("starter")
+        return OWN
+
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    with secondaries(2, tmp_path) as nodes:
+        survey_of(cluster_of(nodes), own=own).run()
+    assert order == ["starter", "secondary0", "secondary1"]
+
+
+def test_a_node_that_is_not_there(answering: list[str]) -> None:
+    gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
+    with pytest.raises(NodeLostError, match=r"is secondary.py running there.*doctor.py"):
+        survey_of(gone).run()
+
+
+OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"profile": None}, {"profile": {}}, {"profile": {**OWN.to_json(), "n_cores": -1}}]
+)
+def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0 describes itself"):
+        survey_of(cluster_of(nodes)).run()
+
+
+def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        asked.append(self.node.name)
+        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409)
+
+    monkeypatch.setattr(mdi.node.survey, "BUSY_S", 0.5)
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="busy with another run"):
+        survey_of(cluster_of(nodes)).run()
+    assert len(asked) > 1, "it may end in a moment"
+
+
+def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list[str]) -> None:
+    class Enough(MdiError):
+        pass
+
+    def check() -> None:
+        raise Enough
+
+    with secondaries(1, tmp_path) as nodes, pytest.raises(Enough):
+        survey_of(cluster_of(nodes), check=check).run()
+
+
+def test_hosts() -> None:
+    assert host_of("127.0.0.1") == host_of("127.0.0.2") == host_of("localhost")
+    assert host_of("192.168.1.11") == "192.168.1.11" != host_of("192.168.1.12")
+    assert host_of("no-such-host.invalid") == "no-such-host.invalid"
+
+
+# The flag
+
+
+def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    monkeypatch.delenv("MDI_PLACEMENT", raising=False)
+    assert chosen_placement(argparse.Namespace(placement=None)) is None
+    assert chosen_placement(argparse.Namespace(placement="opa")) == "opa"
+    monkeypatch.setenv("MDI_PLACEMENT", "gma")
+    assert chosen_placement(argparse.Namespace(placement=None)) == "gma"
+    assert chosen_placement(argparse.Namespace()) == "gma"
+    assert chosen_placement(argparse.Namespace(placement="opa")) == "opa"
+    monkeypatch.setenv("MDI_PLACEMENT", "best")
+    with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
+        chosen_placement(argparse.Namespace(placement=None))
+
+
+# The command
+
+
+def nodes_file(path: Path, nodes: list[SecondaryNode]) -> Path:
+    ports = free_ports(2)
+    entries = [
+        {"addr": "127.0.0.1", "communication": {"port": port}, "inference": {"port_in": port_in}}
+        for port, port_in in ((ports[0], ports[1]), *((node.control_port, node.ring_port) for node in nodes))
+    ]
+    path.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
+    return path
+
+
+def test_a_plan_of_nodes_that_are_running(
+    tiny: Path,
+    tmp_path: Path,
+    fixed: dict[str, float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "starter"))
+    fixed.update(secondary1=100.0)
+    saved = tmp_path / "cluster.json"
+    with secondaries(2, tmp_path) as nodes:
+        path = nodes_file(tmp_path / "nodes.json", nodes)
+        live = [
+            "--nodes-config",
+            str(path),
+            "--ckpt",
+            str(tiny),
+            "--n-samples",
+            "6",
+            "--sequence-length",
+            "60",
+            "--json",
+        ]
+        assert launch("plan", [*live, "--save-profiles", str(saved)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for wrong in (["--nodes-config", str(path)], [*live, "--profiles", str(saved)], [*live, "--wait", "-1"]):
+            assert launch("plan", wrong) == 2
+        capsys.readouterr()
+    blocks = {node["name"]: node["blocks"][1] - node["blocks"][0] for node in found["nodes"]}
+    assert sum(blocks.values()) == 5 and blocks["secondary0"] > blocks.get("secondary1", 0)
+    # what was written down makes the same plan, with no node running
+    args = ["--profiles", str(saved), "--ckpt", str(tiny), "--n-samples", "6", "--sequence-length", "60", "--json"]
+    assert launch("plan", args) == 0
+    assert json.loads(capsys.readouterr().out) == found
