@@ -161,7 +161,7 @@ class Int8Linear(ByteLinear):
         wide = torch._empty_per_channel_affine_quantized(
             shape, scales=self._scale.double(), zero_points=zeros, axis=0, dtype=torch.qint8
         )
-        numbers = torch.empty(0, dtype=torch.int8).set_(wide.untyped_storage(), 0, shape)
+        numbers = torch.empty(0, dtype=torch.int8).set_(wide.untyped_storage(), 0, shape, (self.in_features + 2, 1))
         numbers[:, :-2] = weight
         numbers[:, -2:] = 0
         return wide
