@@ -113,9 +113,9 @@ def test_something_else_answers(two: list[SecondaryNode], answer: bytes) -> None
 
 def test_something_that_says_nothing(two: list[SecondaryNode]) -> None:
     with server(None) as port:
-        assert greet("127.0.0.1", port, "", 0.3).problem == "stranger"
+        assert greet("127.0.0.1", port, "", 0.3).problem == "silent"
         route = try_node(request_of(entry_of(two[0], port=port)), 0.3)
-        assert not route.control.is_well and route.ring.is_well
+        assert route.control.problem == "silent" and route.ring.is_well
 
 
 def test_silence_is_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ PROBLEMS = {
     "refused": "nothing listens there",
     "timeout": "no answer",
     "unreachable": "no way there",
+    "silent": "it takes connections, but does not answer",
     "closed": "the connection was broken off",
     "stranger": "what answers is no node of MDI-LLM",
     "other": "another node answers there",
@@ -125,6 +126,8 @@ def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S) -> Route:
         status = client.status(timeout_s=deadline_s)
     except ControlError as e:
         problem = "stranger" if e.status is not None or "not a node" in str(e) else "closed"
+        if "no answer in time" in str(e):
+            problem = "silent"
         return Route(Reach(problem, str(e)), greet(request.addr, request.port_in, "", deadline_s))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
@@ -169,7 +172,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
         return Reach("stranger", str(e))
     except (OSError, UnicodeError) as e:
         if round_trip_s and isinstance(e, TimeoutError):
-            return Reach("stranger", "it takes connections, but does not answer")
+            return Reach("silent")
         return Reach(_problem_of(e), getattr(e, "strerror", None) or str(e))
     if frame is None:
         return Reach("closed", "it closed the connection without a word")
