@@ -129,11 +129,13 @@ def machine() -> str:
     return f"{n_cores} cores of {name}, {memory:.0f} GB, torch {torch.__version__}"
 
 
-def measure(args: argparse.Namespace, models: list[Model], results: Results) -> None:
+def measure(args: argparse.Namespace, models: list[Model], results: Results) -> int:
+    """All runs that are missing; what fails is told and left out. Returns how many failed."""
     from thesis_models import make_checkpoint
 
+    n_failed = 0
     for model in models:
-        n_tokens = model.quick_tokens if args.quick else model.n_tokens
+        n_tokens = args.tokens or (model.quick_tokens if args.quick else model.n_tokens)
         todo = [n for n in N_NODES if args.again or f"{model.key}/{n}" not in results.runs]
         if not todo:
             continue
@@ -141,13 +143,19 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
         for n_nodes in todo:
             begin = time.monotonic()
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-            run = {**thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)), "load_before": load}
+            try:
+                run = {**thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)), "load_before": load}
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
+                n_failed += 1
+                print(f"{model.title} on {n_nodes} failed: {str(e)[-60:]}", flush=True)
+                continue
             results.add(f"{model.key}/{n_nodes}", run)
             rate = run["n_tokens"] / run["points"][-1][0]
             took_s = time.monotonic() - begin
             print(f"{model.title} on {n_nodes}: {run['n_tokens']} tokens, {rate:.2f}/s ({took_s:.0f} s)", flush=True)
         if not args.keep:
             shutil.rmtree(ckpt)
+    return n_failed
 
 
 def thinned(run: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +172,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="KEY,KEY", help=f"some of {', '.join(BY_KEY)}")
     parser.add_argument("--again", action="store_true", help="run also what there are results of")
     parser.add_argument("--draw", action="store_true", help="only figures and tables, of the results that are there")
+    parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="FILE", help="(results.json or quick.json in the work folder)")
@@ -181,12 +190,12 @@ def main() -> None:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
     models = [m for m in MODELS if m.key in keys and (m.quick_tokens or not args.quick)]
     results = Results(args.results or args.work_dir / ("quick.json" if args.quick else "results.json"), args.quick)
-    if not args.draw:
-        measure(args, models, results)
+    n_failed = 0 if args.draw else measure(args, models, results)
     from thesis_report import write_report
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
     write_report(results.data, ROOT if is_for_docs else None, results.path.parent)
+    sys.exit(1 if n_failed else 0)
 
 
 if __name__ == "__main__":

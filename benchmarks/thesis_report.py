@@ -39,7 +39,9 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
         if models:
             save(time_figure(models, runs, title), assets / name)
     save(memory_figure(found, runs), assets / "thesis-memory.svg")
-    kind = "quick run: far fewer tokens, so rates hold for short texts only" if data["quick"] else "full run"
+    kind = "full run"
+    if data["quick"]:
+        kind = "**quick run**, which shows that the program works and no more: a few tokens, without regard to other programs"
     loads = [run["load_before"] for run in runs.values()]
     caption = (
         f"Measured on {data['date']}: {data['machine']}; {kind}. One thread per node. Load average before the runs, "

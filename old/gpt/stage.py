@@ -98,7 +98,9 @@ class GPTStarterStage(WholeTextStage, StarterStage):
     ) -> None:
         super().load(parts, tensors, device, dtype, quantizer)
         embedding: torch.Tensor = self.get_parameter("transformer.wte.weight")
-        if "head" in parts and torch.equal(embedding, self.lm_head.weight):
+        # A head in another weight format has no such weight any more.
+        weight = getattr(getattr(self, "lm_head", None), "weight", None)
+        if isinstance(weight, torch.Tensor) and torch.equal(embedding, weight):
             self.lm_head.weight = nn.Parameter(
                 embedding, requires_grad=False
             )  # tied, and large: once in memory is enough

@@ -148,6 +148,17 @@ def test_no_model_is_told_in_one_line(
     assert words in told and str(tmp_path) in told and "\n" not in told
 
 
+@pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--quantize", "fp16"), ("--quantize", "int8")])
+def test_gpt2_in_other_formats(flags: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weight formats wrap linear layers from outside, so they hold here as well."""
+    args = ("--ckpt", write_gpt2(tmp_path / "gpt2"), "--prompt", "Hello there", "--n-tokens", 3, "--temperature", 0)
+    found = []
+    for wanted in ((), flags):
+        assert run(gpt2_sample, *args, "--json", "--threads", 1, *wanted) == 0
+        found.append(json.loads(capsys.readouterr().out)["samples"][0]["token_ids"])
+    assert len(found[1]) == 3 and found[0][0] == found[1][0]
+
+
 def test_as_many_samples_as_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from gpt.commands import nano_ring, nano_starter
 
