@@ -57,7 +57,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     def tensors(part: str) -> dict[str, Any]:
         prefix = f"transformer.h.{part.removeprefix('block.')}."
-        return {name: torch.randn(shape) * 0.02 for name, shape in shapes.items() if name.startswith(prefix)}
+        return {n: torch.empty(shape).normal_(0, 0.02) for n, shape in shapes.items() if n.startswith(prefix)}
 
     quantize = fmt if fmt == "int8" else None
     parts = [f"block.{i}" for i in range(n_blocks)]

@@ -58,11 +58,13 @@ def test_as_many_sequences_as_frames_cannot_hide_long_links() -> None:
 
 
 def test_a_narrow_link_can_be_the_limit() -> None:
-    cost = equal(2, 16)
-    narrow = tuple(LinkProfile(a, b, 0.0, 1e6) for a, b in (("n0", "n1"), ("n1", "n0")))
-    found = CostModel(replace(cost.profile, links=narrow), cost.shape, cost.workload).predict((0, 1), (3, 3))
-    assert found.n_rows == 8
-    assert found.round_s == pytest.approx(max(2 * 8 * 4096e-6, sum(found.stage_s) + sum(found.link_s)))
+    cost = equal(3, 24)
+    links = tuple(
+        LinkProfile(a, b, 0.0, 1e6 if a == "n1" else 1e9) for a, b in (("n0", "n1"), ("n1", "n2"), ("n2", "n0"))
+    )
+    found = CostModel(replace(cost.profile, links=links), cost.shape, cost.workload).predict((0, 1, 2), (2, 2, 2))
+    assert (found.n_rows, found.limit, found.slowest) == (8, "link", 1)
+    assert found.round_s == pytest.approx(3 * 8 * 4096 / 1e6)
 
 
 def test_looking_at_long_caches_takes_time() -> None:

@@ -17,6 +17,9 @@ from mdi.partition.model import BlockShape, ModelShape
 
 # Of these, a format leaves the weights as they are (model/formats.py).
 KEPT = ("gate", "kv_b_proj")
+# Measured, docs/placement.md: a process that computes, and a block that is packed, beside the plain one.
+RUNTIME_BYTES = 20_000_000
+PACKING_LIMIT_BYTES = 100_000_000  # larger pieces go back to the system at once
 
 
 def model_shape(config: Mapping[str, Any], format: str) -> ModelShape:
@@ -52,12 +55,13 @@ def _shape(config_json: str, format: str) -> ModelShape:
         blocks=tuple(_block(config, stage, i, tensors, kind) for i in range(config.n_layer)),
         embedding_bytes=embedding,
         head_bytes=head,
-        head_load_bytes=max(embedding, _values(tensors["lm_head.weight"]) * kind.value_bytes),
+        head_load_bytes=max(embedding, _load_bytes(_values(tensors["lm_head.weight"]), kind)),
         head_macs=_values(tensors["lm_head.weight"]),
         n_head=config.n_head,
         vocab_size=config.padded_vocab_size,
         work_row_bytes=_widest(config, tensors) * kind.value_bytes,
         table_bytes=2 * 4 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1),
+        runtime_bytes=RUNTIME_BYTES,
     )
 
 
@@ -79,11 +83,18 @@ def _block(config: Config, stage: StarterStage, i: int, tensors: _Shapes, kind: 
     cache = stage.blocks[i].attn.cache_shape
     return BlockShape(
         weight_bytes=_bytes(own, kind),
-        load_bytes=sum(map(_values, own.values())) * kind.value_bytes,
+        load_bytes=_load_bytes(sum(map(_values, own.values())), kind),
         macs=round(sum(_values(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
         cache_bytes=cache.n_bytes(1, kind.value_bytes),
         window=cache.window,
     )
+
+
+def _load_bytes(n_values: int, kind: WeightFormat) -> int:
+    """A part as it is read, and what packing it takes beside that."""
+    plain = n_values * kind.value_bytes
+    is_packed = kind.bits_per_weight < 8 * kind.value_bytes
+    return plain + (min(2 * plain, PACKING_LIMIT_BYTES) if is_packed else 0)
 
 
 def _bytes(tensors: _Shapes, kind: WeightFormat) -> int:

@@ -213,7 +213,7 @@ class CostModel:
     def fixed_bytes(self, i: int) -> int:
         """What a node needs whatever blocks it holds, except for what depends on the rows of a frame."""
         own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
-        return self.profile.nodes[i].process_bytes + own
+        return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own
 
     def load_bytes(self, i: int) -> int:
         """One part exists twice while a stage is loaded (model/stage.py)."""
@@ -237,7 +237,7 @@ class CostModel:
         return MemoryUse(
             weights=int(own + self.weights[stop] - self.weights[start]),
             caches=int(caches),
-            activations=int(max(running, self.load_bytes(i) - caches)),
+            activations=int(max(running, self.load_bytes(i) - caches)) + self.shape.runtime_bytes,
             process=self.profile.nodes[i].process_bytes,
         )
 

@@ -53,6 +53,7 @@ class ModelShape:
         n_head, vocab_size: for what attention scores and logits take.
         work_row_bytes: the widest activations of a block, per row.
         table_bytes: position tables, per position.
+        runtime_bytes: what a process takes as soon as it computes: workspace of kernels, and what the allocator keeps.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelShape:
     vocab_size: int
     work_row_bytes: int
     table_bytes: int
+    runtime_bytes: int = 0
 
     @property
     def n_layer(self) -> int:
