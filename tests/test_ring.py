@@ -424,6 +424,22 @@ def test_nodes_that_disagree_say_so_in_words() -> None:
     one.close()
 
 
+def test_frames_come_and_go_while_a_node_computes() -> None:
+    """While a node is busy with one frame, the next one is received, and the last one leaves."""
+    with nodes(2) as ring:
+        first, second = ring.rings
+        for number in range(2):
+            first.send(Frame(Kind.BATCH, ring.epoch, number))
+        busy_with = second.recv(DEADLINE_S)
+        assert busy_with is not None and busy_with.number == 0
+        second.send(busy_with)  # from here on the node computes: it touches no queue
+        inbox = second.inbox
+        with inbox._changed:
+            assert inbox._changed.wait_for(lambda: len(inbox._items) == 1, DEADLINE_S)
+        back = first.recv(DEADLINE_S)
+        assert back is not None and back.number == 0
+
+
 @pytest.mark.parametrize(("starters", "secondarys"), [("int8", "auto"), ("auto", "fp16"), ("fp16", "int8")])
 def test_nodes_that_disagree_about_the_wire_say_so_at_once(starters: str, secondarys: str) -> None:
     one = listener("secondary0")

@@ -90,8 +90,10 @@ def chosen_placement(args: argparse.Namespace) -> str | None:
 
 def add_wire_flags(group: argparse._ActionsContainer) -> None:
     """How rows travel over a ring; also of chat.py."""
+    from mdi.net.wire import WIRE_DTYPES
+
     group.add_argument(
-        "--wire-dtype", choices=("auto", "fp16", "int8"), default="auto", help="what the nodes send each other: as computed, "
+        "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
         "half precision, or 8 bits with a scale per 64 values (%(default)s)",
     )  # fmt: skip
     group.add_argument(
@@ -112,6 +114,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import default_ckpt_folder
+    from mdi.control.messages import KV_DTYPES
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -132,7 +135,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
     model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
     model.add_argument(
-        "--kv-dtype", choices=("auto", "float32", "bf16", "fp16"), default="auto", help="what the key/value caches of all "
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
         "nodes hold (%(default)s: as computed)",
     )  # fmt: skip
     model.add_argument(

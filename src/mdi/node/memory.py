@@ -67,7 +67,8 @@ def report_caches(
     Args:
         dtype: what they hold.
         by_hand: the limit that the user set.
-        weights_are_mapped: whether the weights are pages of a file, which count as free memory, but must stay.
+        weights_are_mapped: whether weights that are as they were stored are pages of a file, which count as free memory, but
+            must stay. Those in another format are no parameters of the stage any more.
     """
     shapes = [block.attn.cache_shape for block in stage.blocks]
     by_window: dict[int | None, int] = {}

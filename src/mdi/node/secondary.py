@@ -331,7 +331,7 @@ class SecondaryNode:
         kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
         check_room(stage, request.max_length, device, kv_dtype)
         stage.prepare(request.max_length, device, kv_dtype)
-        is_mapped = dtype == DTYPES.get(request.stored_dtype) and self._format(request.quantize) is None
+        is_mapped = dtype == DTYPES.get(request.stored_dtype)
         seat = Seat(
             int(request.epoch, 16),
             request.index,

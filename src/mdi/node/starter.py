@@ -231,17 +231,14 @@ class StarterNode(StatusOnly):
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
-        is_mapped = (
-            self._dtype == DTYPES.get(self._weights.dtype if self._weights else "") and not self._options.quantize
-        )
+        assert self._weights is not None
+        is_mapped = self._dtype == DTYPES.get(self._weights.dtype)
         by_hand = self._options.kv_memory
         by_hand = self.cluster.starter.kv_memory if by_hand is None else by_hand
         own = report_caches(self._stage, self._kv_dtype, self._device, by_hand, is_mapped)
         reports = [own, *(setup.ask_caches() for setup in setups)]
-        places = [(node.name, node.addr) for node in self.cluster.nodes]
-        memory = CacheMemory(
-            share_out([(*place, r) for place, r in zip(places, reports, strict=True)], self.max_length)
-        )
+        told = [(node.name, node.addr, report) for node, report in zip(self.cluster.nodes, reports, strict=True)]
+        memory = CacheMemory(share_out(told, self.max_length))
         n_sequences = memory.n_sequences(self.max_length)
         logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self.max_length)
         return memory
