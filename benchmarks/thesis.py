@@ -93,9 +93,9 @@ def spawn_case(key: str, ckpt: Path, n_nodes: int, n_tokens: int) -> dict[str, A
 class Results:
     """What was measured so far, in one JSON file that is replaced whole after each run."""
 
-    def __init__(self, path: Path, is_quick: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.data: dict[str, Any] = {"quick": is_quick, "runs": {}}
+        self.data: dict[str, Any] = {"runs": {}}
         if path.is_file():
             self.data = json.loads(path.read_text(encoding="utf-8"))
 
@@ -136,7 +136,8 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
     n_failed = 0
     for model in models:
         n_tokens = args.tokens or (model.quick_tokens if args.quick else model.n_tokens)
-        todo = [n for n in N_NODES if args.again or f"{model.key}/{n}" not in results.runs]
+        done = {n for n in N_NODES if results.runs.get(f"{model.key}/{n}", {}).get("asked") == n_tokens}
+        todo = [n for n in N_NODES if args.again or n not in done]
         if not todo:
             continue
         ckpt = make_checkpoint(args.work_dir, model.key)
@@ -144,7 +145,11 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
             begin = time.monotonic()
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
             try:
-                run = {**thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)), "load_before": load}
+                run = {
+                    **thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)),
+                    "load_before": load,
+                    "asked": n_tokens,
+                }
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
                 n_failed += 1
                 print(f"{model.title} on {n_nodes} failed: {str(e)[-60:]}", flush=True)
@@ -189,7 +194,7 @@ def main() -> None:
     if unknown := [key for key in keys if key not in BY_KEY]:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
     models = [m for m in MODELS if m.key in keys and (m.quick_tokens or not args.quick)]
-    results = Results(args.results or args.work_dir / ("quick.json" if args.quick else "results.json"), args.quick)
+    results = Results(args.results or args.work_dir / ("quick.json" if args.quick else "results.json"))
     n_failed = 0 if args.draw else measure(args, models, results)
     from thesis_report import write_report
 

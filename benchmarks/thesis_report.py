@@ -40,7 +40,12 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
             save(time_figure(models, runs, title), assets / name)
     save(memory_figure(found, runs), assets / "thesis-memory.svg")
     kind = "full run"
-    if data["quick"]:
+    if any(
+        runs[f"{model.key}/{n}"]["asked"] != model.n_tokens
+        for model in found
+        for n in (1, 2, 3)
+        if f"{model.key}/{n}" in runs
+    ):
         kind = "**quick run**, which shows that the program works and no more: a few tokens, without regard to other programs"
     loads = [run["load_before"] for run in runs.values()]
     caption = (

@@ -17,9 +17,9 @@ import thesis_report  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 
-def run_of(times_s: list[float], rss: list[int]) -> dict[str, Any]:
+def run_of(times_s: list[float], rss: list[int], asked: int = 200) -> dict[str, Any]:
     points = [[time_s, n] for n, time_s in enumerate(times_s, 1)]
-    return {"points": points, "nodes": [{"peak_rss_bytes": n} for n in rss], "load_before": 0.5}
+    return {"points": points, "nodes": [{"peak_rss_bytes": n} for n in rss], "load_before": 0.5, "asked": asked}
 
 
 def test_cuts_are_those_that_the_systems_take() -> None:
@@ -54,7 +54,7 @@ def test_report_fills_the_page_in(tmp_path: Path) -> None:
     page.parent.mkdir()
     page.write_text((BENCHMARKS.parent / "docs" / "thesis.md").read_text(encoding="utf-8"), encoding="utf-8")
     runs = {f"nano-llama/{n}": run_of([0.1 * i for i in range(1, 31)], [2_000_000_000 // n] * n) for n in (1, 2, 3)}
-    data = {"quick": False, "date": "2026-01-02", "machine": "a machine", "runs": runs}
+    data = {"date": "2026-01-02", "machine": "a machine", "runs": runs}
     for _ in range(2):  # what it has written is found again
         thesis_report.write_report(data, tmp_path, tmp_path)
         text = page.read_text(encoding="utf-8")
@@ -65,6 +65,9 @@ def test_report_fills_the_page_in(tmp_path: Path) -> None:
         assert "| NanoLlama 304M | 3 | 2 + 5 + 5 | 0.67 / 0.67 / 0.67 | 1.34 / 1.46 / 1.46 |" in text
         assert text.count("2026-01-02") == 1 and "full run" in text
     assert {path.name for path in (tmp_path / "assets").iterdir()} == {"thesis-llama.svg", "thesis-memory.svg"}
+    runs["nano-llama/2"] = run_of([0.1], [1, 1], asked=16)
+    thesis_report.write_report(data, tmp_path, tmp_path)
+    assert "**quick run**" in page.read_text(encoding="utf-8"), "one that is not as long as it should be is enough"
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="0 places for the table"):
         thesis_report.write_report(data, tmp_path, tmp_path)
