@@ -14,7 +14,7 @@ import torch
 
 import mdi.node.job
 import mdi.node.kind
-import mdi.node.memory
+import mdi.node.resources
 import mdi.node.secondary
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
@@ -79,8 +79,8 @@ def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.Monke
 def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     little = SimpleNamespace(available=1000)
     starter, _ = ring()
-    monkeypatch.setattr(mdi.node.memory.psutil, "virtual_memory", lambda: little)
-    with pytest.raises(MdiError, match="ask for fewer tokens"):
+    monkeypatch.setattr(mdi.node.resources.psutil, "virtual_memory", lambda: little)
+    with pytest.raises(MdiError, match="of memory free, but"):
         generate(starter)
 
 

@@ -36,8 +36,6 @@ class WholeTextKind(ModelKind):
     ) -> GPTWeights:  # fmt: skip
         if ckpt is None:
             raise UsageError("give the model: --ckpt DIRECTORY")
-        if quantize is not None:
-            raise UsageError(f"--quantize {quantize}: {self.system} runs in plain weights only, as it did then")
         return GPTWeights(self.open_source(ckpt), n_nodes, layers, self.cuts)
 
     def config(self, fields: dict[str, Any]) -> GPTConfig:

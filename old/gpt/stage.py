@@ -97,13 +97,11 @@ class GPTStarterStage(WholeTextStage, StarterStage):
         quantizer: Quantizer | None = None,
     ) -> None:
         super().load(parts, tensors, device, dtype, quantizer)
-        embedding: torch.Tensor = self.get_parameter("transformer.wte.weight")
-        # A head in another weight format has no such weight any more.
+        # In a weight format they have no such weights any more.
+        embedding = getattr(self.transformer["wte"], "weight", None)
         weight = getattr(getattr(self, "lm_head", None), "weight", None)
-        if isinstance(weight, torch.Tensor) and torch.equal(embedding, weight):
-            self.lm_head.weight = nn.Parameter(
-                embedding, requires_grad=False
-            )  # tied, and large: once in memory is enough
+        if isinstance(embedding, torch.Tensor) and isinstance(weight, torch.Tensor) and torch.equal(embedding, weight):
+            self.lm_head.weight = nn.Parameter(embedding, requires_grad=False)  # tied, and large: once is enough
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return super()._run(x + self.get_parameter("transformer.wpe.weight")[: x.size(0)])

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from mdi.errors import UsageError
 
-CACHE_SLACK = 64  # positions that a windowed cache keeps beyond its window (model/cache.py)
-PREFILL_ROWS = 64  # prompt rows that a frame takes at most (engine/scheduler.py)
+# As in model/room.py, which partition must not import; a test compares the two through a stage's caches.
+CACHE_SLACK, CACHE_SPARE = 64, 32  # positions that a windowed cache keeps beyond its window, and room beyond those
+PREFILL_ROWS = 64  # prompt rows that a frame takes at most
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,12 @@ class BlockShape:
     window: int | None = None
 
     def kept(self, length: int) -> int:
-        """Positions that a cache holds of a sequence of `length`."""
-        return length if self.window is None else min(length, self.window + CACHE_SLACK)
+        """Positions that a cache has room for, at most, while a sequence grows to `length`; as model.room has it."""
+        if self.window is None or length <= self.window + CACHE_SLACK:
+            return length
+        kept = self.window + CACHE_SLACK + CACHE_SPARE + PREFILL_ROWS
+        steps = (64, 128, -(-kept // 256) * 256)
+        return min(length, next(room for room in steps if room >= kept))
 
 
 @dataclass(frozen=True)
