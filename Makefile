@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller:
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 PIP_FLAGS ?=
+# Most tests wait for processes that they start; two at a time take little more than half as long.
+TEST_PROCESSES ?= 2
 
 .PHONY: help demo test lint types check bench figures venv clean
 
@@ -31,7 +33,7 @@ demo: $(VENV)/.installed
 	  --prompt "First Citizen:" --n-tokens 200 --plots
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
