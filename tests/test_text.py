@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from mdi.detokenize import Detokenizer, StopMatcher
 from mdi.errors import CheckpointError, UsageError
-from mdi.text import Detokenizer, StopMatcher, TextCodec, read_prompts, resolve_prompt_style
+from mdi.prompts import read_prompts
+from mdi.text import TextCodec, resolve_prompt_style
 
 CORPUS = [
     "Who are you? I am the ghost of the house, and  this is a house of   ghosts.\n\n\tHow now!",
@@ -524,7 +526,7 @@ def test_prompts_for_samples(caplog):
     assert read_prompts(["a", "b"]) == ["a", "b"]
     assert read_prompts(["a", "b"], 5) == ["a", "b", "a", "b", "a"]
     assert read_prompts([" a\n"], 1) == [" a\n"]
-    with caplog.at_level(logging.WARNING, "mdi.text"):
+    with caplog.at_level(logging.WARNING, "mdi.prompts"):
         assert not caplog.records
         assert read_prompts(["a", "b", "c"], 2) == ["a", "b"]
     assert "1 of the 3 prompts are left out" in caplog.text

@@ -214,7 +214,7 @@ def _generate(
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
     from mdi.node.starter import StarterNode
-    from mdi.text import read_prompts
+    from mdi.prompts import read_prompts
 
     if not 0 <= getattr(args, "wait", 0.0) < float("inf"):
         raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")

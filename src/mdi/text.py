@@ -1,4 +1,4 @@
-"""Between words and token ids: prompts, prompt styles, the tokenizer, and text as it grows token by token.
+"""Between words and token ids: the tokenizer of a checkpoint, and prompt styles.
 
 It knows nothing of models, sockets or who generates the ids. litgpt (and with it torch) is imported only in functions.
 Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.
@@ -16,8 +16,8 @@ from typing import Any
 
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
+from mdi.prompts import refuse_surrogates
 
-DEFAULT_PROMPT = "Who are you?"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
 # Names that litgpt's table takes for chat models although they are (also) those of base models.
 _BASE_MODEL = re.compile(
@@ -78,7 +78,7 @@ class TextCodec:
         Raises:
             UsageError: `text` holds surrogates, i.e. it came from bytes that were not UTF-8.
         """
-        _refuse_surrogates(text, "a prompt")
+        refuse_surrogates(text, "a prompt")
         ids: list[int] = self._tokenizer.encode(text).tolist()
         return ids
 
@@ -152,101 +152,6 @@ class TextCodec:
         return int(self._processor.piece_to_id(piece))
 
 
-class Detokenizer:
-    """Text from ids that come a few at a time.
-
-    All that `push` and `flush` return, joined, is `codec.decode(ids, continues)` of all ids. What the next id may still
-    change is held back: an incomplete character, or a run of single-byte tokens. Each id is decoded with the few before
-    it that are needed, so its cost does not grow with the text.
-
-    Args:
-        continues: as for `TextCodec.decode`.
-    """
-
-    _WINDOW = 16
-    _KEPT = 8  # tokens, i.e. at least as many bytes: UTF-8 finds its way again within four
-
-    def __init__(self, codec: TextCodec, continues: bool = False) -> None:
-        self._codec = codec
-        self._continues = continues
-        self._window: list[int] = []  # ids whose text is not all given out, and some before them
-        self._n_shown = 0  # characters of the window's text that have been given out
-        self._n_open = 0  # single-byte tokens at the window's end: one more may change how all of them read
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids; returns the text that has become final, often one token late, maybe empty."""
-        for i in self._codec.visible(ids):
-            self._window.append(i)
-            self._n_open = self._n_open + 1 if i in self._codec.byte_ids else 0
-        n_closed = len(self._window) - self._n_open
-        if n_closed == 0:
-            return ""
-        closed, opened = self._window[:n_closed], self._window[n_closed:]
-        text = self._codec.decode_visible(closed, self._continues)
-        n_final = len(text) - text.endswith(_UNDECIDED)
-        new = text[self._n_shown : n_final]
-        if n_final == len(text):
-            # Leading blanks that came to nothing stay at the beginning; one of them is as good as many.
-            closed = closed[:1] if not text and not self._continues else []
-            self._continues = self._continues or bool(text)
-            self._n_shown = 0
-        else:
-            self._n_shown = n_final
-            if n_closed > self._WINDOW:
-                closed = closed[-self._KEPT :]
-                self._continues = True
-                self._n_shown = len(self._codec.decode_visible(closed, True)) - 1
-        self._window = closed + opened
-        return new
-
-    def flush(self) -> str:
-        """What was held back, as it is, because no more ids come."""
-        rest = self._codec.decode_visible(self._window, self._continues)[self._n_shown :]
-        self._window, self._n_shown, self._n_open = [], 0, 0
-        return rest
-
-
-class StopMatcher:
-    """Cuts a growing text where a stop string first becomes complete, however the text comes in pieces.
-
-    Raises:
-        UsageError: a stop string is empty.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        if any(not s for s in stop):
-            raise UsageError("a stop string must not be empty (--stop)")
-        self._stop = tuple(stop)
-        self._held = ""
-        self._met = False
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take the next text.
-
-        Returns:
-            The text that is safe to show, and whether a stop string has been met; it and all after it are cut off.
-        """
-        if self._met:
-            return "", True
-        text = self._held + text
-        found = [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]
-        if found:
-            self._met, self._held = True, ""
-            return text[: min(found)[1]], True
-        longest = max((len(s) for s in self._stop), default=1)
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            if any(s.startswith(text[start:]) for s in self._stop):
-                self._held = text[start:]
-                return text[:start], False
-        self._held = ""
-        return text, False
-
-    def flush(self) -> str:
-        """The beginning of a stop string that was held back and did not become one."""
-        rest, self._held = self._held, ""
-        return rest
-
-
 def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> Any:
     """The prompt style to use, an object of litgpt's; None for the raw text.
 
@@ -274,68 +179,6 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
 
     style = model_name_to_prompt_style(config_name)
     return None if isinstance(style, Default) else style
-
-
-def read_prompts(values: Sequence[str], n_samples: int | None = None, default: int = 3) -> list[str]:
-    """One prompt per sample.
-
-    Args:
-        values: texts, or `FILE:path` for a text file with a prompt per paragraph; none is "Who are you?".
-        n_samples: prompts are cycled over or, with a warning in the log, left out to give so many. None: one sample per
-            prompt, but `default` samples of a single prompt.
-
-    Raises:
-        UsageError: a prompt is empty, a file cannot be used, or `n_samples` is under 1.
-    """
-    if n_samples is not None and n_samples < 1:
-        raise UsageError(f"the number of samples must be at least 1, got {n_samples}")
-    prompts: list[str] = []
-    for value in values or (DEFAULT_PROMPT,):
-        prompts += _paragraphs(value[len("FILE:") :]) if value.startswith("FILE:") else [_checked(value)]
-    if n_samples is None:
-        n_samples = default if len(prompts) == 1 else len(prompts)
-    if n_samples < len(prompts):
-        _log.warning(
-            "--n-samples is %d: %d of the %d prompts are left out", n_samples, len(prompts) - n_samples, len(prompts)
-        )
-    return [prompts[i % len(prompts)] for i in range(n_samples)]
-
-
-def _checked(prompt: str) -> str:
-    if not prompt:
-        raise UsageError("the prompt is empty: give some text, or FILE:path for a file of prompts")
-    _refuse_surrogates(prompt, "the prompt")
-    return prompt
-
-
-def _paragraphs(name: str) -> list[str]:
-    if not name:
-        raise UsageError("FILE: needs the path of a text file right after the colon")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory: expected a text file with a prompt per paragraph")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"no such prompt file: {path} (the nearest that exists is {nearest_existing(path)})") from None
-    except UnicodeDecodeError as e:
-        raise UsageError(
-            f"the prompt file {path} is not UTF-8 text: byte {e.start} is {e.object[e.start]:#04x}"
-        ) from None
-    except (OSError, ValueError) as e:
-        raise UsageError(f"cannot read the prompt file {path}: {e}") from None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    prompts = [p.strip() for p in re.split(r"\n[^\S\n]*\n", text) if p.strip()]
-    if not prompts:
-        raise UsageError(f"the prompt file {path} is empty: expected one prompt per paragraph")
-    return prompts
-
-
-def _refuse_surrogates(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise UsageError(f"{what} is not valid Unicode text: found {text[e.start]!r} at character {e.start}") from None
 
 
 def _known_styles() -> dict[str, Callable[[], Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from mdi.detokenize import Detokenizer, StopMatcher
 from mdi.engine.scheduler import Event
 from mdi.metrics import SampleMetrics
-from mdi.text import Detokenizer, StopMatcher, TextCodec
+from mdi.text import TextCodec
 
 OnText = Callable[["Sample", str], None]
 
