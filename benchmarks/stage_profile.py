@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Where a stage's time goes: time per block against reading its weights, and the operations that take it.
+
+    benchmarks/stage_profile.py --formats fp16,int8,int4 --sequences 1,8,16
+    benchmarks/stage_profile.py --formats int8 --sequences 1 --position 2000 --kv-dtype bfloat16
+
+A stage of a few blocks of a model's shape with random weights, one thread, decoding rows of so many sequences. Times are the
+least of the repetitions, the reading speed the best of sums over 256 MB taken in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from litgpt.config import Config
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from mdi.model.formats import FORMATS  # noqa: E402
+from mdi.model.quantize import Quantizer  # noqa: E402
+from mdi.model.stage import Stage  # noqa: E402
+
+CPU = torch.device("cpu")
+CHUNK = 64
+GROUPS = {
+    "weights": ("quantized::", "aten::mm", "aten::addmm", "aten::linear"),
+    "attention": ("aten::bmm", "aten::_softmax", "aten::baddbmm"),
+    "copies": ("aten::copy_", "aten::cat", "aten::index", "aten::to", "aten::_to_copy"),
+}
+
+
+def random_stage(shape: str, n_blocks: int, name: str, kv_dtype: torch.dtype) -> Stage:
+    config = Config.from_name(shape)
+    stage = Stage(config, 0, n_blocks)
+    shapes = {key: tensor.shape for key, tensor in stage.state_dict().items()}
+
+    def tensors(part: str) -> dict[str, torch.Tensor]:
+        own = {k: s for k, s in shapes.items() if k.startswith(f"transformer.h.{part.removeprefix('block.')}.")}
+        return {k: torch.randn(s) * 0.02 if len(s) > 1 else torch.ones(s) for k, s in own.items()}
+
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    form = name if name in FORMATS else None
+    stage.load([f"block.{i}" for i in range(n_blocks)], tensors, CPU, dtype, Quantizer(form))
+    stage.prepare(config.block_size, CPU, kv_dtype)
+    return stage
+
+
+def fill(stage: Stage, n_sequences: int, position: int, dtype: torch.dtype) -> None:
+    stage.caches.clear()
+    for seq_id in range(n_sequences):
+        for start in range(0, position, CHUNK):
+            n_rows = min(CHUNK, position - start)
+            stage(torch.randn(n_rows, stage.config.n_embd, dtype=dtype), [(seq_id, start, n_rows)])
+
+
+def measure(stage: Stage, name: str, n_sequences: int, position: int, repeats: int) -> None:
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    fill(stage, n_sequences, position, dtype)
+    rows = torch.randn(n_sequences, stage.config.n_embd, dtype=dtype)
+    plain = torch.ones(32 << 20, dtype=torch.int64)
+    times, reads = [], []
+    for i in range(repeats):
+        begin = time.perf_counter()
+        stage(rows, [(s, position + i, 1) for s in range(n_sequences)])
+        times.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        plain.sum()
+        reads.append(time.perf_counter() - begin)
+    n_blocks = stage.stop - stage.start
+    n_weights = sum(m.in_features * m.out_features for m in stage.modules() if hasattr(m, "in_features"))
+    bits = FORMATS[name].bits if name in FORMATS else 8 * dtype.itemsize
+    speed = plain.nbytes / min(reads)
+    ideal = n_weights * bits / 8 / speed
+    print(
+        f"{name}, {n_sequences} sequences at {position}: {min(times) / n_blocks * 1e6:.0f} us a block; reading its weights at "
+        f"{speed / 1e9:.1f} GB/s takes {ideal / n_blocks * 1e6:.0f} us ({ideal / min(times):.0%})"
+    )
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        begin = time.perf_counter()
+        for i in range(repeats, repeats + 5):
+            stage(rows, [(s, position + i, 1) for s in range(n_sequences)])
+        total = time.perf_counter() - begin
+    shares: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        group = next((g for g, names in GROUPS.items() if event.key.startswith(names)), "other operations")
+        shares[group] += event.self_cpu_time_total / 1e6 / total
+    # What is outside of torch's operations is Python, and onnxruntime's kernels.
+    shares["outside of torch"] = max(0.0, 1 - sum(shares.values()))
+    print("   " + ", ".join(f"{g} {share:.0%}" for g, share in sorted(shares.items(), key=lambda item: -item[1])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tiny-llama-1.1b", help="a litgpt name (%(default)s)")
+    parser.add_argument("--blocks", type=int, default=4, help="more than the processor's caches hold (%(default)s)")
+    parser.add_argument("--formats", default="float32,bfloat16,fp16,int8,int4")
+    parser.add_argument("--sequences", default="1,8,16")
+    parser.add_argument("--position", type=int, default=100, help="tokens that each has already (%(default)s)")
+    parser.add_argument("--kv-dtype", default="float32", help="of the caches (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=25)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.formats.split(","):
+        stage = random_stage(args.shape, args.blocks, name, getattr(torch, args.kv_dtype))
+        for n_sequences in (int(n) for n in args.sequences.split(",")):
+            measure(stage, name, n_sequences, args.position, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
