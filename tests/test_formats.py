@@ -37,6 +37,7 @@ def layer(name: str, outliers: torch.Tensor | None = None, bias: torch.Tensor | 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "has_fbgemm", lambda: False)
+    monkeypatch.setattr(packed, "has_onnxruntime", lambda: False)
     monkeypatch.setattr(int4, "has_onnxruntime", lambda: False)
 
 
@@ -59,11 +60,22 @@ def test_the_fallback_gives_the_same_numbers(
     torch.testing.assert_close(layer(name, outliers)(planted()), kernel, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+def test_int8_without_fbgemm_gives_nearly_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What machines without FBGEMM use (ARM); exact to the rounding of activations, in which the two differ."""
+    ours = layer("int8", OUTLIERS)(planted())
+    monkeypatch.setattr(packed, "has_fbgemm", lambda: False)
+    other = layer("int8", OUTLIERS)
+    assert error(other, planted()) < 0.015
+    assert (other(planted()) - ours).norm() / ours.norm() < 0.015
+
+
+@pytest.mark.parametrize("kernels", ["all", "no FBGEMM", "none"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_does_not_depend_on_its_company(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kernels:
+def test_a_row_does_not_depend_on_its_company(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels == "none":
         without_kernels(monkeypatch)
+    elif kernels == "no FBGEMM":
+        monkeypatch.setattr(packed, "has_fbgemm", lambda: False)
     module = layer(name, OUTLIERS)
     rows = planted()
     rows[3] *= 1000  # a neighbour that would coarsen a scale shared by all
@@ -216,3 +228,42 @@ def test_a_format_where_there_is_no_linear_layer_is_refused() -> None:
     tensors["transformer.h.0.attn.nothing.weight"] = torch.zeros(4, 4, dtype=torch.int8)
     with pytest.raises(CheckpointError, match="attn.nothing.weight"):
         run_starter(gpt, tensors, Quantizer())
+
+
+@torch.inference_mode()
+def decoded(stage: StarterStage, prompts: list[list[int]], chunk: int, n_new: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and logits of the first prompt, where all decode in the same frames; prompts in chunks."""
+    last = []
+    for seq_id, ids in enumerate(prompts):
+        for start in range(0, len(ids), chunk):
+            piece = ids[start : start + chunk]
+            x = stage(stage.embed(torch.tensor(piece)), [(seq_id, start, len(piece))])
+        last.append(x[-1:])
+    tokens, seen, rows = [], [], torch.cat(last)
+    for i in range(n_new):
+        logits = stage.head(rows)
+        ids = logits.argmax(dim=-1)
+        tokens.append(int(ids[0]))
+        seen.append(logits[0])
+        rows = stage(stage.embed(ids), [(s, len(p) + i, 1) for s, p in enumerate(prompts)])
+    for seq_id in range(len(prompts)):
+        stage.caches.free(seq_id)
+    return tokens, torch.stack(seen)
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m", "Qwen3-0.6B"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_sequence_in_company_gives_what_it_gives_alone(name: str, family: str) -> None:
+    gpt = random_gpt(config_of(family), seed=6)
+    stage = StarterStage(gpt.config, gpt.config.n_layer)
+    stage.load_state_dict(gpt.state_dict(), assign=True)
+    for block in stage.blocks:
+        quantize_block(block, name)
+    head = stage.lm_head
+    stage.lm_head = decode(encode(head.weight, name), name, head.in_features, head.bias)
+    stage.prepare(100, torch.device("cpu"), torch.float32)
+    texts = [prompt(20 + 3 * i, i) for i in range(8)]
+    alone, alone_logits = decoded(stage, texts[:1], 64, 12)
+    together, logits = decoded(stage, texts, 64, 12)
+    assert together == alone
+    torch.testing.assert_close(logits, alone_logits, atol=1e-4, rtol=1e-4)

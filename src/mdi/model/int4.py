@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import tempfile
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
+from mdi.model.nbits import MatMulNBits, has_onnxruntime
 from mdi.model.packed import TINY, ByteLinear, OutlierColumns
 
 # Weights that share a scale. Larger blocks are much faster: on an AVX-512 machine 32 weights cost 1.8 times as much time per
-# weight as 256, which then reads 4.06 bits at 70-90 % of the memory's speed. Scales that are searched for (`pack_int4`) bring
+# weight as 256. Scales that are searched for (`pack_int4`) bring
 # back most of the precision: an error of 0.102 against 0.095 for blocks of 32 with plain scales, on normal weights.
 INT4_BLOCK = 256
 # Scales that are tried, relative to the one which just holds the largest weight: a few weights cut off are worth finer steps.
@@ -71,24 +66,16 @@ class Int4Linear(ByteLinear):
     ) -> None:  # fmt: skip
         super().__init__(n_in, weight.size(0), bias, beside)
         assert scale is not None
-        self._session: Any = None
+        self._kernel: MatMulNBits | None = None
         self._weight: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         if has_onnxruntime():
-            self._session = _session(weight, scale, n_in)
+            self._kernel = MatMulNBits(weight, scale, n_in, 4, INT4_BLOCK)
         else:
             self._weight, self._scale = weight, scale
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._session is None:
-            return self._multiply_plain(rows)
-        y = rows.new_empty(rows.size(0), self.out_features)
-        rows = rows.contiguous()
-        binding = self._session.io_binding()
-        binding.bind_input("x", "cpu", 0, 1, rows.shape, rows.data_ptr())  # 1: ONNX's number for float32
-        binding.bind_output("y", "cpu", 0, 1, y.shape, y.data_ptr())
-        self._session.run_with_iobinding(binding)
-        return y
+        return self._multiply_plain(rows) if self._kernel is None else self._kernel(rows)
 
     def _multiply_plain(self, rows: torch.Tensor) -> torch.Tensor:
         """The kernel's numbers in plain torch, added in float32; the weights are unpacked for it. (M, in) -> (M, out)"""
@@ -96,49 +83,3 @@ class Int4Linear(ByteLinear):
         blocks = F.pad(rows, (0, -rows.size(1) % INT4_BLOCK)).unflatten(1, (-1, INT4_BLOCK))
         step = blocks.abs().amax(dim=2, keepdim=True).clamp_min_(TINY) / 127
         return F.linear(((blocks / step).round_() * step).flatten(1), unpack_int4(self._weight, self._scale))
-
-
-@functools.cache
-def has_onnxruntime() -> bool:
-    return importlib.util.find_spec("onnxruntime") is not None and importlib.util.find_spec("onnx") is not None
-
-
-def _session(weight: torch.Tensor, scale: torch.Tensor, n_in: int) -> Any:
-    """An onnxruntime session with one MatMulNBits: x (M, in) -> y (M, out)."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    options.enable_cpu_mem_arena = False
-    # Spinning threads would take the cores from the next layer's torch kernels.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # The weights stand in a file of their own because onnxruntime gives those back once it has packed them. Given in the
-    # model or as tensors they stay in memory beside the packed ones (12 to 19 MB instead of 6.5 for 6 MB of weights).
-    with tempfile.TemporaryDirectory(prefix="mdi-int4-") as folder:
-        path = Path(folder) / "linear.onnx"
-        _write_model(path, weight, scale.float(), n_in)
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def _write_model(path: Path, weight: torch.Tensor, scale: torch.Tensor, n_in: int) -> None:
-    from onnx import TensorProto, helper, save
-
-    n_out = weight.size(0)
-    node = helper.make_node(
-        "MatMulNBits", ["x", "weight", "scale"], ["y"], domain="com.microsoft",
-        K=n_in, N=n_out, bits=4, block_size=INT4_BLOCK, accuracy_level=4,
-    )  # fmt: skip
-    graph = helper.make_graph(
-        [node],
-        "linear",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", n_in])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", n_out])],
-        [
-            helper.make_tensor("weight", TensorProto.UINT8, weight.shape, weight.numpy().tobytes(), raw=True),
-            helper.make_tensor("scale", TensorProto.FLOAT, scale.shape, scale.numpy().tobytes(), raw=True),
-        ],
-    )
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    save(model, str(path), save_as_external_data=True, location="weights.bin", size_threshold=0)

@@ -11,7 +11,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mdi.model.nbits import MatMulNBits, has_onnxruntime
+
 FP16_MAX = 65504.0
+NBITS_BLOCK = 256  # inputs that share an activation scale where onnxruntime's kernel stands in
 TINY = 1e-30  # what a row of zeros is divided by
 
 
@@ -123,6 +126,9 @@ class Int8Linear(ByteLinear):
     FBGEMM's dynamic kernel chooses one activation scale for all rows, from their smallest and largest number. So each row is
     divided by its own largest number first, and two more input columns hold +1 and -1, with weights of zero: the range is then
     always [-1, 1], and a row's result is the same whatever rows are beside it.
+
+    Where there is no FBGEMM (ARM), onnxruntime's kernel for blocks of 8 bits takes the same weights. It gives activations a
+    scale per 256 of a row, so that both kinds of machines agree within the rounding of activations, not to the bit.
     """
 
     def __init__(
@@ -132,11 +138,14 @@ class Int8Linear(ByteLinear):
         super().__init__(n_in, weight.size(0), bias, beside)
         assert scale is not None
         self._packed: Any = None
+        self._kernel: MatMulNBits | None = None
         self._weight: torch.Tensor | None = None
         self._scale = scale.to(torch.float32, copy=True)  # not a view of a file, which would keep it all in memory
         if has_fbgemm():
             with _packing():
                 self._packed = torch.ops.quantized.linear_prepack(self._widened(weight), None)
+        elif has_onnxruntime():
+            self._kernel = _in_blocks(weight, self._scale)
         else:
             self._weight = weight
         # Without VNNI the kernel adds products of 8 bits in 16: a bit less of range keeps them from overflowing.
@@ -144,6 +153,8 @@ class Int8Linear(ByteLinear):
         self._ends = torch.tensor([[1.0, -1.0]])
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None:
+            return self._kernel(rows)
         largest = rows.abs().amax(dim=1, keepdim=True).clamp_min_(TINY)
         if self._packed is None:
             return self._multiply_plain(rows / largest).mul_(largest)
@@ -174,3 +185,10 @@ class Int8Linear(ByteLinear):
         assert self._weight is not None
         q = (rows * 127.49999).round_().clamp_(-128, 127)
         return F.linear(q, self._weight.float()) * (self._scale * (2 / 255))
+
+
+def _in_blocks(weight: torch.Tensor, scale: torch.Tensor) -> MatMulNBits:
+    """onnxruntime's kernel for int8 weights (out, in) with a scale per output: the same scale for each block."""
+    blocks = F.pad(weight, (0, -weight.size(1) % NBITS_BLOCK)).unflatten(1, (-1, NBITS_BLOCK))
+    shifted = (blocks.to(torch.int16) + 128).to(torch.uint8)
+    return MatMulNBits(shifted, scale[:, None].expand(-1, blocks.size(1)).contiguous(), weight.size(1), 8, NBITS_BLOCK)
