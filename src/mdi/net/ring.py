@@ -183,7 +183,10 @@ class TcpRing:
         self.inbox.wake()
 
     def stop(self, reason: str) -> None:
-        """End the run in good order, here and on every node."""
+        """End the run in good order, here and on every node; what a fault has ended stays ended by it."""
+        with self._lock:
+            if self._fault is not None:  # its ERROR may still wait to be sent, and a STOP would take its place
+                return
         self._out.put_last(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
         self._end(None)
 
