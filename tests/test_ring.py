@@ -114,6 +114,16 @@ def test_a_fault_reaches_the_nodes_downstream_and_the_starter() -> None:
             assert str(error) == "secondary0 is lost: it failed: no memory"
 
 
+def test_a_stop_does_not_take_the_place_of_a_fault() -> None:
+    """A starter that gives up says why, and then ends the run as it ends any."""
+    for _ in range(20):  # the ERROR may have been sent before the STOP was asked for
+        with nodes(2) as n:
+            n.rings[0].fail(Fault("secondary0", "it went away", "starter"))
+            n.rings[0].stop("the run is over")
+            error = loss(n.rings[1])
+            assert isinstance(error, NodeLostError) and error.node == "secondary0"
+
+
 def test_a_fault_of_nobody_is_a_ring_error() -> None:
     with nodes(2) as n:
         n.rings[1].fail(Fault("", "something is wrong", "secondary0"))
