@@ -19,6 +19,7 @@ from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheShape, CacheStore
+from mdi.model.huge_pages import use_huge_pages
 from mdi.model.quantize import Quantizer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -77,6 +78,8 @@ class Stage(nn.Module):
             self.load_state_dict(given, strict=False, assign=True)
             if quantizer is not None:
                 quantizer.finish(part, self)
+        if quantizer is not None and device.type == "cpu":  # plain weights stay mapped, on the pages of their file
+            use_huge_pages()
         left = [name for name, t in self.state_dict().items() if t.is_meta]
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
