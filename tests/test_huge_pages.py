@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from mdi.model import huge_pages
 from mdi.model.huge_pages import HUGE_PAGE, anonymous_regions, filled_pieces, use_huge_pages
 

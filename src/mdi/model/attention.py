@@ -17,39 +17,51 @@ from litgpt.config import Config
 from litgpt.model import (
     CausalSelfAttention,
     MultiheadLatentAttention,
-    apply_rope,
-    apply_rope_interleave,
     do_softcapping,
 )
 
 from mdi.model.batch import Batch, Rows
 from mdi.model.cache import CacheShape
+from mdi.model.shelf import DecodeGroup
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softcap: float | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+) -> torch.Tensor:
     """Attention of query rows folded into their groups, so that keys and values are read once per group, as they lie.
 
     Args:
-        q: (G, R, k_size), R = query heads of the group times rows; scaled already.
-        k: (G, L, k_size). v: (G, L, v_size).
-        mask: (R, L) boolean, or None.
-        out: where the result is to stand, if that is not to be new memory.
+        q: (B, G, R, k_size), R = query heads of the group times rows.
+        k: (B, G, L, k_size). v: (B, G, L, v_size).
+        mask: (R, L) boolean, or (B, G, R, L) that is added to the scores. None lets all see all.
 
     Returns:
-        (G, R, v_size)
+        (B, G, R, v_size)
     """
-    if softcap is None and (mask is not None or q.device.type != "cpu"):
-        y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=1.0)[0]
-        return y if out is None else out.copy_(y)
-    scores = torch.bmm(q, k.mT)
-    if softcap is not None:
-        scores = do_softcapping(scores, softcap)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = do_softcapping((q @ k.mT) * scale, softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.bmm(F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v, out=out)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """Rotary positions, in place.
+
+    Args:
+        x: (N, heads, size), memory of the caller's own.
+        cos, sin: (N, 1, size) for the positions of the rows; of the sine, the first half is negated (litgpt negates that half
+            of x instead; with an odd size, it is the larger one).
+        interleaved: whether the two numbers of a pair lie beside each other, and not half a head apart; they are then brought
+            into the order that is half a head apart, as litgpt does.
+    """
+    if not interleaved and x.dtype == cos.dtype:
+        turned = x.roll(-(x.size(-1) // 2), -1)
+        x.mul_(cos).addcmul_(turned, sin)
+        return
+    apart = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
+    x.copy_(apart * cos + apart.roll(-(x.size(-1) // 2), -1) * sin)  # rounded once, at the end
 
 
 class CachedAttention(nn.Module):
@@ -69,7 +81,6 @@ class CachedAttention(nn.Module):
         self.layer = layer
         self.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.head_size)
-        self.rope = apply_rope_interleave if config.rope_interleave else apply_rope
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -77,73 +88,68 @@ class CachedAttention(nn.Module):
         return CacheShape(c.n_query_groups, c.head_size, c.head_size, self.window)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
-        """(1, N, C) -> (1, N, C); cos and sin (1, N, rope_n_elem) are those of the rows' positions."""
-        q, k, v = self._project(x, cos, sin)
-        q = q * self.scale
-        n_head, n, head_size = q.shape
-        y = q.new_empty(n, n_head * head_size)
-        for rows in batch.rows:
-            if rows.n_rows == 1:
-                self._attend_one(q, k, v, rows, y)
-            else:
-                y[rows.span] = self._attend(q[:, rows.span], k[:, rows.span], v[:, rows.span], rows, batch)
+        """(1, N, C) -> (1, N, C); cos and sin (N, 1, rope_n_elem) are those of the rows' positions."""
+        c = self.config
+        heads = self._project(x[0], cos, sin)
+        groups, alone = batch.parts(self.window)
+        if not alone and len(groups) == 1:
+            return self.proj(self._attend_group(heads, groups[0])[None])
+        y = heads.new_empty(heads.size(0), c.n_head * c.head_size)
+        for group in groups:
+            y[group.index] = self._attend_group(heads[group.index], group)
+        for rows in alone:
+            y[rows.span] = self._attend(heads[rows.span], rows, batch)
         return self.proj(y[None])
 
-    def _project(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(1, N, C) -> q (n_head, N, hs), k and v (G, N, hs), positions and norms applied."""
+    def _project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """(N, C) -> (N, n_head + 2 * G, head_size): queries, keys and values, with positions and norms applied."""
         c = self.config
-        n = x.size(1)
-        qkv = self.qkv(x)
-        if not c.norm_qk:  # queries and keys lie side by side, and are turned together
-            heads = qkv.view(1, n, c.n_head + 2 * c.n_query_groups, c.head_size).transpose(1, 2)
-            turned = self._rotate(heads[:, : -c.n_query_groups], cos, sin)[0]
-            return turned[: c.n_head], turned[c.n_head :], heads[0, -c.n_query_groups :]
-        q, k, v = qkv.split([c.n_head * c.head_size] + [c.n_query_groups * c.head_size] * 2, dim=-1)
-        if c.norm_qk_type == "olmo2":
+        heads = self.qkv(x).view(x.size(0), -1, c.head_size)
+        if c.norm_qk:
+            heads = self._normed(heads)
+        turned = heads[:, : -c.n_query_groups]  # queries and keys lie side by side, and are turned together
+        if c.rope_n_elem != c.head_size:
+            turned = turned[..., : c.rope_n_elem]
+        rotate_(turned, cos, sin, c.rope_interleave)
+        return heads
+
+    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
+        """(N, n_head + 2 * G, head_size), with the norms of queries and keys."""
+        c = self.config
+        q, k, v = heads.split([c.n_head, c.n_query_groups, c.n_query_groups], dim=1)
+        if c.norm_qk_type == "olmo2":  # one norm over all heads
+            q, k = self.norm_q(q.flatten(1)).view_as(q), self.norm_k(k.flatten(1)).view_as(k)
+        else:
             q, k = self.norm_q(q), self.norm_k(k)
-        q = q.view(1, n, c.n_head, c.head_size).transpose(1, 2)
-        k = k.view(1, n, c.n_query_groups, c.head_size).transpose(1, 2)
-        v = v.view(n, c.n_query_groups, c.head_size).transpose(0, 1)
-        if c.norm_qk_type == "default":
-            q, k = self.norm_q(q), self.norm_k(k)
-        return self._rotate(q, cos, sin)[0], self._rotate(k, cos, sin)[0], v
+        return torch.cat((q, k, v), dim=1)
 
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        n_elem = self.config.rope_n_elem
-        if n_elem == x.size(-1):
-            return self.rope(x, cos, sin)
-        return torch.cat((self.rope(x[..., :n_elem], cos, sin), x[..., n_elem:]), dim=-1)
-
-    def _attend_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, y: torch.Tensor) -> None:
-        """One decoding row of (n_head, N, hs) and (G, N, hs) into its place in y (N, n_head * hs).
-
-        The same as `_attend` with fewer operations: with many sequences in a frame, this is called for each of them, and a
-        short cache costs less than the calls.
-        """
-        row = rows.first_row
-        keys, values, _ = rows.caches[self.layer].append(rows.start, k[:, row : row + 1], v[:, row : row + 1])
+    def _attend_group(self, heads: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        """(n, n_head + 2 * G, head_size) of sequences that decode one row each -> (n, n_head * head_size)"""
+        c = self.config
+        n, n_groups = heads.size(0), c.n_query_groups
+        shelf = group.shelf(self.layer)
+        shelf.write(group.places(n_groups), heads[:, c.n_head :])
+        q = heads[:, : c.n_head].view(n, n_groups, -1, c.head_size)  # (n, G, R, head_size)
+        keys, values = shelf.keys, shelf.values
         if keys.dtype != q.dtype:
             keys, values = keys.to(q.dtype), values.to(q.dtype)
-        n_groups = keys.size(0)
-        out = y[row].view(n_groups, -1, self.config.head_size)
-        attend(
-            q[:, row].view(n_groups, -1, self.config.head_size), keys, values, None,
-            self.config.attention_logit_softcapping, out,
-        )  # fmt: skip
+        mask = group.mask(q.dtype, n_groups, c.n_head // n_groups)
+        y = attend(q, keys, values, mask, self.scale, c.attention_logit_softcapping)
+        return y.reshape(n, c.n_head * c.head_size)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, batch: Batch) -> torch.Tensor:
-        """q (n_head, n, hs), k and v (G, n, hs) of one sequence -> (n, n_head * hs)."""
-        n_head, n, head_size = q.shape
+    def _attend(self, heads: torch.Tensor, rows: Rows, batch: Batch) -> torch.Tensor:
+        """(n, n_head + 2 * G, head_size) of one sequence -> (n, n_head * head_size)"""
+        c = self.config
+        n = heads.size(0)
+        q, k, v = heads.transpose(0, 1).split([c.n_head, c.n_query_groups, c.n_query_groups])
         keys, values, first = rows.caches[self.layer].append(rows.start, k, v)
-        if keys.dtype != q.dtype:
-            keys, values = keys.to(q.dtype), values.to(q.dtype)
-        n_repeat = n_head // k.size(0)
-        folded = q.reshape(k.size(0), n_repeat * n, head_size)
+        n_repeat = c.n_head // c.n_query_groups
+        folded = q.reshape(1, c.n_query_groups, n_repeat * n, c.head_size)
         mask = batch.mask(rows, first, self.window, n_repeat)
-        y = attend(folded, keys, values, mask, self.config.attention_logit_softcapping)
-        return y.view(n_head, n, head_size).transpose(0, 1).reshape(n, n_head * head_size)
+        y = attend(
+            folded, keys[None].to(q.dtype), values[None].to(q.dtype), mask, self.scale, c.attention_logit_softcapping
+        )
+        return y.view(c.n_head, n, c.head_size).transpose(0, 1).reshape(n, c.n_head * c.head_size)
 
 
 class CachedLatentAttention(nn.Module):
@@ -163,24 +169,25 @@ class CachedLatentAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
-        self.rope = apply_rope_interleave if config.rope_interleave else apply_rope
 
     @property
     def cache_shape(self) -> CacheShape:
         return CacheShape(1, self.config.kv_lora_rank + self.config.qk_rope_head_dim, 0)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
-        """(1, N, C) -> (1, N, C); cos and sin (1, N, qk_rope_head_dim) are those of the rows' positions."""
+        """(1, N, C) -> (1, N, C); cos and sin (N, 1, qk_rope_head_dim) are those of the rows' positions."""
         c = self.config
         n = x.size(1)
         up = self.kv_b_proj.weight.view(c.n_head, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
-        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))).view(1, n, c.n_head, c.qk_head_dim).transpose(1, 2)
+        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x[0]))).view(n, c.n_head, c.qk_head_dim)
         q_pass, q_rot = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        latent, k_rot = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        latent, k_rot = self.kv_a_proj_with_mqa(x[0]).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        rotate_(q_rot, cos, sin, c.rope_interleave)
+        rotate_(k_rot[:, None], cos, sin, c.rope_interleave)
         # (n_head, N, kv_lora_rank + qk_rope_head_dim): queries that look at latents
-        q = torch.cat((torch.bmm(q_pass[0], up_k), self.rope(q_rot, cos, sin)[0]), dim=-1) * self.scale
-        k = torch.cat((self.kv_a_norm(latent), self.rope(k_rot[:, None], cos, sin)[:, 0]), dim=-1)  # (1, N, same)
+        q = torch.cat((torch.bmm(q_pass.transpose(0, 1), up_k), q_rot.transpose(0, 1)), dim=-1)
+        k = torch.cat((self.kv_a_norm(latent), k_rot), dim=-1)[None]  # (1, N, same)
         y = q.new_empty(c.n_head, n, c.kv_lora_rank)
         for rows in batch.rows:
             y[:, rows.span] = self._attend(q[:, rows.span], k[:, rows.span], rows, batch)
@@ -193,10 +200,12 @@ class CachedLatentAttention(nn.Module):
         """q (n_head, n, d), k (1, n, d) of one sequence -> (n_head, n, kv_lora_rank)."""
         n_head, n, size = q.shape
         keys, _, first = rows.caches[self.layer].append(rows.start, k, k[..., :0])
-        keys = keys.to(q.dtype)
+        keys = keys[None].to(q.dtype)  # (1, 1, L, d)
         mask = batch.mask(rows, first, None, n_head)
         values = keys[..., : self.config.kv_lora_rank]
-        y = attend(q.reshape(1, n_head * n, size), keys, values, mask, self.config.attention_logit_softcapping)
+        y = attend(
+            q.reshape(1, 1, n_head * n, size), keys, values, mask, self.scale, self.config.attention_logit_softcapping
+        )
         return y.view(n_head, n, self.config.kv_lora_rank)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mdi.model.cache import BlockCache, CacheStore
+from mdi.model.room import room_for
+from mdi.model.shelf import LARGEST_ROOM, DecodeGroup
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,36 @@ class Batch:
             positions.extend(range(start, start + n_rows))
         self.positions = torch.tensor(positions, device=device)  # (N,)
         self._device = device
+        self._max_length = store.max_length
+        self._parts: dict[int | None, tuple[list[DecodeGroup], list[Rows]]] = {}
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
     @property
     def n_rows(self) -> int:
         return self.positions.numel()
+
+    def parts(self, window: int | None) -> tuple[list[DecodeGroup], list[Rows]]:
+        """What blocks with this window compute at once, and what they compute one sequence after the other.
+
+        Which of the two a row belongs to depends on its own position only, so that company changes nothing.
+        """
+        if window not in self._parts:
+            together: dict[int, list[Rows]] = {}
+            alone: list[Rows] = []
+            for rows in self.rows:
+                room = min(room_for(rows.start + 1), self._max_length)
+                if rows.n_rows == 1 and room <= LARGEST_ROOM and (window is None or room <= window):
+                    together.setdefault(room, []).append(rows)
+                else:
+                    alone.append(rows)
+            self._parts[window] = [self._group(members, room) for room, members in together.items()], alone
+        return self._parts[window]
+
+    def _group(self, members: list[Rows], room: int) -> DecodeGroup:
+        numbers, starts, caches = zip(*((r.first_row, r.start, r.caches) for r in members), strict=True)
+        return DecodeGroup(
+            list(numbers), list(starts), list(caches), room, len(members) == len(self.positions), self._device
+        )
 
     def mask(self, rows: Rows, first: int, window: int | None, n_repeat: int) -> torch.Tensor | None:
         """Which keys each row may see; None if all may see all.

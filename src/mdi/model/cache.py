@@ -8,6 +8,7 @@ are the dictionary `CacheStore`: a node holds one set per sequence in flight, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from mdi.model.room import (
     largest_room,
     room_for,
 )
+
+if TYPE_CHECKING:
+    from mdi.model.shelf import Shelf
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class BlockCache:
     """Keys (G, length, k_size) and values (G, length, v_size) of one sequence in one block.
 
     With `v_size` 0 the values are not stored: they are part of the keys (latent attention).
+
+    Attributes:
+        shelf, place: the shared buffer that the cache stands in, if it does (`mdi.model.shelf`), and where.
     """
 
     def __init__(self, shape: CacheShape, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -60,6 +67,13 @@ class BlockCache:
         room = min(FIRST_POSITIONS, max_length)
         self._k = torch.empty(shape.n_groups, room, shape.k_size, device=device, dtype=dtype)
         self._v = torch.empty(shape.n_groups, room, shape.v_size, device=device, dtype=dtype)
+        self.shelf: Shelf | None = None
+        self.place = 0
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The whole buffer of the keys, (G, room, k_size)."""
+        return self._k
 
     @property
     def n_bytes(self) -> int:
@@ -90,6 +104,20 @@ class BlockCache:
         kept = slice(first - self.base, at + n)
         return self._k[:, kept], self._v[:, kept], first
 
+    def go_on_at(self, start: int) -> None:
+        """Take position `start` for written; the caller writes it. What was kept from there on is cut off."""
+        if start != self.end:
+            self._cut(start)
+        self.end = start + 1
+
+    def move_to(self, shelf: Shelf, place: int) -> None:
+        """Stand on a shelf from now on: its room is at least up to the end of this cache, which has dropped nothing."""
+        kept = min(self.end, self._k.size(1))
+        for old, new in zip((self._k, self._v), shelf.kv[:, place], strict=True):
+            new[:, :kept] = old[:, :kept]
+        self._k, self._v = shelf.kv[:, place]
+        self.shelf, self.place = shelf, place
+
     def _cut(self, start: int) -> None:
         if start > self.end:
             raise EngineError(f"a slice starts at position {start}, but its cache ends at {self.end}")
@@ -110,6 +138,7 @@ class BlockCache:
         self._k = self._moved(self._k, drop, room)
         self._v = self._moved(self._v, drop, room)
         self.base += drop
+        self.shelf = None
 
     def _moved(self, old: torch.Tensor, drop: int, room: int) -> torch.Tensor:
         kept = old[:, drop : self.end - self.base]
@@ -121,7 +150,7 @@ class BlockCache:
         """An independent copy, for a sequence that goes on from the same prefix."""
         other = BlockCache.__new__(BlockCache)
         other.__dict__.update(self.__dict__)
-        other._k, other._v = self._k.clone(), self._v.clone()
+        other._k, other._v, other.shelf = self._k.clone(), self._v.clone(), None
         return other
 
 
@@ -130,7 +159,7 @@ class CacheStore:
 
     def __init__(self, shapes: list[CacheShape], max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shapes = shapes
-        self._max_length = max_length
+        self.max_length = max_length
         self._device = device
         self._dtype = dtype
         self._caches: dict[int, list[BlockCache]] = {}
@@ -139,7 +168,7 @@ class CacheStore:
         """The caches of a sequence, made on first use."""
         caches = self._caches.get(seq_id)
         if caches is None:
-            caches = [BlockCache(s, self._max_length, self._device, self._dtype) for s in self._shapes]
+            caches = [BlockCache(s, self.max_length, self._device, self._dtype) for s in self._shapes]
             self._caches[seq_id] = caches
         return caches
 

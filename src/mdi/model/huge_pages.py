@@ -1,8 +1,8 @@
 """Weights on huge pages: a processor looks up one page for 2 MB instead of 512.
 
-Decoding reads all weights once per step, and in virtual machines above all, where a lookup walks two tables, a good part of that
-time goes into finding pages. Linux gives a process huge pages where it asks for them (`madvise`), which glibc and the packed
-kernels' own allocations do not.
+Decoding reads all weights once per step, and a good part of that time goes into finding pages, above all in virtual machines,
+where a lookup walks two tables. Linux gives a process huge pages where it asks for them (`madvise`), which glibc and the
+packed kernels' own allocations do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-HUGE_PAGE = 2 << 20  # bytes, on x86 and on ARM with pages of 4 KB; where it is more, the kernel says no and nothing is lost
+HUGE_PAGE = (
+    2 << 20
+)  # bytes, on x86 and on ARM with pages of 4 KB; where it is more, the kernel says no and nothing is lost
 _MADV_HUGEPAGE = 14  # from now on, and by the kernel's own thread in time
 _MADV_COLLAPSE = 25  # at once, Linux 6.1 and later
 

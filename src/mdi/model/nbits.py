@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+PAIR = 2  # rows that the kernel computes at once
 _FLOAT = 1  # ONNX's number for float32
 
 
@@ -37,6 +38,7 @@ class MatMulNBits:
         import onnxruntime
 
         self._n_out = weight.size(0)
+        self._pair: tuple[torch.Tensor, torch.Tensor, Any] | None = None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
@@ -57,15 +59,32 @@ class MatMulNBits:
         had a neighbour, and rounding in the next layer would make more of it; so an odd number of rows gets one more.
         """
         n_rows = rows.size(0)
-        if n_rows % 2:
+        if n_rows <= PAIR:
+            return self._multiply_pair(rows)
+        if n_rows % PAIR:
             rows = F.pad(rows, (0, 0, 0, 1))
         rows = rows.contiguous()
         y = rows.new_empty(rows.size(0), self._n_out)
-        binding = self._session.io_binding()
-        binding.bind_input("x", "cpu", 0, _FLOAT, rows.shape, rows.data_ptr())
-        binding.bind_output("y", "cpu", 0, _FLOAT, y.shape, y.data_ptr())
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(self._bind(rows, y))
         return y[:n_rows]
+
+    def _multiply_pair(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same for one row or two, in memory that is bound once: binding takes a tenth of the kernel's time."""
+        if self._pair is None:
+            with torch.inference_mode(False):  # what is made in that mode could not be written to outside of it
+                x, y = torch.zeros(PAIR, rows.size(1)), torch.empty(PAIR, self._n_out)
+            self._pair = x, y, self._bind(x, y)
+        x, y, binding = self._pair
+        n_rows = rows.size(0)
+        x[:n_rows] = rows  # beside a single row stands an old one, whose result nobody reads
+        self._session.run_with_iobinding(binding)
+        return y[:n_rows].clone()
+
+    def _bind(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        binding = self._session.io_binding()
+        binding.bind_input("x", "cpu", 0, _FLOAT, x.shape, x.data_ptr())
+        binding.bind_output("y", "cpu", 0, _FLOAT, y.shape, y.data_ptr())
+        return binding
 
 
 def _write_model(path: Path, weight: torch.Tensor, scale: torch.Tensor, n_in: int, bits: int, block: int) -> None:

@@ -144,7 +144,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., n_embd) -> (..., n_embd)"""
         gate, up = self.fc(x).chunk(2, dim=-1)
-        y: torch.Tensor = self.proj(self._activation(gate) * up)
+        y: torch.Tensor = self.proj(self._activation(gate).mul_(up))
         return y
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 from litgpt.config import Config
-from litgpt.model import GPT, Block, do_softcapping
+from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
@@ -46,6 +46,9 @@ class Stage(nn.Module):
         """Block `index` of the model, which is number `layer` of this stage."""
         block = Block(config, index)
         block.attn = cached(block.attn, layer)
+        for name, norm in list(block.named_children()):
+            if type(norm) is RMSNorm and not norm.add_unit_offset:  # torch's does the same in fewer steps
+                setattr(block, name, nn.RMSNorm(norm.weight.shape, eps=norm.eps))
         return block
 
     def load(
@@ -112,6 +115,8 @@ class Stage(nn.Module):
         spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
         self.max_length = max_length
         self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
+        size = self.sin.size(1)
+        self.sin[:, : size - size // 2].neg_()  # as `rotate` wants it
         self.caches = CacheStore(self.cache_shapes, max_length, device, dtype)
 
     @property
@@ -144,7 +149,7 @@ class Stage(nn.Module):
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
         batch = Batch(slices, self.caches, x.device)
-        cos, sin = self.cos[batch.positions][None], self.sin[batch.positions][None]
+        cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]  # (N, 1, rope_n_elem[, 2])
         rope_indices = self.config.rope_indices
         x = x[None]  # litgpt's blocks want a batch dimension
         for i, block in enumerate(self.blocks, self.start):

@@ -1,0 +1,146 @@
+"""Sequences that attend together: the same numbers as alone, whoever stands beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from litgpt.config import Config
+
+from mdi.model.cache import BlockCache, CacheShape, CacheStore
+from mdi.model.quantize import Quantizer
+from mdi.model.room import FIRST_POSITIONS
+from mdi.model.shelf import LARGEST_ROOM, shelve
+from mdi.model.stage import Stage
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = dict(
+    n_layer=2, n_head=4, n_query_groups=2, n_embd=32, head_size=8, intermediate_size=48, block_size=400, vocab_size=50,
+    rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
+)  # fmt: skip
+CONFIG = Config(**SIZES)
+
+
+def stage_of(config: Config = CONFIG, form: str | None = None, kv_dtype: torch.dtype = torch.float32) -> Stage:
+    torch.manual_seed(1)
+    stage = Stage(config, 0, config.n_layer)
+    tensors = {name: torch.randn(t.shape) * 0.3 for name, t in stage.state_dict().items()}
+    parts = [f"block.{i}" for i in range(config.n_layer)]
+
+    def of_part(part: str) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in tensors.items() if n.startswith(f"transformer.h.{part[6:]}.")}
+
+    stage.load(parts, of_part, CPU, torch.float32, Quantizer(form))
+    stage.prepare(config.block_size, CPU, kv_dtype)
+    return stage
+
+
+def rows_of(seq_id: int, n: int) -> torch.Tensor:
+    return torch.randn(n, CONFIG.n_embd, generator=torch.Generator().manual_seed(seq_id))
+
+
+def alone(stage: Stage, seq_id: int, prompt: int, n: int) -> torch.Tensor:
+    """The rows of a sequence that nobody accompanies: its prompt, then one after the other."""
+    stage.caches.clear()
+    rows = rows_of(seq_id, prompt + n)
+    found = [stage(rows[:prompt], [(seq_id, 0, prompt)])]
+    found += [stage(rows[i : i + 1], [(seq_id, i, 1)]) for i in range(prompt, prompt + n)]
+    stage.caches.clear()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_company_changes_no_bit(form: str, kv_dtype: torch.dtype) -> None:
+    stage = stage_of(form=form, kv_dtype=kv_dtype)
+    prompts = {1: 3, 2: 60, 3: 63, 4: 120, 5: 250, 6: 300}  # several rooms, some outgrown on the way, some too large
+    n = 12
+    expected = {s: alone(stage, s, prompt, n) for s, prompt in prompts.items()}
+    own = {s: rows_of(s, prompt + n) for s, prompt in prompts.items()}
+    for s, prompt in prompts.items():
+        stage(own[s][:prompt], [(s, 0, prompt)])
+    order = torch.Generator().manual_seed(7)
+    for step in range(n):
+        # Members come and go, and stand in another order each time; those that pause catch up alone.
+        members = [s for s in prompts if torch.rand(1, generator=order) < 0.7]
+        members = [members[i] for i in torch.randperm(len(members), generator=order).tolist()]
+        for company in (members, *([s] for s in prompts if s not in members)):
+            if not company:
+                continue
+            at = [prompts[s] + step for s in company]
+            rows = torch.stack([own[s][i] for s, i in zip(company, at, strict=True)])
+            found = stage(rows, [(s, i, 1) for s, i in zip(company, at, strict=True)])
+            for s, i, row in zip(company, at, found, strict=True):
+                assert torch.equal(row, expected[s][i]), f"sequence {s} at position {i} beside {company}"
+
+
+def test_a_prompt_in_the_frame_stands_beside_the_group() -> None:
+    stage = stage_of(form="int8")
+    expected = {s: alone(stage, s, 20, 1) for s in (1, 2)}
+    new = alone(stage, 3, 33, 0)
+    own = {s: rows_of(s, 21) for s in (1, 2)}
+    for s in (1, 2):
+        stage(own[s][:20], [(s, 0, 20)])
+    rows = torch.cat((own[1][20:], rows_of(3, 33), own[2][20:]))
+    found = stage(rows, [(1, 20, 1), (3, 0, 33), (2, 20, 1)])
+    assert torch.equal(found[0], expected[1][20])
+    assert torch.equal(found[-1], expected[2][20])
+    assert torch.equal(found[1:-1], new)
+
+
+def test_a_window_shorter_than_the_room_is_kept_to() -> None:
+    windowed = Config(**SIZES, sliding_window_size=70, sliding_window_indices=[1, 0])
+    stage = stage_of(windowed)
+    found = alone(stage, 1, 60, 100)
+    whole = stage(rows_of(1, 160), [(1, 0, 160)])
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(stage_of(CONFIG)(rows_of(1, 160), [(1, 0, 160)])[-1], whole[-1], atol=1e-3)
+
+
+def test_going_back_forgets_what_followed() -> None:
+    stage = stage_of()
+    rows = rows_of(1, 30)
+    expected = alone(stage, 1, 10, 1)[10]
+    stage(rows[:10], [(1, 0, 10)])
+    for i in range(10, 20):
+        stage(rows_of(9, 1), [(1, i, 1)])
+    assert torch.equal(stage(rows[10:11], [(1, 10, 1)])[0], expected)
+
+
+def caches_with(n: int, end: int) -> list[BlockCache]:
+    store = CacheStore([CacheShape(2, 8, 8)], 400, CPU, torch.float32)
+    caches = [store.of(i)[0] for i in range(n)]
+    for cache in caches:
+        cache.append(0, torch.randn(2, end, 8), torch.randn(2, end, 8))
+    return caches
+
+
+def test_caches_move_only_when_the_company_changes() -> None:
+    a, b, c = caches_with(3, 10)
+    before = a.keys[:, :10].clone()
+    first = shelve([a, b, c], FIRST_POSITIONS)
+    assert shelve([a, b, c], FIRST_POSITIONS) is first
+    assert torch.equal(a.keys[:, :10], before)
+    assert a.keys.data_ptr() == first.keys[0].data_ptr()
+    second = shelve([c, a], FIRST_POSITIONS)  # b has ended
+    assert second is not first
+    assert second.keys.shape == (2, 2, FIRST_POSITIONS, 8)
+    assert torch.equal(a.keys[:, :10], before)
+    assert shelve([c], FIRST_POSITIONS) is not second  # alone: a's place beside it is given back
+
+
+def test_a_cache_that_outgrows_its_room_leaves() -> None:
+    a, b = caches_with(2, FIRST_POSITIONS)
+    shelf = shelve([a, b], FIRST_POSITIONS)
+    a.append(FIRST_POSITIONS, torch.randn(2, 1, 8), torch.randn(2, 1, 8))
+    assert a.shelf is None
+    assert b.shelf is shelf
+    copied = b.copied()
+    assert copied.shelf is None
+    assert copied.keys.data_ptr() != b.keys.data_ptr()
+
+
+def test_what_a_new_place_never_held_is_a_number() -> None:
+    (a,) = caches_with(1, 3)
+    assert not shelve([a], LARGEST_ROOM).keys[0, :, 3:].any()
