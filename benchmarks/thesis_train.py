@@ -1,0 +1,97 @@
+"""The thesis' smallest NanoGPT, trained by old/nanoGPT/train.py on a text that every machine with Python has.
+
+The text is the prose in the sources of the standard library (docstrings), reduced to its 65 most frequent characters: as
+many as Tiny Shakespeare has, so that the model has the thesis' number of parameters to the digit.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ROOT / "old" / "nanoGPT"
+KEY = "nanogpt-7"
+N_CHARACTERS = 65
+NO_PROSE = {"site-packages", "test", "tests", "idlelib"}
+BATCH, CONTEXT = 8, 128
+FULL_STEPS, QUICK_STEPS = 600, 10  # about four minutes on two cores; some seconds
+
+
+def trained_checkpoint(folder: Path, n_steps: int) -> Path:
+    """The trained model's checkpoint; made once for a number of steps, and kept."""
+    where = folder / f"{KEY}-trained-{n_steps}"
+    if not (where / "train_state.pth").is_file() or _losses(where)[-1]["step"] != str(n_steps):
+        data = folder / "docstrings"
+        text = folder / "docstrings.txt"
+        text.parent.mkdir(parents=True, exist_ok=True)
+        text.write_text(standard_text(), encoding="utf-8")
+        _call("prepare_data.py", text, "--out", data)
+        _call(
+            "train.py", "--blocks", 7, "--dropout", 0, "--ckpt", where, "--dataset", data, "--overwrite",
+            "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "1e-3",
+            "--warmup-iters", n_steps // 10, "--ckpt-interval", max(1, n_steps // 4), "--eval-iters", 25,
+            "--log-interval", max(1, n_steps // 20), "--device", "cpu",
+        )  # fmt: skip
+    return where
+
+
+def training_result(where: Path) -> dict[str, Any]:
+    """What the run's losses.csv says: steps, characters seen, first and best held-out loss (nats per character)."""
+    rows = _losses(where)
+    held_out = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    n_steps = int(rows[-1]["step"])
+    return {
+        "steps": n_steps,
+        "characters": n_steps * BATCH * CONTEXT,
+        "best": min(held_out),
+        "losses": [[int(row["step"]), float(row["val_loss"])] for row in rows if row["val_loss"]],
+    }
+
+
+def standard_text() -> str:
+    """Docstrings of the standard library, without the lines that have rarer characters; the same for a Python version."""
+    text = "\n\n".join(_docstrings(Path(sysconfig.get_paths()["stdlib"])))
+    known = {character for character, _ in Counter(text).most_common(N_CHARACTERS)}
+    return "\n".join(line for line in text.splitlines() if known.issuperset(line)) + "\n"
+
+
+def _docstrings(library: Path) -> Iterator[str]:
+    for path in sorted(library.rglob("*.py")):
+        if NO_PROSE.intersection(path.relative_to(library).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # some files are examples of what is no Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found = ast.get_docstring(node)
+                if found:
+                    yield found
+
+
+def _losses(where: Path) -> list[dict[str, str]]:
+    with open(where / "losses.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _call(program: str, *arguments: object) -> None:
+    """Run one of old/nanoGPT/, which prints its progress, with torch's choice of threads. Raises CalledProcessError."""
+    import os
+
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    begin = time.monotonic()
+    subprocess.run([sys.executable, str(NANO / program), *map(str, arguments)], check=True, env=env)
+    print(f"{program}: {time.monotonic() - begin:.0f} s", flush=True)
