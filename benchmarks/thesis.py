@@ -27,7 +27,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
 
@@ -99,9 +98,9 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
     n_failed = 0
     for i, (model, n_nodes, n_tokens) in enumerate(todo):
         print(f"[{i + 1}/{len(todo)}] {model.title} on {n_nodes}, {n_tokens} tokens per sample", flush=True)
-        ckpt = checkpoint_of(args, model, results)
-        clock.begin()
         try:
+            ckpt = checkpoint_of(args, model, results)
+            clock.begin()
             run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens))
         except subprocess.SubprocessError as e:
             n_failed += 1
@@ -112,8 +111,8 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
         took_s, left_s = clock.end()
         print(f"    {told}; {took_s:.0f} s, about {math.ceil(left_s / 60)} min left", flush=True)
         is_last = i + 1 == len(todo) or todo[i + 1][0] is not model
-        if is_last and not model.is_trained and not args.keep:
-            shutil.rmtree(ckpt)
+        if is_last and not args.keep:
+            shutil.rmtree(args.work_dir / model.key, ignore_errors=True)
     return n_failed
 
 
@@ -201,6 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
     if args.case:
         json.dump(run_case(Case(**json.loads(args.case))), sys.stdout)
         return

@@ -130,11 +130,11 @@ def training_text(data: dict[str, Any]) -> str:
         f"{training['steps']} steps, {training['characters']:,} characters; held-out loss in nats per character "
         f"({GUESSING_NATS} is guessing): {losses} steps. Greedy, {training['greedy_tokens']} tokens: {verdict}."
     ]
-    written = next((texts[0] for n in (3, 2, 1) if (texts := _texts(data, n))), None)
-    if written is not None:
-        n_nodes = max(n for n in (1, 2, 3) if _texts(data, n))
-        sample = "\n".join(line.rstrip() for line in written[:SAMPLE_CHARACTERS].strip("\n").splitlines())
-        lines += [f"What {n_nodes} nodes wrote (temperature 0.8):", f"```text\n{sample}\n```"]
+    n_nodes = max((n for n in (1, 2, 3) if _texts(data, n)), default=None)
+    if n_nodes is not None:
+        text = _texts(data, n_nodes)[0][:SAMPLE_CHARACTERS].strip("\n")
+        sample = "\n".join(line.rstrip() for line in text.splitlines())
+        lines += [f"What a ring of {n_nodes} wrote (temperature 0.8):", f"```text\n{sample}\n```"]
     return "\n\n".join(lines)
 
 

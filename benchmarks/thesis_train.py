@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import os
 import subprocess
 import sys
 import sysconfig
@@ -23,12 +24,16 @@ NANO = ROOT / "old" / "nanoGPT"
 KEY = "nanogpt-7"
 N_CHARACTERS = 65
 NO_PROSE = {"site-packages", "test", "tests", "idlelib"}
-BATCH, CONTEXT = 8, 128
-FULL_STEPS, QUICK_STEPS = 600, 10  # about four minutes on two cores; some seconds
+BATCH, CONTEXT, N_THREADS = 8, 128, 2
+FULL_STEPS, QUICK_STEPS = 400, 4  # about four minutes on two cores; some seconds
 
 
 def trained_checkpoint(folder: Path, n_steps: int) -> Path:
-    """The trained model's checkpoint; made once for a number of steps, and kept."""
+    """The trained model's checkpoint; made once for a number of steps, and kept.
+
+    Raises:
+        subprocess.CalledProcessError: a program failed, and has said why.
+    """
     where = folder / f"{KEY}-trained-{n_steps}"
     if not (where / "train_state.pth").is_file() or _losses(where)[-1]["step"] != str(n_steps):
         data = folder / "docstrings"
@@ -39,8 +44,8 @@ def trained_checkpoint(folder: Path, n_steps: int) -> Path:
         _call(
             "train.py", "--blocks", 7, "--dropout", 0, "--ckpt", where, "--dataset", data, "--overwrite",
             "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "1e-3",
-            "--warmup-iters", n_steps // 10, "--ckpt-interval", max(1, n_steps // 4), "--eval-iters", 25,
-            "--log-interval", max(1, n_steps // 20), "--device", "cpu",
+            "--warmup-iters", n_steps // 10, "--ckpt-interval", -(-n_steps // 4), "--eval-iters", 25,
+            "--log-interval", max(1, n_steps // 20), "--device", "cpu", "--threads", N_THREADS,
         )  # fmt: skip
     return where
 
@@ -89,8 +94,6 @@ def _losses(where: Path) -> list[dict[str, str]]:
 
 def _call(program: str, *arguments: object) -> None:
     """Run one of old/nanoGPT/, which prints its progress, with torch's choice of threads. Raises CalledProcessError."""
-    import os
-
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     begin = time.monotonic()
     subprocess.run([sys.executable, str(NANO / program), *map(str, arguments)], check=True, env=env)

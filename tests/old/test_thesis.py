@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from gpt.shape import GPT2_CUTS, NANO_CUTS
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import thesis  # noqa: E402
 import thesis_rates  # noqa: E402
 import thesis_report  # noqa: E402
+import thesis_train  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 
@@ -72,3 +76,70 @@ def test_report_fills_the_page_in(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="0 places for the table"):
         thesis_report.write_report(data, tmp_path, tmp_path)
+
+
+def test_three_texts_count_whole_beside_two() -> None:
+    """Three texts of two tokens in three seconds, two in two: a third of the work more, at the same rate."""
+    model = BY_KEY["gpt2"]
+    runs = {"gpt2/1": run_of([0.5, 1, 1.5, 2], [1]), "gpt2/3": run_of([0.1, 0.2, 0.3, 0.4, 1, 3], [1, 1, 1])}
+    assert thesis_rates.whole_rate(runs, model, 1) == thesis_rates.whole_rate(runs, model, 3) == 2
+    assert thesis_rates.whole_rate(runs, model, 2) is None
+    assert thesis_rates.rate(runs, model, 3) == 10, "what the thesis did: their longest part is left out"
+
+
+def test_how_much_of_the_evaluation_there_is_is_told() -> None:
+    runs = {f"{model.key}/{n}": {"asked": model.n_tokens} for model in MODELS for n in (1, 2, 3)}
+    assert thesis_report.kind_of(runs) == "full run"
+    del runs["gpt2-xl/2"]
+    assert thesis_report.kind_of(runs) == "26 of the 27 runs"
+    runs["gpt2-xl/1"]["asked"] -= 1
+    assert "quick run" in thesis_report.kind_of(runs)
+
+
+def test_training_is_told_with_what_the_largest_ring_wrote() -> None:
+    training = {"steps": 8, "characters": 8192, "best": 2.5, "losses": [[4, 3.125], [8, 2.5]], "greedy_tokens": 150,
+                "same": {"1": True, "2": True, "3": True}}  # fmt: skip
+    runs = {f"nanogpt-7/{n}": {"texts": [f"\nby {n}  \nnodes"]} for n in (1, 3)}
+    text = thesis_report.training_text({"training": training, "runs": runs})
+    assert "8,192 characters" in text and "3.12 after 4, 2.50 after 8 steps" in text and "exactly the ids" in text
+    assert text.endswith("What a ring of 3 wrote (temperature 0.8):\n\n```text\nby 3\nnodes\n```")
+    text = thesis_report.training_text({"training": {**training, "same": {"1": True, "2": False}}, "runs": {}})
+    assert "**The ids differ on 2 nodes.**" in text and "wrote" not in text
+
+
+def test_the_text_is_prose_of_65_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = "".join(chr(ord("0") + i) for i in range(63) if chr(ord("0") + i) != "\\")
+    (tmp_path / "a.py").write_text(f'x = "no prose"\ndef f():\n    """Rare: ~.\n\n    {common * 3}\n    """\n')
+    (tmp_path / "broken.py").write_text("def :")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "b.py").write_text('"""Left out."""')
+    monkeypatch.setattr(thesis_train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert thesis_train.standard_text() == f"\n{common * 3}\n"
+
+
+def test_time_left_follows_what_the_runs_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 20.0, 100.0, 110.0, 200.0, 200.0])
+    monkeypatch.setattr(thesis.time, "monotonic", lambda: next(moments))
+    clock = thesis.Clock([10, 5, 30])
+    for took_s, left_s in ((20, 70), (10, 60), (0, 0)):
+        clock.begin()
+        assert clock.end() == (took_s, pytest.approx(left_s))
+
+
+def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    command = ["--only", "nanogpt-9", "--nodes", "1,2", "--tokens", "3", "--no-docs", "--work-dir", tmp_path / "work"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "thesis.py", *command, "--results", results],
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(results.read_text())["runs"]
+    assert {name: (run["asked"], run["n_tokens"], len(run["points"])) for name, run in runs.items()} == {
+        "nanogpt-9/1": (3, 6, 6),
+        "nanogpt-9/2": (3, 6, 6),
+    }
+    assert [node["layers"] for node in runs["nanogpt-9/2"]["nodes"]] == [[0, 4], [4, 9]]
+    assert "[2/2] NanoGPT, 9 blocks on 2" in done.stdout and "0 min left" in done.stdout
+    assert not (tmp_path / "work" / "nanogpt-9").exists()
+    assert (tmp_path / "thesis-nanogpt.svg").stat().st_size > 1000
