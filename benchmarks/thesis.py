@@ -153,7 +153,7 @@ def measured_run(case: Case) -> dict[str, Any]:
 
 
 def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
-    """How long a run may take, by what it took once (two cores of an AMD EPYC)."""
+    """How long a run may take, by shorter runs on two cores of an AMD EPYC."""
     return START_S + model.seconds[n_nodes] * n_tokens / model.n_tokens
 
 
