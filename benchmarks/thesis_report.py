@@ -128,7 +128,8 @@ def training_text(data: dict[str, Any]) -> str:
     )
     lines = [
         f"{training['steps']} steps, {training['characters']:,} characters; held-out loss in nats per character "
-        f"({GUESSING_NATS} is guessing): {losses} steps. Greedy, {training['greedy_tokens']} tokens: {verdict}."
+        f"({GUESSING_NATS} is guessing, {training['entropy']:.2f} what the grammar leaves to chance): {losses} steps. "
+        f"Greedy, {training['greedy_tokens']} tokens: {verdict}."
     ]
     n_nodes = max((n for n in (1, 2, 3) if _texts(data, n)), default=None)
     if n_nodes is not None:

@@ -1,29 +1,20 @@
-"""The thesis' smallest NanoGPT, trained by old/nanoGPT/train.py on a text that every machine with Python has.
-
-The text is the prose in the sources of the standard library (docstrings), reduced to its 65 most frequent characters: as
-many as Tiny Shakespeare has, so that the model has the thesis' number of parameters to the digit.
-"""
+"""The thesis' smallest NanoGPT, trained by old/nanoGPT/train.py on the text of thesis_text.py."""
 
 from __future__ import annotations
 
-import ast
 import csv
 import os
 import subprocess
 import sys
-import sysconfig
 import time
-import warnings
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from thesis_text import entropy, grammar_text
 
 ROOT = Path(__file__).resolve().parents[1]
 NANO = ROOT / "old" / "nanoGPT"
 KEY = "nanogpt-7"
-N_CHARACTERS = 65
-NO_PROSE = {"site-packages", "test", "tests", "idlelib"}
 BATCH, CONTEXT, N_THREADS = 4, 128, 2
 FULL_STEPS, QUICK_STEPS = 700, 4  # about four minutes on two cores; some seconds
 
@@ -36,14 +27,13 @@ def trained_checkpoint(folder: Path, n_steps: int) -> Path:
     """
     where = folder / f"{KEY}-trained-{n_steps}"
     if not (where / "train_state.pth").is_file() or _losses(where)[-1]["step"] != str(n_steps):
-        data = folder / "docstrings"
-        text = folder / "docstrings.txt"
-        text.parent.mkdir(parents=True, exist_ok=True)
-        text.write_text(standard_text(), encoding="utf-8")
+        data, text = folder / "grammar", folder / "grammar.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        text.write_text(grammar_text(), encoding="utf-8")
         _call("prepare_data.py", text, "--out", data)
         _call(
             "train.py", "--blocks", 7, "--dropout", 0, "--ckpt", where, "--dataset", data, "--overwrite",
-            "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "1e-3",
+            "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "5e-4",
             "--warmup-iters", n_steps // 10, "--ckpt-interval", -(-n_steps // 4), "--eval-iters", 25,
             "--log-interval", max(1, n_steps // 20), "--device", "cpu", "--threads", N_THREADS,
         )  # fmt: skip
@@ -51,40 +41,15 @@ def trained_checkpoint(folder: Path, n_steps: int) -> Path:
 
 
 def training_result(where: Path) -> dict[str, Any]:
-    """What the run's losses.csv says: steps, characters seen, first and best held-out loss (nats per character)."""
+    """What the run's losses.csv says: steps, characters seen, held-out losses (nats per character)."""
     rows = _losses(where)
-    held_out = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     n_steps = int(rows[-1]["step"])
     return {
         "steps": n_steps,
         "characters": n_steps * BATCH * CONTEXT,
-        "best": min(held_out),
+        "entropy": entropy(),
         "losses": [[int(row["step"]), float(row["val_loss"])] for row in rows if row["val_loss"]],
     }
-
-
-def standard_text() -> str:
-    """Docstrings of the standard library, without the lines that have rarer characters; the same for a Python version."""
-    text = "\n\n".join(_docstrings(Path(sysconfig.get_paths()["stdlib"])))
-    known = {character for character, _ in Counter(text).most_common(N_CHARACTERS)}
-    return "\n".join(line for line in text.splitlines() if known.issuperset(line)) + "\n"
-
-
-def _docstrings(library: Path) -> Iterator[str]:
-    for path in sorted(library.rglob("*.py")):
-        if NO_PROSE.intersection(path.relative_to(library).parts):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # some files are examples of what is no Python
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found = ast.get_docstring(node)
-                if found:
-                    yield found
 
 
 def _losses(where: Path) -> list[dict[str, str]]:

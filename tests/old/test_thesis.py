@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ sys.path.append(str(BENCHMARKS))
 import thesis  # noqa: E402
 import thesis_rates  # noqa: E402
 import thesis_report  # noqa: E402
-import thesis_train  # noqa: E402
+import thesis_text  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 
@@ -97,24 +98,25 @@ def test_how_much_of_the_evaluation_there_is_is_told() -> None:
 
 
 def test_training_is_told_with_what_the_largest_ring_wrote() -> None:
-    training = {"steps": 8, "characters": 8192, "best": 2.5, "losses": [[4, 3.125], [8, 2.5]], "greedy_tokens": 150,
+    training = {"steps": 8, "characters": 8192, "entropy": 0.267, "losses": [[4, 3.125], [8, 2.5]], "greedy_tokens": 150,
                 "same": {"1": True, "2": True, "3": True}}  # fmt: skip
     runs = {f"nanogpt-7/{n}": {"texts": [f"\nby {n}  \nnodes"]} for n in (1, 3)}
     text = thesis_report.training_text({"training": training, "runs": runs})
-    assert "8,192 characters" in text and "3.12 after 4, 2.50 after 8 steps" in text and "exactly the ids" in text
+    assert "8,192 characters" in text and "3.12 after 4, 2.50 after 8 steps" in text
+    assert "0.27 what" in text and "exactly the ids" in text
     assert text.endswith("What a ring of 3 wrote (temperature 0.8):\n\n```text\nby 3\nnodes\n```")
     text = thesis_report.training_text({"training": {**training, "same": {"1": True, "2": False}}, "runs": {}})
     assert "**The ids differ on 2 nodes.**" in text and "wrote" not in text
 
 
-def test_the_text_is_prose_of_65_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    common = "".join(chr(ord("0") + i) for i in range(63) if chr(ord("0") + i) != "\\")
-    (tmp_path / "a.py").write_text(f'x = "no prose"\ndef f():\n    """Rare: ~.\n\n    {common * 3}\n    """\n')
-    (tmp_path / "broken.py").write_text("def :")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "b.py").write_text('"""Left out."""')
-    monkeypatch.setattr(thesis_train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert thesis_train.standard_text() == f"\n{common * 3}\n"
+def test_the_text_has_the_characters_and_the_chance_that_it_should() -> None:
+    text = thesis_text.grammar_text()
+    assert len(set(text)) == 65 and text == thesis_text.grammar_text()
+    lines = text.splitlines()
+    # Five kinds of lines, equally likely; ln 5 + ln 26 + ln 8 + ... each, over the mean length of a line.
+    choices = [(26, 8, 8, 15, 6), (8, 15, 6, 26, 8), (8, 15, 26, 26), (26, 15, 8, 8, 6), (26, 8, 15, 6)]
+    nats = math.log(5) + sum(math.log(math.prod(numbers)) for numbers in choices) / 5
+    assert thesis_text.entropy() == pytest.approx(nats / (len(text) / len(lines)), rel=0.005)
 
 
 def test_time_left_follows_what_the_runs_took(monkeypatch: pytest.MonkeyPatch) -> None:
