@@ -34,7 +34,7 @@ def trained_checkpoint(folder: Path, n_steps: int) -> Path:
         _call(
             "train.py", "--blocks", 7, "--dropout", 0, "--ckpt", where, "--dataset", data, "--overwrite",
             "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "5e-4",
-            "--warmup-iters", n_steps // 10, "--ckpt-interval", -(-n_steps // 4), "--eval-iters", 25,
+            "--warmup-iters", n_steps // 10, "--ckpt-interval", max(4, n_steps // 4), "--eval-iters", min(25, n_steps),
             "--log-interval", max(1, n_steps // 20), "--device", "cpu", "--threads", N_THREADS,
         )  # fmt: skip
     return where
