@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """The thesis' evaluation (chapter 4) on this machine: NanoGPT, GPT-2 and Llamas over one, two and three nodes.
 
-Every node is a process of its own with one thread; models have random weights. Results are kept after each run, so that a
-broken-off evaluation goes on where it was; then the figures in assets/ and the tables in docs/thesis.md are written.
+Every node is a process of its own with one thread. The smallest NanoGPT is trained first, once; other models have random
+weights. Results are kept after each run, so that a broken-off evaluation goes on where it was; then the figures in assets/
+and the tables in docs/thesis.md are written.
 
     thesis.py                  everything, under an hour on two cores; needs 12 GB of memory and 5 GB of disk
     thesis.py --quick          three models, a few tokens, under five minutes; writes beside its results only
     thesis.py --only gpt2,nano-llama --again
+    thesis.py --only gpt2-xl --nodes 1,3 --tokens 3 --no-docs
     thesis.py --draw           no runs, only figures and tables from the results that are there
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -24,70 +27,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
 
+from thesis_case import Case, reference_ids, run_case, spawn_case  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
 
 N_NODES = (1, 2, 3)
-RUN_LIMIT_S = 1800
 MOST_POINTS = 400  # of a curve
-
-
-def run_case(key: str, ckpt: Path, n_nodes: int, n_tokens: int) -> dict[str, Any]:
-    """One run, in this process and the children that it starts."""
-    from gpt.kinds import GPT2Kind, NanoKind
-    from gpt.rings import GPT2Ring, NanoRing
-    from mdi.engine.sequence import SamplingParams
-    from mdi.metrics import tokens_over_time
-    from mdi.node.device import set_threads
-    from mdi.node.kind import ModelKind
-    from mdi.node.local import LocalRing
-    from mdi.node.starter import StarterNode, StarterOptions
-
-    model = BY_KEY[key]
-    kinds: dict[str, tuple[type[LocalRing], ModelKind]] = {
-        "nanogpt": (NanoRing, NanoKind()),
-        "gpt2": (GPT2Ring, GPT2Kind()),
-        "llama": (LocalRing, ModelKind()),
-    }
-    make_ring, kind = kinds[model.system]
-    set_threads(1)
-    layers = ",".join(map(str, model.cuts[n_nodes]))
-    with make_ring(n_nodes, None, 1, ckpt, False, False) as ring:
-        options = StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", layers=layers, wait_s=120)
-        node = StarterNode(ring.cluster, options, kind)
-        try:
-            node.open()
-            node.prepare(n_tokens + 1, ring.check)
-            node.start()
-            params = SamplingParams(n_tokens=n_tokens, temperature=0.8, top_k=200)
-            for i in range(model.n_samples(n_nodes)):
-                node.submit("", [i], params)
-            node.generate()
-            node.end()
-            measured = node.metrics()
-        finally:
-            node.close()
-    points = tokens_over_time(measured.samples)
-    return {
-        "n_tokens": measured.n_tokens,
-        "n_samples": len(measured.samples),
-        "points": points,
-        "nodes": [found.to_json() for found in measured.nodes],
-    }
-
-
-def spawn_case(key: str, ckpt: Path, n_nodes: int, n_tokens: int) -> dict[str, Any]:
-    """`run_case` in a process of its own, so that each starter's memory is its own."""
-    case = json.dumps([key, str(ckpt), n_nodes, n_tokens])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--case", case],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, timeout=RUN_LIMIT_S, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+GREEDY_TOKENS = 150  # more than a NanoGPT's context
+START_S = 12  # of a run, before its first token
 
 
 class Results:
@@ -105,9 +54,16 @@ class Results:
         return found
 
     def add(self, name: str, run: dict[str, Any]) -> None:
+        self.runs[name] = run
+        self._write()
+
+    def set_training(self, found: dict[str, Any]) -> None:
+        self.data["training"] = found
+        self._write()
+
+    def _write(self) -> None:
         from mdi.checkpoint.files import replacing
 
-        self.runs[name] = run
         self.data |= {"date": date.today().isoformat(), "machine": machine()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
@@ -131,36 +87,93 @@ def machine() -> str:
 
 def measure(args: argparse.Namespace, models: list[Model], results: Results) -> int:
     """All runs that are missing; what fails is told and left out. Returns how many failed."""
-    from thesis_models import make_checkpoint
-
-    n_failed = 0
+    todo: list[tuple[Model, int, int]] = []
     for model in models:
         n_tokens = args.tokens or (model.quick_tokens if args.quick else model.n_tokens)
-        done = {n for n in N_NODES if results.runs.get(f"{model.key}/{n}", {}).get("asked") == n_tokens}
-        todo = [n for n in N_NODES if args.again or n not in done]
-        if not todo:
-            continue
-        ckpt = make_checkpoint(args.work_dir, model.key)
-        for n_nodes in todo:
-            begin = time.monotonic()
-            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-            try:
-                run = {
-                    **thinned(spawn_case(model.key, ckpt, n_nodes, n_tokens)),
-                    "load_before": load,
-                    "asked": n_tokens,
-                }
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
-                n_failed += 1
-                print(f"{model.title} on {n_nodes} failed: {str(e)[-60:]}", flush=True)
-                continue
+        for n_nodes in args.nodes:
+            is_done = results.runs.get(f"{model.key}/{n_nodes}", {}).get("asked") == n_tokens
+            if args.again or not is_done:
+                todo.append((model, n_nodes, n_tokens))
+    clock = Clock([expected_s(*case) for case in todo])
+    n_failed = 0
+    for i, (model, n_nodes, n_tokens) in enumerate(todo):
+        print(f"[{i + 1}/{len(todo)}] {model.title} on {n_nodes}, {n_tokens} tokens per sample", flush=True)
+        try:
+            ckpt = checkpoint_of(args, model, results)
+            clock.begin()
+            run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens))
+        except subprocess.SubprocessError as e:
+            n_failed += 1
+            told = f"failed: {str(e)[-60:]}"
+        else:
             results.add(f"{model.key}/{n_nodes}", run)
-            rate = run["n_tokens"] / run["points"][-1][0]
-            took_s = time.monotonic() - begin
-            print(f"{model.title} on {n_nodes}: {run['n_tokens']} tokens, {rate:.2f}/s ({took_s:.0f} s)", flush=True)
-        if not args.keep:
-            shutil.rmtree(ckpt)
+            told = f"{run['n_tokens']} tokens, {run['n_tokens'] / run['points'][-1][0]:.2f}/s"
+        took_s, left_s = clock.end()
+        print(f"    {told}; {took_s:.0f} s, about {math.ceil(left_s / 60)} min left", flush=True)
+        is_last = i + 1 == len(todo) or todo[i + 1][0] is not model
+        if is_last and not args.keep:
+            shutil.rmtree(args.work_dir / model.key, ignore_errors=True)
     return n_failed
+
+
+def checkpoint_of(args: argparse.Namespace, model: Model, results: Results) -> Path:
+    """The model's weights: trained ones, with a check that they say the same on every ring, or random ones."""
+    from thesis_models import make_checkpoint
+    from thesis_train import FULL_STEPS, QUICK_STEPS, trained_checkpoint, training_result
+
+    if not model.is_trained:
+        return make_checkpoint(args.work_dir, model.key)
+    n_steps = QUICK_STEPS if args.quick else FULL_STEPS
+    ckpt = trained_checkpoint(args.work_dir, n_steps)
+    if results.data.get("training", {}).get("steps") != n_steps or "same" not in results.data["training"]:
+        results.set_training(
+            {**training_result(ckpt), **same_everywhere(model, ckpt, 40 if args.quick else GREEDY_TOKENS)}
+        )
+    return ckpt
+
+
+def same_everywhere(model: Model, ckpt: Path, n_tokens: int) -> dict[str, Any]:
+    """Whether one, two and three nodes continue a text greedily as the model alone does."""
+    expected = reference_ids(ckpt, n_tokens)
+    same = {}
+    for n_nodes in N_NODES:
+        found = spawn_case(Case(model.key, str(ckpt), n_nodes, n_tokens, is_greedy=True))["ids"]
+        same[str(n_nodes)] = found == [expected]
+        print(f"{model.title} on {n_nodes}, {n_tokens} tokens, greedy: "
+              f"{'as' if same[str(n_nodes)] else 'NOT as'} the model alone", flush=True)  # fmt: skip
+    return {"greedy_tokens": n_tokens, "same": same}
+
+
+def measured_run(case: Case) -> dict[str, Any]:
+    """A run as it is kept: fewer points, and the first text only."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    run = thinned(spawn_case(case))
+    del run["ids"]
+    return {**run, "texts": run["texts"][:1], "load_before": load, "asked": case.n_tokens}
+
+
+def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
+    """How long a run may take, by shorter runs on two cores of an AMD EPYC."""
+    return START_S + model.seconds[n_nodes] * n_tokens / model.n_tokens
+
+
+class Clock:
+    """Time left, by how the runs so far compare with what was expected of them."""
+
+    def __init__(self, expected_s: list[float]) -> None:
+        self._expected_s, self._n_done = expected_s, 0
+        self._took_s = self._wanted_s = self._begin = 0.0
+
+    def begin(self) -> None:
+        self._begin = time.monotonic()
+
+    def end(self) -> tuple[float, float]:
+        """(what this run took, what is left), in seconds."""
+        took_s = time.monotonic() - self._begin
+        self._took_s += took_s
+        self._wanted_s += self._expected_s[self._n_done]
+        self._n_done += 1
+        return took_s, self._took_s / self._wanted_s * sum(self._expected_s[self._n_done :])
 
 
 def thinned(run: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="does it work? A few tokens of three models")
     parser.add_argument("--only", metavar="KEY,KEY", help=f"some of {', '.join(BY_KEY)}")
+    parser.add_argument("--nodes", default="1,2,3", metavar="N,N", help="some of 1,2,3")
     parser.add_argument("--again", action="store_true", help="run also what there are results of")
     parser.add_argument("--draw", action="store_true", help="only figures and tables, of the results that are there")
     parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
@@ -186,13 +200,14 @@ def main() -> None:
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
     if args.case:
-        key, ckpt, n_nodes, n_tokens = json.loads(args.case)
-        json.dump(run_case(key, Path(ckpt), n_nodes, n_tokens), sys.stdout)
+        json.dump(run_case(Case(**json.loads(args.case))), sys.stdout)
         return
     keys = args.only.split(",") if args.only else list(BY_KEY)
     if unknown := [key for key in keys if key not in BY_KEY]:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
+    args.nodes = [int(n) for n in args.nodes.split(",")]
     models = [m for m in MODELS if m.key in keys and (m.quick_tokens or not args.quick)]
     results = Results(args.results or args.work_dir / ("quick.json" if args.quick else "results.json"))
     n_failed = 0 if args.draw else measure(args, models, results)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,14 @@ from gpt.shape import GPT2_CUTS, NANO_CUTS
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import thesis  # noqa: E402
+import thesis_rates  # noqa: E402
 import thesis_report  # noqa: E402
+import thesis_text  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 
-def run_of(times_s: list[float], rss: list[int], asked: int = 200) -> dict[str, Any]:
+def run_of(times_s: list[float], rss: list[int], asked: int = BY_KEY["nano-llama"].n_tokens) -> dict[str, Any]:
     points = [[time_s, n] for n, time_s in enumerate(times_s, 1)]
     return {"points": points, "nodes": [{"peak_rss_bytes": n} for n in rss], "load_before": 0.5, "asked": asked}
 
@@ -37,16 +43,16 @@ def test_rates_count_what_all_runs_have() -> None:
     """Four tokens in four seconds, and six in three: of these, four took two seconds."""
     model = BY_KEY["gpt2"]
     runs = {"gpt2/1": run_of([1, 2, 3, 4], [1]), "gpt2/3": run_of([0.5, 1, 1.5, 2, 2.5, 3], [1, 1, 1])}
-    assert thesis_report.compared_tokens(runs, model) == 4
-    assert [thesis_report.rate(runs, model, n) for n in (1, 2, 3)] == [1, None, 2]
-    assert thesis_report.slowdown(runs, model) == pytest.approx(1), "a straight line"
+    assert thesis_rates.compared_tokens(runs, model) == 4
+    assert [thesis_rates.rate(runs, model, n) for n in (1, 2, 3)] == [1, None, 2]
+    assert thesis_rates.slowdown(runs, model) == pytest.approx(1), "a straight line"
     bent = {"gpt2/1": run_of([n * n / 100 for n in range(1, 401)], [1])}
-    assert thesis_report.slowdown(bent, model) == pytest.approx(7 / 3)
+    assert thesis_rates.slowdown(bent, model) == pytest.approx(7 / 3)
 
 
 def test_points_that_were_left_out_are_interpolated() -> None:
-    assert thesis_report.time_at([[1.0, 10], [3.0, 20]], 15) == pytest.approx(2.0)
-    assert thesis_report.time_at([[1.0, 10], [3.0, 20]], 5) == pytest.approx(0.5)
+    assert thesis_rates.time_at([[1.0, 10], [3.0, 20]], 15) == pytest.approx(2.0)
+    assert thesis_rates.time_at([[1.0, 10], [3.0, 20]], 5) == pytest.approx(0.5)
 
 
 def test_report_fills_the_page_in(tmp_path: Path) -> None:
@@ -59,11 +65,11 @@ def test_report_fills_the_page_in(tmp_path: Path) -> None:
         thesis_report.write_report(data, tmp_path, tmp_path)
         text = page.read_text(encoding="utf-8")
         assert (
-            "| NanoLlama 304M | 30 | 10.0 / 10.0 / 10.0 | 1.00 / 1.00 | 17.9 / 26.0 / 30.5 | 1.45 / 1.70 | 1.00 |"
+            "| NanoLlama 304M | 30 | 10.0 / 10.0 / 10.0 | 1.00 / 1.00 | 1.00 / 1.00 | 17.9 / 26.0 / 30.5 | 1.45 / 1.70 | 1.00 |"
             in text
         )
         assert "| NanoLlama 304M | 3 | 2 + 5 + 5 | 0.67 / 0.67 / 0.67 | 1.34 / 1.46 / 1.46 |" in text
-        assert text.count("2026-01-02") == 1 and "full run" in text
+        assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in text and "Not trained yet." in text
     assert {path.name for path in (tmp_path / "assets").iterdir()} == {"thesis-llama.svg", "thesis-memory.svg"}
     runs["nano-llama/2"] = run_of([0.1], [1, 1], asked=16)
     thesis_report.write_report(data, tmp_path, tmp_path)
@@ -71,3 +77,71 @@ def test_report_fills_the_page_in(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="0 places for the table"):
         thesis_report.write_report(data, tmp_path, tmp_path)
+
+
+def test_three_texts_count_whole_beside_two() -> None:
+    """Three texts of two tokens in three seconds, two in two: a third of the work more, at the same rate."""
+    model = BY_KEY["gpt2"]
+    runs = {"gpt2/1": run_of([0.5, 1, 1.5, 2], [1]), "gpt2/3": run_of([0.1, 0.2, 0.3, 0.4, 1, 3], [1, 1, 1])}
+    assert thesis_rates.whole_rate(runs, model, 1) == thesis_rates.whole_rate(runs, model, 3) == 2
+    assert thesis_rates.whole_rate(runs, model, 2) is None
+    assert thesis_rates.rate(runs, model, 3) == 10, "what the thesis did: their longest part is left out"
+
+
+def test_how_much_of_the_evaluation_there_is_is_told() -> None:
+    runs = {f"{model.key}/{n}": {"asked": model.n_tokens} for model in MODELS for n in (1, 2, 3)}
+    assert thesis_report.kind_of(runs) == "full run"
+    del runs["gpt2-xl/2"]
+    assert thesis_report.kind_of(runs) == "26 of the 27 runs"
+    runs["gpt2-xl/1"]["asked"] -= 1
+    assert "quick run" in thesis_report.kind_of(runs)
+
+
+def test_training_is_told_with_what_the_largest_ring_wrote() -> None:
+    training = {"steps": 8, "characters": 8192, "entropy": 0.267, "losses": [[4, 3.125], [8, 2.5]], "greedy_tokens": 150,
+                "same": {"1": True, "2": True, "3": True}}  # fmt: skip
+    runs = {f"nanogpt-7/{n}": {"texts": [f"\nby {n}  \nnodes"]} for n in (1, 3)}
+    text = thesis_report.training_text({"training": training, "runs": runs})
+    assert "8,192 characters" in text and "3.12 after 4, 2.50 after 8 steps" in text
+    assert "0.27 what" in text and "exactly the ids" in text
+    assert text.endswith("What a ring of 3 wrote (temperature 0.8):\n\n```text\nby 3\nnodes\n```")
+    text = thesis_report.training_text({"training": {**training, "same": {"1": True, "2": False}}, "runs": {}})
+    assert "**The ids differ on 2 nodes.**" in text and "wrote" not in text
+
+
+def test_the_text_has_the_characters_and_the_chance_that_it_should() -> None:
+    text = thesis_text.grammar_text()
+    assert len(set(text)) == 65 and text == thesis_text.grammar_text()
+    lines = text.splitlines()
+    # Five kinds of lines, equally likely; ln 5 + ln 26 + ln 8 + ... each, over the mean length of a line.
+    choices = [(26, 8, 8, 15, 6), (8, 15, 6, 26, 8), (8, 15, 26, 26), (26, 15, 8, 8, 6), (26, 8, 15, 6)]
+    nats = math.log(5) + sum(math.log(math.prod(numbers)) for numbers in choices) / 5
+    assert thesis_text.entropy() == pytest.approx(nats / (len(text) / len(lines)), rel=0.005)
+
+
+def test_time_left_follows_what_the_runs_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 20.0, 100.0, 110.0, 200.0, 200.0])
+    monkeypatch.setattr(thesis.time, "monotonic", lambda: next(moments))
+    clock = thesis.Clock([10, 5, 30])
+    for took_s, left_s in ((20, 70), (10, 60), (0, 0)):
+        clock.begin()
+        assert clock.end() == (took_s, pytest.approx(left_s))
+
+
+def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    command = ["--only", "nanogpt-9", "--nodes", "1,2", "--tokens", "3", "--no-docs", "--work-dir", tmp_path / "work"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "thesis.py", *command, "--results", results],
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(results.read_text())["runs"]
+    assert {name: (run["asked"], run["n_tokens"], len(run["points"])) for name, run in runs.items()} == {
+        "nanogpt-9/1": (3, 6, 6),
+        "nanogpt-9/2": (3, 6, 6),
+    }
+    assert [node["layers"] for node in runs["nanogpt-9/2"]["nodes"]] == [[0, 4], [4, 9]]
+    assert "[2/2] NanoGPT, 9 blocks on 2" in done.stdout and "0 min left" in done.stdout
+    assert not (tmp_path / "work" / "nanogpt-9").exists()
+    assert (tmp_path / "thesis-nanogpt.svg").stat().st_size > 1000

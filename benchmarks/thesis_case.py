@@ -1,0 +1,109 @@
+"""One run of the thesis' evaluation: a model over some nodes of this machine, each a process with one thread."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from thesis_numbers import BY_KEY
+
+RUN_LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Attributes:
+        key: of the model.
+        ckpt: folder of its weights.
+        n_tokens: per sample.
+        is_greedy: the most probable tokens of one text, to compare ids; else sampled texts, as many as the thesis had.
+    """
+
+    key: str
+    ckpt: str
+    n_nodes: int
+    n_tokens: int
+    is_greedy: bool = False
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """The run, in this process and the children that it starts."""
+    from gpt.kinds import GPT2Kind, NanoKind
+    from gpt.rings import GPT2Ring, NanoRing
+    from mdi.engine.sequence import SamplingParams
+    from mdi.metrics import tokens_over_time
+    from mdi.node.device import set_threads
+    from mdi.node.kind import ModelKind
+    from mdi.node.local import LocalRing
+    from mdi.node.starter import StarterNode, StarterOptions
+
+    model = BY_KEY[case.key]
+    kinds: dict[str, tuple[type[LocalRing], ModelKind]] = {
+        "nanogpt": (NanoRing, NanoKind()),
+        "gpt2": (GPT2Ring, GPT2Kind()),
+        "llama": (LocalRing, ModelKind()),
+    }
+    make_ring, kind = kinds[model.system]
+    set_threads(1)
+    ckpt = Path(case.ckpt)
+    layers = ",".join(map(str, model.cuts[case.n_nodes]))
+    params = SamplingParams(n_tokens=case.n_tokens, temperature=0.0 if case.is_greedy else 0.8, top_k=200)
+    with make_ring(case.n_nodes, None, 1, ckpt, False, False) as ring:
+        options = StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", layers=layers, wait_s=120)
+        node = StarterNode(ring.cluster, options, kind)
+        try:
+            node.open()
+            node.prepare(case.n_tokens + 1, ring.check)
+            node.start()
+            for i in range(1 if case.is_greedy else model.n_samples(case.n_nodes)):
+                node.submit("", [i], params)
+            node.generate()
+            node.end()
+            measured = node.metrics()
+        finally:
+            node.close()
+    return {
+        "n_tokens": measured.n_tokens,
+        "n_samples": len(measured.samples),
+        "ids": [list(sample.token_ids) for sample in measured.samples],
+        "texts": [sample.text for sample in measured.samples],
+        "points": tokens_over_time(measured.samples),
+        "nodes": [found.to_json() for found in measured.nodes],
+    }
+
+
+def spawn_case(case: Case) -> dict[str, Any]:
+    """`run_case` in a process of its own, so that each starter's memory is its own.
+
+    Raises:
+        subprocess.SubprocessError: it failed, and has said why, or took longer than RUN_LIMIT_S.
+    """
+    program = Path(__file__).with_name("thesis.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, timeout=RUN_LIMIT_S, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def reference_ids(ckpt: Path, n_tokens: int) -> list[int]:
+    """What the whole model of a NanoGPT says without any ring, greedily, after the token that a greedy case begins with."""
+    import torch
+
+    from gpt.model import PositionGPT, greedy
+    from gpt.weights import open_nano, read_nano_config
+
+    source = open_nano(ckpt)
+    config = read_nano_config(ckpt / "model_config.yaml")
+    model = PositionGPT(config).eval()
+    model.load_state_dict({name: source.tensor(name).float() for name in source.specs})
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        return greedy(model, [0], n_tokens)

@@ -1,0 +1,66 @@
+"""The thesis' smallest NanoGPT, trained by old/nanoGPT/train.py on the text of thesis_text.py."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from thesis_text import entropy, grammar_text
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ROOT / "old" / "nanoGPT"
+KEY = "nanogpt-7"
+BATCH, CONTEXT, N_THREADS = 4, 128, 2
+FULL_STEPS, QUICK_STEPS = 700, 4  # about four minutes on two cores; some seconds
+
+
+def trained_checkpoint(folder: Path, n_steps: int) -> Path:
+    """The trained model's checkpoint; made once for a number of steps, and kept.
+
+    Raises:
+        subprocess.CalledProcessError: a program failed, and has said why.
+    """
+    where = folder / f"{KEY}-trained-{n_steps}"
+    if not (where / "train_state.pth").is_file() or _losses(where)[-1]["step"] != str(n_steps):
+        data, text = folder / "grammar", folder / "grammar.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        text.write_text(grammar_text(), encoding="utf-8")
+        _call("prepare_data.py", text, "--out", data)
+        _call(
+            "train.py", "--blocks", 7, "--dropout", 0, "--ckpt", where, "--dataset", data, "--overwrite",
+            "--max-iters", n_steps, "--batch-size", BATCH, "--grad-acc-steps", 1, "--lr", "5e-4",
+            "--warmup-iters", n_steps // 10, "--ckpt-interval", max(4, n_steps // 4), "--eval-iters", min(25, n_steps),
+            "--log-interval", max(1, n_steps // 20), "--device", "cpu", "--threads", N_THREADS,
+        )  # fmt: skip
+    return where
+
+
+def training_result(where: Path) -> dict[str, Any]:
+    """What the run's losses.csv says: steps, characters seen, held-out losses (nats per character)."""
+    rows = _losses(where)
+    n_steps = int(rows[-1]["step"])
+    return {
+        "steps": n_steps,
+        "characters": n_steps * BATCH * CONTEXT,
+        "entropy": entropy(),
+        "losses": [[int(row["step"]), float(row["val_loss"])] for row in rows if row["val_loss"]],
+    }
+
+
+def _losses(where: Path) -> list[dict[str, str]]:
+    with open(where / "losses.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _call(program: str, *arguments: object) -> None:
+    """Run one of old/nanoGPT/, which prints its progress, with torch's choice of threads. Raises CalledProcessError."""
+    # Threads that wait actively take the core from the one they wait for, if another program needs a core as well.
+    env = {**os.environ, "OMP_NUM_THREADS": str(N_THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
+    begin = time.monotonic()
+    subprocess.run([sys.executable, str(NANO / program), *map(str, arguments)], check=True, env=env)
+    print(f"{program}: {time.monotonic() - begin:.0f} s", flush=True)
