@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from mdi.model.nbits import MatMulNBits, has_onnxruntime
 
 FP16_MAX = 65504.0
 NBITS_BLOCK = 256  # inputs that share an activation scale where onnxruntime's kernel stands in
-MOST_KEPT_ROWS = 16  # for which Int8Linear keeps its buffers; 8 MB if all counts of rows occur at 2048 and 5632 inputs
 TINY = 1e-30  # what a row of zeros is divided by
 
 
@@ -130,9 +128,8 @@ class ByteLinear(nn.Module):
 class Int8Linear(ByteLinear):
     """y = x W^T + b with W (out, in) in 8 bits, one scale per output.
 
-    FBGEMM's dynamic kernel chooses one activation scale for all rows, from their smallest and largest number. So each row is
-    divided by its own largest number first, and two more input columns hold +1 and -1, with weights of zero: the range is then
-    always [-1, 1], and a row's result is the same whatever rows are beside it.
+    Each row is divided by its own largest number, and FBGEMM's kernel then rounds all of them by the same step: a row's
+    result is the same whatever rows are beside it. (FBGEMM's dynamic kernel would choose one step for all rows.)
 
     Where there is no FBGEMM (ARM), onnxruntime's kernel for blocks of 8 bits takes the same weights. It gives activations a
     scale per 256 of a row, so that both kinds of machines agree within the rounding of activations, not to the bit.
@@ -150,72 +147,40 @@ class Int8Linear(ByteLinear):
         self._scale = scale.to(torch.float32, copy=True)  # not a view of a file, which would keep it all in memory
         if has_fbgemm():
             with _packing():
-                self._packed = torch.ops.quantized.linear_prepack(self._widened(weight), None)
+                self._packed = torch.ops.quantized.linear_prepack(self._as_quantized(weight), None)
         elif has_onnxruntime():
             self._kernel = _in_blocks(weight, self._scale)
         else:
             self._weight = weight
         # Without VNNI the kernel adds products of 8 bits in 16: a bit less of range keeps them from overflowing.
-        self._reduce_range = not torch.cpu._is_vnni_supported()
+        self._levels = 127 if torch.cpu._is_vnni_supported() else 63
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None:
             return self._kernel(rows)
-        wide, scaled, sizes, sizes_of_rows = _buffers(rows.size(0), self.in_features)
-        torch.abs(rows, out=sizes_of_rows)
-        largest = sizes.amax(1, True)
-        torch.div(rows, largest, out=scaled)
+        largest = rows.abs().amax(1, True).clamp_min_(TINY)
         if self._packed is None:
-            return self._multiply_plain(scaled).mul_(largest)
-        y: torch.Tensor = _linear_dynamic(wide, self._packed, self._reduce_range)
+            return self._multiply_plain(rows / largest).mul_(largest)
+        y: torch.Tensor = _linear_int8(rows.div(largest), 1 / self._levels, self._levels + 1, self._packed)
         return y.mul_(largest)
 
-    def _widened(self, weight: torch.Tensor) -> torch.Tensor:
-        """torch's quantized tensor of the weight with two more columns, of zeros: (out, in + 2)
-
-        Filled in place: built the usual way, it would stand in memory three times.
-        """
+    def _as_quantized(self, weight: torch.Tensor) -> torch.Tensor:
+        """torch's quantized tensor of the weight (out, in), in the memory of the weight."""
         zeros = torch.zeros(self.out_features, dtype=torch.long)
-        shape = (self.out_features, self.in_features + 2)
-        wide = torch._empty_per_channel_affine_quantized(
-            shape, scales=self._scale.double(), zero_points=zeros, axis=0, dtype=torch.qint8
+        quantized = torch._empty_per_channel_affine_quantized(
+            (self.out_features, 0), scales=self._scale.double(), zero_points=zeros, axis=0, dtype=torch.qint8
         )
-        numbers = torch.empty(0, dtype=torch.int8).set_(wide.untyped_storage(), 0, shape, (self.in_features + 2, 1))
-        numbers[:, :-2] = weight
-        numbers[:, -2:] = 0
-        return wide
+        weight = weight.contiguous()
+        return quantized.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
 
     def _multiply_plain(self, rows: torch.Tensor) -> torch.Tensor:
-        """The kernel's numbers in plain torch: 8 bits over [-1, 1], products added in float32. (M, in) -> (M, out)
-
-        Like the kernel's, the inverse of the step is rounded down, so that -1 becomes -127 and not -128.
-        """
+        """The kernel's numbers in plain torch: 8 bits over [-1, 1], products added in float32. (M, in) -> (M, out)"""
         assert self._weight is not None
-        q = (rows * 127.49999).round_().clamp_(-128, 127)
-        return F.linear(q, self._weight.float()) * (self._scale * (2 / 255))
+        return F.linear((rows * self._levels).round_(), self._weight.float()) * (self._scale / self._levels)
 
 
-_linear_dynamic = torch.ops.quantized.linear_dynamic.default
-_kept = threading.local()
-
-
-def _buffers(n_rows: int, n_in: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for rows on their way into the kernel, kept from layer to layer while they are few.
-
-    Returns:
-        (M, in + 2) whose last two columns hold +1 and -1, and its first `in` columns;
-        (M, in + 1) whose last column holds what a row of zeros is divided by, and its first `in` columns.
-    """
-    kept: dict[tuple[int, int], Any] = _kept.__dict__.setdefault("buffers", {})
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = kept.get((n_rows, n_in))
-    if buffers is None:
-        with torch.inference_mode(False):  # what is made in that mode could not be written to outside of it
-            wide, sizes = torch.empty(n_rows, n_in + 2), torch.empty(n_rows, n_in + 1)
-            wide[:, -2], wide[:, -1], sizes[:, -1] = 1.0, -1.0, TINY
-            buffers = wide, wide[:, :-2], sizes, sizes[:, :-1]
-        if n_rows <= MOST_KEPT_ROWS:
-            kept[n_rows, n_in] = buffers
-    return buffers
+# Quantizes its input by a given step, multiplies, and returns float32.
+_linear_int8 = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 
 
 def _in_blocks(weight: torch.Tensor, scale: torch.Tensor) -> MatMulNBits:
