@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_node_is_asked_for_its_way_to_another(two: list[SecondaryNode]) -> Non
 
 
 def test_a_node_in_a_run_measures_nothing(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two[0], "_ring", object())
+    monkeypatch.setattr(two[0], "_job", SimpleNamespace(is_running=True, state="RUNNING"))
     client = ControlClient(entry_of(two[0]))
     for ask in (lambda: client.probe(request_of(entry_of(two[1]))), lambda: client.echo(10, 5)):
         with pytest.raises(ControlError, match="busy with another run") as caught:

@@ -19,7 +19,6 @@ import torch
 import mdi.net.link
 import mdi.node.job
 import mdi.node.kind
-import mdi.node.secondary
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.config import ClusterConfig, NodeConfig
@@ -383,7 +382,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     starter.close()
     assert "out of something" in wait_state(secondary, "IDLE")["error"]
     monkeypatch.undo()
-    secondary._stage = secondary._stage_key = None
+    secondary._holding.drop_stage()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None
@@ -393,7 +392,7 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
     def load(self: Stage, *args: Any) -> None:
         raise MemoryError("no more of it")
 
-    monkeypatch.setattr(mdi.node.secondary.Stage, "load", load)
+    monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
     monkeypatch.setattr(StarterNode, "_load_stage", lambda self, check: None)
     with pytest.raises(MdiError, match="secondary0 could not get ready: MemoryError: no more of it"):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,7 +195,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
 
 
 def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_job", object())
+    monkeypatch.setattr(node, "_job", SimpleNamespace(state="RUNNING"))
     with pytest.raises(ControlError, match="busy with another run"):
         ControlClient(entry_of(node)).profile(REQUEST)
     monkeypatch.undo()

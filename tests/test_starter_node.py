@@ -15,7 +15,6 @@ import torch
 import mdi.node.job
 import mdi.node.kind
 import mdi.node.resources
-import mdi.node.secondary
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.model.stage import Stage

@@ -1,12 +1,16 @@
-"""One run, as a secondary that was asked to take part in it sees it before the ring is closed."""
+"""One run, as a secondary that was asked to take part in it sees it: how far it is, and how it is ended from outside."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import MdiError
+from mdi.net.ring import TcpRing
+from mdi.node.memory import CacheReport
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
 
@@ -19,18 +23,25 @@ class Job:
     """One run that this node was asked to take part in.
 
     Attributes:
+        state: LOADING, READY (everything is here, the ring is open) or RUNNING.
         missing: parts that the starter has to send, by sha256; None until that is known.
         failure: what went wrong while they came.
+        report_caches: while READY, tells how much cache this node can hold.
+        metrics: what was measured, once the run is over.
     """
 
     def __init__(self, request: InitRequest) -> None:
         self.request = request
+        self.state = "LOADING"
         self.missing: dict[str, PartSpec] | None = None
         self.failure: MdiError | None = None
         self.total_bytes = 0
         self.received_bytes = 0
+        self.report_caches: Callable[[], CacheReport] | None = None
+        self.metrics: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.stopped = False
+        self._ring: TcpRing | None = None
         self._last_sign = time.monotonic()
 
     def touch(self) -> None:
@@ -39,6 +50,11 @@ class Job:
     @property
     def run(self) -> str:
         return self.request.epoch
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the ring is closed: from here on it tells by itself whether the starter is alive."""
+        return self._ring is not None
 
     @property
     def is_abandoned(self) -> bool:
@@ -51,3 +67,24 @@ class Job:
             raise Abandoned("the starter ended the run before it began")
         if self.is_abandoned:
             raise Abandoned(f"the starter has been silent for {LEASE_S:.0f} s: given up")
+
+    def begin(self, ring: TcpRing) -> None:
+        """The ring is closed; one that was ended meanwhile is stopped at once."""
+        with self.changed:
+            self._ring, self.state = ring, "RUNNING"
+            was_stopped = self.stopped
+        if was_stopped:
+            ring.stop("ended before it began")
+
+    def detach(self) -> None:
+        """The ring is closed and its buffers are not needed any more."""
+        self._ring = None
+
+    def end(self) -> None:
+        """End it, however far it is."""
+        with self.changed:
+            self.stopped = True
+            ring = self._ring
+            self.changed.notify_all()
+        if ring is not None:
+            ring.stop("the starter ended the run")
