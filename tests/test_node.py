@@ -29,8 +29,10 @@ from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, S
 from mdi.model.stage import Stage
 from mdi.node.device import choose_device, choose_dtype
 from mdi.node.local import LocalRing, available_cores, free_ports
+from mdi.node.options import StarterOptions
+from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from mdi.node.weights import StarterWeights
 from tiny_checkpoint import encode, reference, write_checkpoint
 
@@ -394,7 +396,7 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
 
     monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
-    monkeypatch.setattr(StarterNode, "_load_stage", lambda self, check: None)
+    monkeypatch.setattr(Preparation, "_load_stage", lambda self, check: None)
     with pytest.raises(MdiError, match="secondary0 could not get ready: MemoryError: no more of it"):
         generate(starter)
     starter.close()

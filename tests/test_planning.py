@@ -24,11 +24,12 @@ from mdi.control.messages import ProfileRequest
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
 from mdi.node.local import free_ports
+from mdi.node.options import StarterOptions
 from mdi.node.profiler import Profiler
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
 from mdi.node.standin import standing_in
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from mdi.node.survey import BROKEN_S, Survey, host_of
 from mdi.node.weights import StarterWeights
 from mdi.partition.profile import NodeProfile
@@ -194,7 +195,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
 def test_a_starter_without_memory_does_not_begin_to_load(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mdi.node.starter.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.node.preparation.device_free_bytes", lambda device: 1000)
     alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
     try:
         alone.open()

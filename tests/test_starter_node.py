@@ -18,6 +18,7 @@ import mdi.node.resources
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.model.stage import Stage
+from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
@@ -29,13 +30,13 @@ Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
     monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
-    load = StarterNode._load_stage
+    load = Preparation._load_stage
 
-    def load_late(self: StarterNode, check: Callable[[], None]) -> None:
+    def load_late(self: Preparation, check: Callable[[], None]) -> None:
         threading.Event().wait(6.0)
         load(self, check)
 
-    monkeypatch.setattr(StarterNode, "_load_stage", load_late)
+    monkeypatch.setattr(Preparation, "_load_stage", load_late)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
 

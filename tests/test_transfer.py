@@ -19,8 +19,9 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError
+from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
 
