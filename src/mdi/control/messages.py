@@ -9,7 +9,8 @@ from typing import Any
 from mdi.errors import ControlError
 from mdi.net.wire import WIRE_DTYPES
 
-CONTROL_VERSION = 1
+# Raised with every change of what one side expects of the other; nodes of different versions do not work together.
+CONTROL_VERSION = 2
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")
 N_FRAMES_LIMIT = 4096
 

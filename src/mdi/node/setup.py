@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mdi
 from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
@@ -232,6 +233,7 @@ def reach_node(
     if status.get("control_version") != CONTROL_VERSION:
         raise RingError(
             f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
-            f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
+            f"{status.get('control_version')}), this machine version {mdi.__version__} (control protocol {CONTROL_VERSION}): "
+            "install the same version on both"
         )
     return status
