@@ -339,15 +339,15 @@ def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer])
 
 
 FIELDS = sorted(REQUEST.to_json())
-OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames"}
+OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads"}
 
 
 # What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
 FIELDS_OF_VERSION = {
     2: (
-        "blocks compile config config_hash control_version dtype epoch extensions index kv_dtype max_length model n_frames "
-        "names next_addr next_port parts placement quantize stored_dtype stored_format wire_dtype",
-        "config config_hash dtype fresh quantize stored_dtype",
+        "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype max_length model "
+        "n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads wire_dtype",
+        "config config_hash device dtype fresh quantize run stored_dtype threads",
     )
 }
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mdi.node.kind
 import mdi.node.profiler
 import mdi.node.setup
 import mdi.node.survey
@@ -23,6 +25,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.options import StarterOptions
 from mdi.node.profiler import Profiler
@@ -123,6 +126,54 @@ def test_a_node_that_only_slows_the_ring_down_is_left_out(
     assert "left out: secondary0" in caplog.text and "placement throughput: blocks starter" in caplog.text
 
 
+@pytest.mark.parametrize("slow", [["secondary0"], ["secondary0", "secondary1"]], ids=["one", "all"])
+def test_nodes_that_were_left_out_are_ended_as_well(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], slow: list[str]
+) -> None:
+    fixed.update(dict.fromkeys(fixed, 20.0) | dict.fromkeys(slow, 5000.0))
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        try:
+            starter.open()
+            starter.place(3, 60)
+            assert set(starter.names) == {"starter", "secondary0", "secondary1"} - set(slow)
+            starter.prepare(60)
+            starter.start()
+            starter.end(leave=True)
+        finally:
+            starter.close()
+        assert all(node._leave for node in nodes)
+
+
+def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
+    """Device and threads of the nodes file, where the node itself was told nothing."""
+    fixed.update(starter=5000.0)
+    seen: list[tuple[str, Any, int]] = []
+
+    class Watched(Stage):
+        def prepare(self, max_length: int, device: Any, dtype: Any) -> None:
+            seen.append((threading.current_thread().name, str(device), torch.get_num_threads()))
+            super().prepare(max_length, device, dtype)
+
+    with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mdi.node.kind, "Stage", Watched)
+        entries = tuple(entry_of(node, device="cpu", threads=n) for n, node in enumerate(nodes, 1))
+        starter = StarterNode(
+            ClusterConfig(OWN_NODE, entries),
+            StarterOptions(ckpt=tiny, prompt_style="none", device="cpu", layers="1,2,2"),
+        )
+        assert run(starter) == [EXPECTED] * 3
+        asked: list[ProfileRequest] = []
+        profile = ControlClient.profile
+        patch.setattr(
+            ControlClient, "profile", lambda self, request: (asked.append(request), profile(self, request))[1]
+        )
+        options = {"ckpt": tiny, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter"}
+        assert run(StarterNode(ClusterConfig(OWN_NODE, entries), StarterOptions(**options))) == [EXPECTED] * 3
+    assert set(seen[:2]) == {("secondary0", "cpu", 1), ("secondary1", "cpu", 2)}
+    assert [(request.device, request.threads) for request in asked] == [("cpu", 1), ("cpu", 2)]
+
+
 def test_all_secondaries_may_be_left_out(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
     fixed.update(starter=1.0, secondary0=5000.0, secondary1=5000.0)
     with secondaries(2, tmp_path) as nodes:
@@ -183,7 +234,7 @@ def test_a_placement_that_is_asked_for_goes_before_chunks(tmp_path: Path, fixed:
 def test_what_cannot_fit_is_refused_before_anything_is_sent(
     tiny: Path, tmp_path: Path, fixed: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Profiler, "available_bytes", lambda self: 100_000)
+    monkeypatch.setattr(Profiler, "available_bytes", lambda self, device: 100_000)
     with secondaries(2, tmp_path) as nodes:
         starter = starter_of(nodes, tiny, tmp_path)
         with pytest.raises(PlacementError, match="does not fit"):

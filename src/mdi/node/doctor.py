@@ -17,6 +17,7 @@ from mdi.control.client import PROBE_ANSWER_S, ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
 from mdi.errors import ControlError, UsageError
+from mdi.node.device import devices
 from mdi.node.diagnosis import LinkFinding, NodeFinding, Problem, Report
 from mdi.node.resources import free_memory_bytes
 from mdi.node.standin import standing_in
@@ -59,6 +60,7 @@ def _starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Pat
         "version": mdi.__version__,
         "control_version": CONTROL_VERSION,
         "memory": {"available_bytes": free_memory_bytes()},
+        "devices": devices(),
         "disk_free_bytes": BlockStore(cache_dir or Path.cwd()).free_bytes(),
     }
     return NodeFinding(node, Route(Reach(), Reach()), status, needed.get(node.name, 0))

@@ -16,7 +16,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.model.formats import check_format
 from mdi.model.quantize import Quantizer
 from mdi.model.stage import Stage
-from mdi.node.device import choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.partition.placement import size
 
@@ -30,7 +30,7 @@ class Holding:
         name: of the node.
         weights: a chunk or checkpoint on this machine, or None.
         store: parts that were received.
-        device, dtype, quantize: what the user asked for; None leaves it to the starter, or to this machine.
+        device, dtype, quantize, threads: what the user asked for; None leaves it to the starter, or to this machine.
         compile_stage: compile stages, whatever the starter asks for.
         kind: of the models.
     """
@@ -43,6 +43,7 @@ class Holding:
         device: str | None,
         dtype: str | None,
         quantize: str | None,
+        threads: int | None,
         compile_stage: bool,
         kind: ModelKind,
     ) -> None:
@@ -50,7 +51,8 @@ class Holding:
         self._weights = weights
         self._verified: set[str] = set()  # parts of a chunk that were hashed
         self.store = store
-        self.device = choose_device(device)
+        self._default_device = self.device = choose_device(device)
+        self.own = {"device": device, "threads": threads}
         self._dtype = dtype
         self._quantize = quantize
         self._compile = compile_stage
@@ -79,18 +81,29 @@ class Holding:
         self._stage = self._stage_key = None
         return was_there
 
-    def number_format(self, request: InitRequest | ProfileRequest) -> tuple[str | None, torch.dtype]:
-        """Weight format and dtype that this node computes in: its own choice goes before the starter's wish."""
-        quantize = self._format(request.quantize)
-        wished = self._dtype or request.dtype
-        return quantize, choose_dtype(wished, request.stored_dtype, self.device, quantize is not None)
+    def computing(self, request: InitRequest | ProfileRequest) -> Computing:
+        """What this node computes with: what it was started with goes before the starter's wishes.
 
-    def _format(self, wished: str | None) -> str | None:
+        Raises:
+            UsageError: there is no such device here, or it cannot do that.
+        """
+        device = self._default_device
+        if self.own["device"] is None and request.device is not None:
+            device = choose_device(request.device)
+        quantize = self._format(request.quantize, device)
+        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device, quantize is not None)
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device) if isinstance(request, InitRequest) else dtype
+        threads = request.threads if self.own["threads"] is None else None  # its own are set already
+        return Computing(device, dtype, kv_dtype, quantize, threads)
+
+    def _format(self, wished: str | None, device: torch.device) -> str | None:
         """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
+        if self._quantize is not None:
+            check_format(self._quantize, device)
         if self._quantize is not None or wished is None:
             return self._quantize
         try:
-            check_format(wished, self.device)
+            check_format(wished, device)
         except UsageError as e:
             logger.warning("%s: %s", self._name, e)
             return None
@@ -141,14 +154,13 @@ class Holding:
                 507,
             )
 
-    def check_memory(self, request: InitRequest, free: int) -> None:
+    def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
         """Weights that will not fit into `free` bytes are not sent in the first place. Raises ControlError."""
-        quantize, dtype = self.number_format(request)
+        quantize, dtype = computing.quantize, computing.dtype
         needed = held_bytes(
             [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
         )
-        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, self.device)
-        needed += self.kind.secondary_stage(request).run_bytes(request.max_length, kv_dtype)
+        needed += self.kind.secondary_stage(request).run_bytes(request.max_length, computing.kv_dtype)
         if needed > free:
             start, stop = request.blocks
             kind = quantize or str(dtype).removeprefix("torch.")
@@ -159,14 +171,17 @@ class Holding:
                 507,
             )
 
-    def stage(self, request: InitRequest, check: Callable[[], None]) -> tuple[Stage, torch.dtype]:
-        """The stage of a run, and what it computes in; the one in memory, if it is the same."""
-        quantize, dtype = self.number_format(request)
+    def stage(self, request: InitRequest, computing: Computing, check: Callable[[], None]) -> Stage:
+        """The stage of a run; the one in memory, if it is the same."""
+        device, dtype, quantize = computing.device, computing.dtype, computing.quantize
         compiled = self._compile or request.compile
         shas = {part.name: part.sha256 for part in request.parts}
-        key = (request.config_hash, request.blocks, tuple(shas.values()), dtype, self.device, compiled, quantize)
+        key = (
+            request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize,
+            torch.get_num_threads(),  # some kernels are built for a number of them
+        )  # fmt: skip
         if self._stage is not None and self._stage_key == key:
-            return self._stage, dtype
+            return self._stage
         self.drop_stage()  # give the memory back before the next one takes it
         stage = self.kind.secondary_stage(request)
 
@@ -174,12 +189,12 @@ class Holding:
             check()
             return self._tensors(name, shas[name])
 
-        stage.load(list(shas), tensors, self.device, dtype, Quantizer(quantize))
+        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
-        self.blocks, self.model = request.blocks, request.model
-        return stage, dtype
+        self.blocks, self.model, self.device = request.blocks, request.model, device
+        return stage
 
     def _tensors(self, name: str, sha256: str) -> dict[str, torch.Tensor]:
         """A part, from this machine's own weights if it is there, else from what was received."""

@@ -10,6 +10,7 @@ from typing import Any
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import MdiError
 from mdi.net.ring import TcpRing
+from mdi.node.device import Computing
 from mdi.node.memory import CacheReport
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
@@ -22,6 +23,9 @@ class Abandoned(MdiError):
 class Job:
     """One run that this node was asked to take part in.
 
+    Args:
+        computing: what this node will do it with.
+
     Attributes:
         state: LOADING, READY (everything is here, the ring is open) or RUNNING.
         missing: parts that the starter has to send, by sha256; None until that is known.
@@ -30,8 +34,9 @@ class Job:
         metrics: what was measured, once the run is over.
     """
 
-    def __init__(self, request: InitRequest) -> None:
+    def __init__(self, request: InitRequest, computing: Computing) -> None:
         self.request = request
+        self.computing = computing
         self.state = "LOADING"
         self.missing: dict[str, PartSpec] | None = None
         self.failure: MdiError | None = None

@@ -59,6 +59,7 @@ def profile_cluster(
     wait_s: float,
     fresh: bool = False,
     check: Callable[[], None] = lambda: None,
+    run: str | None = None,
 ) -> ClusterProfile:
     """Measure all nodes and the ways between them; see `Survey` for what it raises.
 
@@ -66,18 +67,25 @@ def profile_cluster(
         cluster: with the ports that are really listened on, the starter's too.
         cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
         fresh: measure again, whatever is kept.
+        run: id of the run that is to be placed; None is only a plan.
     """
     folder = cache_dir or Path.cwd()
-    profiler = Profiler(cluster.starter.name, wishes.device, folder)
+    profiler = Profiler(cluster.starter.name, folder)
     subject = Subject(
-        model.config, model.config_hash, wishes.dtype, wishes.quantize, wishes.quantize_head, with_head=True
+        model.config,
+        model.config_hash,
+        wishes.device,
+        wishes.dtype,
+        wishes.quantize,
+        wishes.quantize_head,
+        with_head=True,
     )
 
     def own() -> NodeProfile:
         return profiler.profile(subject, BlockStore(folder), fresh)
 
     request = ProfileRequest(
-        model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh
+        model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh, run=run
     )
     survey = Survey(cluster, request, own, wait_s, check)
     nodes, links = survey.run()

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from mdi.engine.memory import CacheMemory
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.quantize import Quantizer
-from mdi.node.device import check_room, held_bytes
+from mdi.node.device import Computing, check_room, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.node.memory import report_caches, share_out
 from mdi.node.options import StarterOptions
@@ -29,16 +28,6 @@ from mdi.node.weights import StarterWeights
 from mdi.partition.placement import size
 
 logger = logging.getLogger("mdi")
-
-
-@dataclass(frozen=True)
-class Computing:
-    """What the starter computes with: device, numbers, caches, weight format of its blocks."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    quantize: str | None
 
 
 class Preparation:
@@ -144,6 +133,8 @@ class Preparation:
                 wire_dtype=options.wire_dtype,
                 kv_dtype=options.kv_dtype,
                 n_frames=options.n_frames,
+                device=client.node.device,
+                threads=client.node.threads,
             )
             setups.append(SecondarySetup(client, request, weights, options.wait_s))
         return setups

@@ -19,6 +19,7 @@ from mdi.checkpoint.files import replacing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.errors import CheckpointError, MdiError
+from mdi.node.device import computing_threads
 from mdi.node.profiling import SPAN_S, Bench, Speeds
 from mdi.node.resources import cpu_model, device_free_bytes, n_cores, private_bytes
 from mdi.partition.profile import NodeProfile
@@ -36,15 +37,18 @@ class Subject:
     Attributes:
         config: litgpt Config as a plain dict; `config_hash` is its hash.
         quantize, quantize_head: weight formats; None is `dtype`.
+        device, threads: that it would compute with; threads None leaves them as they are.
         with_head: whether the node would hold embedding, final norm and head as well.
     """
 
     config: dict[str, Any]
     config_hash: str
+    device: torch.device
     dtype: torch.dtype
     quantize: str | None
     quantize_head: str | None = None
     with_head: bool = False
+    threads: int | None = None
 
     @property
     def format(self) -> str:
@@ -56,14 +60,12 @@ class Profiler:
 
     Args:
         name: of the node.
-        device: that it computes on.
         folder: its cache folder, where measurements are kept.
         span_s: how long one thing is measured.
     """
 
-    def __init__(self, name: str, device: torch.device, folder: Path, span_s: float = SPAN_S) -> None:
+    def __init__(self, name: str, folder: Path, span_s: float = SPAN_S) -> None:
         self._name = name
-        self._device = device
         self._folder = folder
         self._span_s = span_s
         self._lock = threading.Lock()
@@ -81,11 +83,11 @@ class Profiler:
         """Memory that came to the process since it began: weights, for the most part, that make place for others."""
         return max(0, private_bytes() - self._process_bytes)
 
-    def available_bytes(self) -> int:
-        """Memory of the device for weights and caches: what is free, and what this process would let go of."""
-        free = device_free_bytes(self._device)
-        if self._device.type == "cuda":
-            return free + int(torch.cuda.memory_reserved(self._device))
+    def available_bytes(self, device: torch.device) -> int:
+        """Memory of a device for weights and caches: what is free, and what this process would let go of."""
+        free = device_free_bytes(device)
+        if device.type == "cuda":
+            return free + int(torch.cuda.memory_reserved(device))
         return free + self.held_bytes
 
     def profile(self, subject: Subject, store: BlockStore | None, fresh: bool = False) -> NodeProfile:
@@ -98,17 +100,18 @@ class Profiler:
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.
         """
-        key = self._key(subject)
-        speeds = None if fresh else self._kept().get(key)
-        if speeds is None:
-            speeds = self._measure(subject)
-            self._keep(key, speeds)
-        process_bytes = 0 if self._device.type == "cuda" else self._process_bytes
+        with computing_threads(subject.threads):
+            key = self._key(subject)
+            speeds = None if fresh else self._kept().get(key)
+            if speeds is None:
+                speeds = self._measure(subject)
+                self._keep(key, speeds)
+        process_bytes = 0 if subject.device.type == "cuda" else self._process_bytes
         return NodeProfile(
             name=self._name,
-            device=str(self._device),
+            device=str(subject.device),
             n_cores=n_cores(),
-            memory_bytes=self.available_bytes() + process_bytes,
+            memory_bytes=self.available_bytes(subject.device) + process_bytes,
             disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
             process_bytes=process_bytes,
             cached_parts=store.parts() if store is not None else (),
@@ -120,7 +123,8 @@ class Profiler:
 
     def is_kept(self, subject: Subject) -> bool:
         """Whether a profile of this subject needs no measuring."""
-        return self._key(subject) in self._kept()
+        with computing_threads(subject.threads):
+            return self._key(subject) in self._kept()
 
     def _measure(self, subject: Subject) -> Speeds:
         def told(what: str, done: int, total: int) -> None:
@@ -129,7 +133,7 @@ class Profiler:
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
         bench = Bench(
-            subject.config, self._device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
+            subject.config, subject.device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
         )
         try:
             return bench.run(self._folder, subject.with_head)
@@ -145,7 +149,7 @@ class Profiler:
             "cpu": cpu_model(),
             "cores": n_cores(),
             "memory": psutil.virtual_memory().total,
-            "device": _device_name(self._device),
+            "device": _device_name(subject.device),
             "threads": torch.get_num_threads(),
             "model": subject.config_hash,
             "dtype": str(subject.dtype),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 import mdi
 from mdi.checkpoint.source import WeightSource
@@ -26,6 +27,7 @@ from mdi.control.server import ControlServer
 from mdi.errors import CheckpointError, ControlError, MdiError, RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.device import computing_threads, devices
 from mdi.node.errand import Errand
 from mdi.node.holding import Holding
 from mdi.node.job import Abandoned, Job
@@ -49,6 +51,7 @@ class SecondaryNode:
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
         kind: of the models that it can run; None is litgpt's.
+        threads: that this process was told to compute with; None leaves it to the starter, else to torch.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class SecondaryNode:
         kv_memory: int | None = None,
         kind: ModelKind | None = None,
         cache_bytes: int | None = None,
+        threads: int | None = None,
     ) -> None:
         self.config = config
         self._store = BlockStore(cache_dir, cache_bytes)
@@ -74,17 +78,19 @@ class SecondaryNode:
             device or config.device,
             dtype or config.dtype,
             quantize,
+            config.threads if threads is None else threads,
             compile_stage,
             kind,
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
-        self._profiler = Profiler(config.name, self._holding.device, cache_dir)
+        self._profiler = Profiler(config.name, cache_dir)
         self._probing = threading.Lock()
         self._lock = threading.Lock()
         self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
         self._job: Job | None = None
         self._last: Job | None = None  # the one that there is, or was
         self._errand: Errand | None = None
+        self._planned_run: str | None = None  # that it was measured for last, and may get no part in
         self._state = "IDLE"  # while there is none
         self._error: str | None = None
         self._listener: RingListener | None = None
@@ -164,10 +170,12 @@ class SecondaryNode:
             "model": self._holding.model,
             "blocks": self._holding.blocks,
             "device": str(self._holding.device),
+            "devices": devices(),
+            "own": self._holding.own,
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": self._profiler.available_bytes(),
+                "available_bytes": self._profiler.available_bytes(self._holding.device),
             },
             "disk_free_bytes": self._store.free_bytes(),
             "ring_port": self._listener.port if self._listener is not None else None,
@@ -194,13 +202,14 @@ class SecondaryNode:
     def init(self, request: InitRequest) -> dict[str, Any]:
         self._holding.kind.check(request)
         self._holding.refuse_misfit_chunk(request)
+        computing = self._holding.computing(request)
         with self._lock:
             if self._job is not None and (self._job.is_running or not self._job.is_abandoned):
                 raise ControlError(self._busy, 409)
             if self._errand is not None:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409)
             self._error = None
-            self._job = self._last = job = Job(request)
+            self._job = self._last = job = Job(request, computing)
         self._jobs.put(job)
         return {}
 
@@ -236,9 +245,10 @@ class SecondaryNode:
 
     def stop(self, run: str, leave: bool) -> None:
         with self._lock:
-            if self._last is None or run != self._last.run:
+            job, last = self._job, self._last
+            is_known = last is not None and run == last.run
+            if not is_known and (run != self._planned_run or job is not None):
                 raise ControlError(f"{self.config.name} takes part in no such run", 409)
-            job = self._job
         if job is not None:
             job.end()
         if leave:
@@ -254,6 +264,7 @@ class SecondaryNode:
             if self._errand is not None or self._leave:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409)
             self._errand = errand
+            self._planned_run = request.run
         self._jobs.put(errand)
         return errand.result(PROFILE_S)
 
@@ -278,8 +289,11 @@ class SecondaryNode:
     # The work, on the main thread
 
     def _profile(self, request: ProfileRequest) -> dict[str, Any]:
-        quantize, dtype = self._holding.number_format(request)
-        subject = Subject(request.config, request.config_hash, dtype, quantize)
+        computing = self._holding.computing(request)
+        subject = Subject(
+            request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
+            threads=computing.threads,
+        )  # fmt: skip
         is_kept = not request.fresh and self._profiler.is_kept(subject)
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh)
@@ -287,7 +301,9 @@ class SecondaryNode:
             if not self._holding.drop_stage():  # the weights of the last run were in the way
                 raise
             profile = self._profiler.profile(subject, self._store, request.fresh)
-        return {"profile": profile.to_json(), "format": subject.format, "kept": is_kept}
+        with computing_threads(computing.threads):
+            n_threads = torch.get_num_threads()
+        return {"profile": profile.to_json(), "format": subject.format, "threads": n_threads, "kept": is_kept}
 
     def _work(self, job: Job) -> None:
         assert self._listener is not None

@@ -18,7 +18,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing, join_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_kv_dtype
+from mdi.node.device import Computing, check_room, computing_threads
 from mdi.node.holding import Holding
 from mdi.node.job import Job
 from mdi.node.memory import report_caches
@@ -34,7 +34,7 @@ class Service:
         job: what is to be done; it also keeps how far that is.
         holding: the weights, here before and to come.
         listener: the ring port.
-        free_bytes: memory for weights and caches.
+        free_bytes: memory of a device for weights and caches.
         kv_memory: bytes that caches may take; None is what is free.
     """
 
@@ -44,7 +44,7 @@ class Service:
         job: Job,
         holding: Holding,
         listener: RingListener,
-        free_bytes: Callable[[], int],
+        free_bytes: Callable[[torch.device], int],
         kv_memory: int | None,
     ) -> None:
         self._name = name
@@ -57,25 +57,29 @@ class Service:
 
     def run(self) -> None:
         """Returns when the run was ended in good order; raises what ended it else."""
-        self._wait_for_parts()
-        request, device = self._request, self._holding.device
-        stage, dtype = self._holding.stage(request, self._job.check)
-        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
-        check_room(stage, request.max_length, device, kv_dtype)
-        stage.prepare(request.max_length, device, kv_dtype)
-        ring, seat = self._close_ring(stage, dtype, kv_dtype)
+        with computing_threads(self._job.computing.threads):
+            self._run()
+
+    def _run(self) -> None:
+        computing = self._job.computing
+        self._wait_for_parts(computing)
+        max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
+        stage = self._holding.stage(self._request, computing, self._job.check)
+        check_room(stage, max_length, device, kv_dtype)
+        stage.prepare(max_length, device, kv_dtype)
+        ring, seat = self._close_ring(stage, computing)
         try:
             self._job.begin(ring)
-            self._compute(stage, ring, seat, dtype)
+            self._compute(stage, ring, seat, computing)
         finally:
             ring.close()
             stage.caches.clear()
 
-    def _wait_for_parts(self) -> None:
+    def _wait_for_parts(self, computing: Computing) -> None:
         """Find out what is missing, and wait until it has come."""
         job, holding = self._job, self._holding
         missing = holding.missing(self._request, job.check)
-        holding.check_memory(self._request, self._free_bytes())
+        holding.check_memory(self._request, computing, self._free_bytes(computing.device))
         holding.check_disk(self._request, missing)
         with job.changed:
             job.total_bytes = sum(part.n_bytes for part in missing)
@@ -95,14 +99,14 @@ class Service:
                 next_report += 2
                 logger.info("%s: %.1f of %.1f MB", self._name, job.received_bytes / 1e6, job.total_bytes / 1e6)
 
-    def _close_ring(self, stage: Stage, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[TcpRing, Seat]:
+    def _close_ring(self, stage: Stage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
-        job, request, device = self._job, self._request, self._holding.device
-        is_mapped = dtype == DTYPES.get(request.stored_dtype)
+        job, request, device = self._job, self._request, computing.device
+        is_mapped = computing.dtype == DTYPES.get(request.stored_dtype)
         seat = _seat_of(job)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
-            job.report_caches = lambda: report_caches(stage, kv_dtype, device, self._kv_memory, is_mapped)
+            job.report_caches = lambda: report_caches(stage, computing.kv_dtype, device, self._kv_memory, is_mapped)
             job.state = "READY"
             logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
             sock = None
@@ -118,9 +122,9 @@ class Service:
         pinned = pinned_buffer if device.type == "cuda" else None
         return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned), seat
 
-    def _compute(self, stage: Stage, ring: TcpRing, seat: Seat, dtype: torch.dtype) -> None:
+    def _compute(self, stage: Stage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
         is_last = seat.index == seat.n_nodes - 1
-        loop = SecondaryLoop(stage, ring, seat.epoch, is_last, self._holding.device, dtype, seat.wire)
+        loop = SecondaryLoop(stage, ring, seat.epoch, is_last, computing.device, computing.dtype, seat.wire)
         try:
             loop.run()
         except RingError:

@@ -29,12 +29,12 @@ from mdi.model.formats import check_format
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype
 from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
 from mdi.node.planning import Model, Wishes, choose, profile_cluster
-from mdi.node.preparation import Computing, Preparation
+from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample
 from mdi.node.weights import StarterWeights
 from mdi.partition.methods import DEFAULT_METHOD
@@ -56,6 +56,7 @@ class StarterNode(StatusOnly):
         check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
         self._clients = [ControlClient(node) for node in cluster.secondaries]
+        self._left_out: list[ControlClient] = []  # nodes that the placement gave no part
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._weights: StarterWeights | None = None
@@ -156,14 +157,16 @@ class StarterNode(StatusOnly):
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
         wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head)
         profile = profile_cluster(
-            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check
-        )
+            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
+            run=self._run_id,
+        )  # fmt: skip
         length = min(max_length, self.context_length)
         placement = choose(profile, model, method, n_sequences, length, options.prefer_memory)
         weights.cut_anew(placement.counts)
         nodes = self.cluster.nodes
         self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
         self._clients = [ControlClient(node) for node in self.cluster.secondaries]
+        self._left_out = [ControlClient(node) for i, node in enumerate(nodes) if i not in placement.order]
         self._state = "IDLE"
 
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
@@ -267,7 +270,10 @@ class StarterNode(StatusOnly):
             raise self._failure
 
     def end(self, leave: bool = False) -> None:
-        """End the run on all nodes and collect what they measured; with `leave`, end the secondaries' processes too."""
+        """End the run on all nodes and collect what they measured.
+
+        With `leave`, end the processes of all secondaries too, those that the placement left out among them.
+        """
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.stop("the run is over")
@@ -277,6 +283,8 @@ class StarterNode(StatusOnly):
             self._configured = False
             broken = self._state == "BROKEN"
             self.secondary_metrics = dismiss(self._clients, self._run_id, leave, patient=not broken)
+        if leave:
+            dismiss(self._left_out, self._run_id, leave, patient=False)
         self._state = "IDLE"
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
@@ -126,9 +128,10 @@ class Survey:
 
     def _ask(self, node: NodeConfig) -> None:
         deadline = time.monotonic() + BUSY_S
+        request = replace(self._request, device=node.device, threads=node.threads)
         while not self._ended.is_set():
             try:
-                answer = self._clients[node.name].profile(self._request)
+                answer = self._clients[node.name].profile(request)
                 break
             except ControlError as e:
                 if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
@@ -141,7 +144,15 @@ class Survey:
         except (KeyError, TypeError, UsageError) as e:
             raise ControlError(f"{node.name} describes itself in a way that cannot be read: {e}") from None
         self._formats[node.name] = str(answer.get("format", ""))
+        self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile
+
+    @staticmethod
+    def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:
+        """What a node was started with goes before the nodes file; then the plan is not quite what the file says."""
+        for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
+            if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
+                logger.info("%s computes with %s %s: that it was started with, not %s", node.name, what, found, named)
 
     def _report(self) -> None:
         for name, client in self._clients.items():
