@@ -313,13 +313,13 @@ def test_what_could_not_be_asked() -> None:
 
 
 def test_calls_at_once() -> None:
-    assert at_once([lambda: 1, lambda: 2], 10) == [1, 2] and at_once([], 1) == []
+    assert at_once({"a": lambda: 1, "b": lambda: 2}, 10) == [1, 2] and at_once({}, 1) == []
     with pytest.raises(ZeroDivisionError):
-        at_once([lambda: 1, lambda: 1 / 0], 10)
-    with pytest.raises(ControlError, match="within 0 s"):
+        at_once({"a": lambda: 1, "b": lambda: 1 / 0}, 10)
+    with pytest.raises(ControlError, match="^b did not answer within 0 s"):
         ended = threading.Event()
         try:
-            at_once([lambda: ended.wait(20)], 0.1)
+            at_once({"a": lambda: 1, "b": lambda: ended.wait(20)}, 0.1)
         finally:
             ended.set()
 

@@ -24,8 +24,9 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
 from mdi.model.stage import Stage
+from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
 from mdi.node.options import StarterOptions
 from mdi.node.profiler import Profiler
@@ -254,6 +255,27 @@ def test_a_starter_without_memory_does_not_begin_to_load(
             alone.prepare(60)
     finally:
         alone.close()
+
+
+def test_a_starter_that_cannot_measure_itself_says_so(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profiler.profile
+
+    def fail(self: Profiler, *args: Any) -> NodeProfile:
+        if self._name == "starter":
+            raise CheckpointError("one block takes too much")
+        return profile(self, *args)
+
+    monkeypatch.setattr(Profiler, "profile", fail)
+    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError, match="^starter cannot measure itself: one"):
+        run(starter_of(nodes, tiny, tmp_path))
+
+
+def test_a_node_that_could_not_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gone = ControlClient(NodeConfig("secondary7", "127.0.0.1", 1, 2))
+    assert dismiss([gone], "a" * 16, leave=True, patient=False) == [{}]
+    assert "secondary7 could not be told to end its process: secondary7 at 127.0.0.1:1 does not answer" in caplog.text
 
 
 def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:

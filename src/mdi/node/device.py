@@ -113,14 +113,15 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(arm is not None and arm())
 
 
-def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UsageError if not even one sequence of full length fits into the memory that is left."""
+def check_room(name: str, stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
     needed = stage.run_bytes(max_length, dtype)
     available = device_free_bytes(device)
     if needed > available:
         raise UsageError(
             f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
-            f"{stage.stop}), but {available / 1e9:.1f} GB are left: ask for fewer tokens, or a smaller --sequence-length"
+            f"{stage.stop}) on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer tokens, or a "
+            "smaller --sequence-length"
         )
 
 

@@ -57,6 +57,8 @@ def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dic
         if leave or not patient:
             client.stop(run, leave, timeout_s)
     except ControlError as e:
+        if leave:
+            logger.warning("%s could not be told to end its process: %s", client.node.name, e)
         logger.debug("dismissing %s: %s", client.node.name, e)
     return measured
 

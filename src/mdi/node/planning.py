@@ -14,6 +14,7 @@ import torch
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
+from mdi.errors import CheckpointError
 from mdi.model.formats import FORMATS, check_format
 from mdi.node.device import choose_device, choose_dtype
 from mdi.node.profiler import Profiler, Subject
@@ -82,7 +83,10 @@ def profile_cluster(
     )
 
     def own() -> NodeProfile:
-        return profiler.profile(subject, BlockStore(folder), fresh)
+        try:
+            return profiler.profile(subject, BlockStore(folder), fresh)
+        except CheckpointError as e:
+            raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
     request = ProfileRequest(
         model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh, run=run

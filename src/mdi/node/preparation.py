@@ -187,7 +187,7 @@ class Preparation:
             return weights.verified_tensors(part)
 
         self.stage.load(parts, tensors, computing.device, computing.dtype, quantizer)
-        check_room(self.stage, self._max_length, computing.device, computing.kv_dtype)
+        check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
         self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)
         if options.compile:
             self.stage.compile()

@@ -14,9 +14,10 @@ from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.model.stage import Stage
+from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
-from mdi.net.ring import Seat, TcpRing, join_ring
+from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import Computing, check_room, computing_threads
 from mdi.node.holding import Holding
@@ -65,7 +66,7 @@ class Service:
         self._wait_for_parts(computing)
         max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
         stage = self._holding.stage(self._request, computing, self._job.check)
-        check_room(stage, max_length, device, kv_dtype)
+        check_room(self._name, stage, max_length, device, kv_dtype)
         stage.prepare(max_length, device, kv_dtype)
         ring, seat = self._close_ring(stage, computing)
         try:

@@ -26,8 +26,9 @@ from mdi.engine.tensors import pinned_buffer
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format
+from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener, open_socket
-from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype
 from mdi.node.farewell import dismiss, metrics_of
