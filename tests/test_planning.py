@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mdi.model.stage import Stage
 from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
 from mdi.node.options import StarterOptions
-from mdi.node.profiler import Profiler
+from mdi.node.profiler import Profiler, Subject
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
 from mdi.node.standin import standing_in
@@ -38,7 +38,7 @@ from mdi.node.survey import BROKEN_S, Survey, host_of
 from mdi.node.weights import StarterWeights
 from mdi.partition.profile import NodeProfile
 from secondaries import cluster_of, entry_of, secondaries
-from tiny_checkpoint import encode, reference, write_checkpoint
+from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
 
 GB = 1 << 30
 
@@ -189,7 +189,11 @@ def test_every_placement_runs(tiny: Path, tmp_path: Path, fixed: dict[str, float
         assert run(starter_of(nodes, tiny, tmp_path, placement=method, prefer_memory=3.0)) == [EXPECTED] * 3
 
 
-def test_what_is_given_is_not_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_is_not_measured(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     def fail(*args: Any) -> Any:
         raise AssertionError("measured")
 
@@ -212,6 +216,11 @@ def test_what_is_given_is_not_measured(tiny: Path, tmp_path: Path, monkeypatch: 
                 assert starter._weights is not None
                 found = [stop - start for start, stop in starter._weights.blocks]
                 assert counts is None or found == counts
+                told = ", ".join(
+                    f"{name} {start}-{stop - 1}"
+                    for name, (start, stop) in zip(starter.names, starter._weights.blocks, strict=True)
+                )
+                assert f"blocks {told}; nothing was measured" in caplog.messages
             finally:
                 starter.close()
         alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
@@ -322,6 +331,22 @@ def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
     names = {profile.name for profile in profiles}
     assert {(link.source, link.target) for link in links} == {(a, b) for a in names for b in names if a != b}
     assert all(0 < link.round_trip_s < 1 and link.bytes_s > 1e6 for link in links)
+
+
+def test_what_takes_long_is_told(
+    tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(mdi.node.survey, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.node.profiler, "REPORT_S", 0.0)
+    with secondaries(1, tmp_path) as nodes, standing_in(OWN_NODE) as (port, port_in):
+        survey_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
+    assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
+    config = plain(asdict(tiny_config()))
+    Profiler("starter", tmp_path, span_s=0.001).profile(
+        Subject(config, "h", torch.device("cpu"), torch.float32, None), None
+    )
+    assert "starter measures a block at 16 rows (5 of 7)" in caplog.messages
 
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:

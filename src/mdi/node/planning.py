@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,12 +151,15 @@ def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 
+def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
+    """ "starter 0-3, secondary0 4-11": who holds which, numbers inclusive as people count."""
+    pairs = zip(names, blocks, strict=True)
+    return ", ".join(f"{name} {start}-{stop - 1}" if stop > start else f"{name} none" for name, (start, stop) in pairs)
+
+
 def told(report: PlanReport) -> list[str]:
     """What is worth saying of a plan when a run begins."""
-    ranges = ", ".join(
-        f"{node.name} {node.start}-{node.stop - 1}" if node.stop > node.start else f"{node.name} none"
-        for node in report.nodes
-    )
+    ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
     lines += [f"left out: {name} ({reason})" for name, reason in report.placement.left_out]
     return lines

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mdi.partition.profile import NodeProfile
 
 FILE = "profiles.json"
 N_KEPT = 64
+REPORT_S = 2.0
 
 logger = logging.getLogger("mdi")
 
@@ -127,9 +129,15 @@ class Profiler:
             return self._key(subject) in self._kept()
 
     def _measure(self, subject: Subject) -> Speeds:
+        next_report = time.monotonic() + REPORT_S
+
         def told(what: str, done: int, total: int) -> None:
+            nonlocal next_report
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
         bench = Bench(

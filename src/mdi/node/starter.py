@@ -34,7 +34,7 @@ from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dt
 from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
-from mdi.node.planning import Model, Wishes, choose, profile_cluster
+from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
 from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample
 from mdi.node.weights import StarterWeights
@@ -151,6 +151,8 @@ class StarterNode(StatusOnly):
         method = options.placement or DEFAULT_METHOD
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
         if not self._clients or is_cut or method == "even" or not self._kind.is_placed:
+            if self._clients:
+                logger.info("blocks %s; nothing was measured", told_blocks(self.names, weights.blocks))
             return
         assert self._listener is not None and self._control is not None
         self._state = "PLANNING"

@@ -172,8 +172,12 @@ class Survey:
         else:
             pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
         links = []
-        for source, target in pairs:
+        next_report = time.monotonic() + REPORT_S
+        for i, (source, target) in enumerate(pairs):
             self._check()
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("measuring the way from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
             link = self._link(source, target)
             if link is not None:
                 links.append(link)
