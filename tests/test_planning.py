@@ -333,6 +333,18 @@ def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
     assert all(0 < link.round_trip_s < 1 and link.bytes_s > 1e6 for link in links)
 
 
+def test_nodes_of_one_machine_share_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    full = replace(OWN, shared_bytes=GB)
+    monkeypatch.setattr(ControlClient, "profile", lambda self, request: {"profile": full.to_json(), "format": "int8"})
+    with secondaries(2, tmp_path) as nodes:
+        profiles, _ = survey_of(cluster_of(nodes), own=lambda: full).run()
+    assert [profile.memory_bytes for profile in profiles] == [GB // 3] * 3
+    assert "starter, secondary0, secondary1 share the memory of their machine" in caplog.text
+
+
 def test_what_takes_long_is_told(
     tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ from mdi.config import read_json
 from mdi.errors import CheckpointError, MdiError
 from mdi.node.device import computing_threads
 from mdi.node.profiling import SPAN_S, Bench, Speeds
-from mdi.node.resources import cpu_model, device_free_bytes, n_cores, private_bytes
+from mdi.node.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
 from mdi.partition.profile import NodeProfile
 
 FILE = "profiles.json"
@@ -80,17 +80,15 @@ class Profiler:
         with self._lock:
             return self._progress
 
-    @property
-    def held_bytes(self) -> int:
+    def held_bytes_of(self, device: torch.device) -> int:
         """Memory that came to the process since it began: weights, for the most part, that make place for others."""
+        if device.type == "cuda":
+            return int(torch.cuda.memory_reserved(device))
         return max(0, private_bytes() - self._process_bytes)
 
     def available_bytes(self, device: torch.device) -> int:
         """Memory of a device for weights and caches: what is free, and what this process would let go of."""
-        free = device_free_bytes(device)
-        if device.type == "cuda":
-            return free + int(torch.cuda.memory_reserved(device))
-        return free + self.held_bytes
+        return device_free_bytes(device) + self.held_bytes_of(device)
 
     def profile(self, subject: Subject, store: BlockStore | None, fresh: bool = False) -> NodeProfile:
         """This node's profile for a subject; what was measured before is taken from the kept file.
@@ -121,6 +119,8 @@ class Profiler:
             read_bytes_s=speeds.read_bytes_s,
             block_s=speeds.block_s,
             head_s=speeds.head_s,
+            shared_bytes=machine_free_bytes(subject.device),
+            held_bytes=self.held_bytes_of(subject.device),
         )
 
     def is_kept(self, subject: Subject) -> bool:

@@ -22,6 +22,7 @@ from mdi.control.reach import Route, try_node
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.node.setup import BUSY_S, reach_node
 from mdi.partition.profile import LinkProfile, NodeProfile
+from mdi.partition.sharing import share_memory
 
 REPORT_S = 2.0
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
@@ -78,8 +79,12 @@ class Survey:
             self._in_threads({"starter": beside}, self._ask)
         finally:
             self._ended.set()
-        names = [node.name for node in self._cluster.secondaries]
-        return (starter, *(self._found[name] for name in names)), self._links()
+        found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
+        profiles = share_memory(found, [host_of(node.addr) for node in self._cluster.nodes])
+        tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
+        if tight:
+            logger.info("%s share the memory of their machine: each is counted with a part of it", ", ".join(tight))
+        return profiles, self._links()
 
     @property
     def formats(self) -> dict[str, str]:
