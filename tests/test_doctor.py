@@ -192,6 +192,13 @@ def test_a_cluster_of_one(tmp_path: Path) -> None:
     assert report.is_well and report.links == () and len(report.nodes) == 1
 
 
+def test_a_device_of_the_starter_that_is_not_there(two: list[SecondaryNode]) -> None:
+    cluster = cluster_of(two)
+    report = examine(replace(cluster, starter=replace(cluster.starter, device="cuda:9")))
+    (problem,) = report.problems
+    assert problem.node == "starter" and "has no device cuda:9, as the nodes file says, only cpu" in problem.what
+
+
 def test_a_node_that_is_not_there(two: list[SecondaryNode]) -> None:
     cluster = cluster_of(two)
     ports = free_ports(2)

@@ -17,9 +17,9 @@ from mdi.control.client import PROBE_ANSWER_S, ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
 from mdi.errors import ControlError, UsageError
-from mdi.node.device import devices
+from mdi.node.device import choose_device, devices
 from mdi.node.diagnosis import LinkFinding, NodeFinding, Problem, Report
-from mdi.node.resources import free_memory_bytes
+from mdi.node.resources import device_free_bytes, free_memory_bytes
 from mdi.node.standin import standing_in
 
 NOTHING = Route(UNTRIED, UNTRIED)
@@ -54,12 +54,16 @@ def examine(
 
 
 def _starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path | None) -> NodeFinding:
+    try:
+        free = device_free_bytes(choose_device(node.device))
+    except UsageError:  # a device that is not here is told of with the devices that are
+        free = free_memory_bytes()
     status = {
         "name": node.name,
         "state": "IDLE",
         "version": mdi.__version__,
         "control_version": CONTROL_VERSION,
-        "memory": {"available_bytes": free_memory_bytes()},
+        "memory": {"available_bytes": free},
         "devices": devices(),
         "disk_free_bytes": BlockStore(cache_dir or Path.cwd()).free_bytes(),
     }
