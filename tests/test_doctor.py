@@ -266,12 +266,18 @@ def test_what_a_node_says_of_itself() -> None:
         ("has no device cuda:1, as the nodes file says, only cpu, cuda:0", replace(NODE, device="cuda:1"), {}),
         ("has no device mps", replace(NODE, device="mps"), {}),
         ("device cpu, but the nodes file here says cuda", replace(NODE, device="cuda"), {"own": {"device": "cpu"}}),
+        (
+            "device cuda:1, but the nodes file here says cuda",
+            replace(NODE, device="cuda"),
+            {"own": {"device": "cuda:1"}},
+        ),
         ("threads 2, but the nodes file here says 4", replace(NODE, threads=4), {"own": {"threads": 2}}),
     ):
         (problem,) = report_of(node, devices=["cpu", "cuda:0"], **changes)
         assert words in problem.what and problem.advice
     fine = replace(NODE, device="cuda", threads=4)
     assert report_of(fine, devices=["cpu", "cuda:0"], own={"device": None, "threads": 4}) == []
+    assert report_of(fine, devices=["cpu", "cuda:0"], own={"device": "cuda:0"}) == []
     assert report_of(replace(NODE, device="auto"), devices="none", own=7) == []
     (problem,) = report_of(needed=5 << 30, disk_free_bytes=9 << 30)
     assert "4.3 GB of memory free, but 5.4 GB of weights" in problem.what

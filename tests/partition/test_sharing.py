@@ -22,6 +22,7 @@ NODE = NodeProfile("x", "cpu", 1.0, 8 * GB, GB, 0.0, 1e9, (), (), 0, (), 8 * GB)
         ([{}, {}], "aa", [4, 4]),
         ([{}, {}, {}, {}], "abab", [4, 4, 4, 4]),
         ([{}, {"device": "cuda:0"}], "aa", [8, 8]),
+        ([{"device": "cuda"}, {"device": "cuda:0"}], "aa", [4, 4]),
         ([{"memory_bytes": 2 * GB}, {"memory_bytes": 6 * GB}], "aa", [2, 6]),  # by the limits of their groups
         ([{"memory_bytes": 2 * GB}, {}], "aa", [1.6, 6.4]),
         ([{"process_bytes": GB, "memory_bytes": 9 * GB}, {}], "aa", [5, 4]),  # the process is there already

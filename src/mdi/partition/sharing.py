@@ -20,7 +20,8 @@ def share_memory(nodes: Sequence[NodeProfile], hosts: Sequence[str]) -> tuple[No
     groups: dict[tuple[str, str], list[int]] = {}
     for i, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
         if node.shared_bytes:
-            groups.setdefault((host, node.device), []).append(i)
+            device = "cuda:0" if node.device == "cuda" else node.device
+            groups.setdefault((host, device), []).append(i)
     shared = list(nodes)
     for group in groups.values():
         free = min(nodes[i].shared_bytes for i in group)
