@@ -172,7 +172,7 @@ class Holding:
             )
 
     def stage(self, request: InitRequest, computing: Computing, check: Callable[[], None]) -> Stage:
-        """The stage of a run; the one in memory, if it is the same."""
+        """The stage of a run; the one in memory, if it is the same. `check` is called before each part."""
         device, dtype, quantize = computing.device, computing.dtype, computing.quantize
         compiled = self._compile or request.compile
         shas = {part.name: part.sha256 for part in request.parts}

@@ -30,6 +30,7 @@ class Job:
         state: LOADING, READY (everything is here, the ring is open) or RUNNING.
         missing: parts that the starter has to send, by sha256; None until that is known.
         failure: what went wrong while they came.
+        is_loading, n_loaded: whether the stage is being loaded, and parts that it has taken in, of those in the request.
         report_caches: while READY, tells how much cache this node can hold.
         metrics: what was measured, once the run is over.
     """
@@ -42,6 +43,8 @@ class Job:
         self.failure: MdiError | None = None
         self.total_bytes = 0
         self.received_bytes = 0
+        self.is_loading = False
+        self.n_loaded = 0
         self.report_caches: Callable[[], CacheReport] | None = None
         self.metrics: dict[str, Any] | None = None
         self.changed = threading.Condition()
@@ -55,6 +58,13 @@ class Job:
     @property
     def run(self) -> str:
         return self.request.epoch
+
+    @property
+    def loading(self) -> dict[str, int] | None:
+        """How far the stage is, while it is built."""
+        if self.state != "LOADING" or not self.is_loading:
+            return None
+        return {"done": self.n_loaded, "total": len(self.request.parts)}
 
     @property
     def is_running(self) -> bool:

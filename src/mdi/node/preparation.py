@@ -23,7 +23,7 @@ from mdi.node.kind import ModelKind
 from mdi.node.memory import report_caches, share_out
 from mdi.node.options import StarterOptions
 from mdi.node.resources import device_free_bytes
-from mdi.node.setup import SecondarySetup
+from mdi.node.setup import REPORT_S, SecondarySetup
 from mdi.node.weights import StarterWeights
 from mdi.partition.placement import size
 
@@ -182,8 +182,17 @@ class Preparation:
         quantizer = Quantizer(computing.quantize, options.quantize_head or weights.quantize_head)
         parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
 
+        begin = last_report = time.monotonic()
+
         def tensors(part: str) -> Mapping[str, torch.Tensor]:
+            nonlocal last_report
             check()
+            if time.monotonic() - last_report > REPORT_S:
+                last_report = time.monotonic()
+                name, done = self._cluster.starter.name, parts.index(part)
+                logger.info(
+                    "%s loads its weights: %d of %d parts (%.0f s)", name, done, len(parts), last_report - begin
+                )
             return weights.verified_tensors(part)
 
         self.stage.load(parts, tensors, computing.device, computing.dtype, quantizer)

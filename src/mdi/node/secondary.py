@@ -182,6 +182,7 @@ class SecondaryNode:
             "clock_s": time.time(),
             "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
+            "loading": job.loading if job else None,
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and known else None,
             "metrics": known.metrics if known else None,

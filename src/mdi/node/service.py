@@ -65,7 +65,7 @@ class Service:
         computing = self._job.computing
         self._wait_for_parts(computing)
         max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
-        stage = self._holding.stage(self._request, computing, self._job.check)
+        stage = self._holding.stage(self._request, computing, self._next_part)
         check_room(self._name, stage, max_length, device, kv_dtype)
         stage.prepare(max_length, device, kv_dtype)
         ring, seat = self._close_ring(stage, computing)
@@ -99,6 +99,14 @@ class Service:
             if time.monotonic() > next_report:
                 next_report += 2
                 logger.info("%s: %.1f of %.1f MB", self._name, job.received_bytes / 1e6, job.total_bytes / 1e6)
+
+    def _next_part(self) -> None:
+        """Called before each part that is loaded: those before it are in."""
+        job = self._job
+        job.check()
+        if job.is_loading:
+            job.n_loaded += 1
+        job.is_loading = True
 
     def _close_ring(self, stage: Stage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""

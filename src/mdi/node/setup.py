@@ -112,7 +112,11 @@ class SecondarySetup:
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
+        next_report = time.monotonic() + REPORT_S
         while (missing := self._loading_status().get("missing")) is None:
+            if time.monotonic() > next_report:
+                next_report += REPORT_S
+                logger.info("%s looks through the weights that it has", self.name)
             self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
         try:
@@ -185,12 +189,14 @@ class SecondarySetup:
                 return self._fail(e)
             if time.monotonic() - last_report > REPORT_S:
                 last_report = time.monotonic()
-                self._report(status.get("progress"))
+                self._report(status)
             self._cancelled.wait(1.0)
 
-    def _report(self, progress: Any) -> None:
+    def _report(self, status: dict[str, Any]) -> None:
         """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
-        ours = self._progress
+        ours, progress, loading = self._progress, status.get("progress"), status.get("loading")
+        if status["state"] == "LOADING" and isinstance(loading, dict):
+            logger.info("%s loads its weights: %s of %s parts", self.name, loading.get("done"), loading.get("total"))
         n_bytes = progress.get("bytes") if isinstance(progress, dict) else None
         if ours is not None and isinstance(n_bytes, int):
             ours.update(n_bytes, time.monotonic())
