@@ -108,7 +108,8 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
     from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
     from mdi.node.device import set_threads
-    from mdi.node.starter import StarterNode, StarterOptions
+    from mdi.node.options import StarterOptions
+    from mdi.node.starter import StarterNode
 
     set_threads(1)
     cluster = load_cluster(nodes)

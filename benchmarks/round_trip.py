@@ -71,8 +71,8 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
+    from mdi.net.handshake import join_ring
     from mdi.net.link import read_frame, send_frame, tune
-    from mdi.net.ring import join_ring
     from mdi.net.wire import Limits
     from mdi.node.device import set_threads
 
@@ -118,8 +118,8 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
+    from mdi.net.handshake import close_starter_ring
     from mdi.net.link import read_frame, send_frame, tune
-    from mdi.net.ring import close_starter_ring
     from mdi.net.wire import Limits, Slice
     from mdi.node.device import set_threads
 

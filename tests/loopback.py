@@ -21,9 +21,10 @@ from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.model.stage import Stage, StarterStage
+from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
-from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring, join_ring
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from mdi.node.secondary import SecondaryNode
 def secondary(index: int, cache_dir: Path, **options: Any) -> Iterator[SecondaryNode]:
     """One that waits for its starter on free ports of loopback."""
     config = NodeConfig(f"secondary{index}", "127.0.0.1", 0, 0)
-    node = SecondaryNode(config, options.pop("weights", None), cache_dir, device="cpu", **options)
+    node = SecondaryNode(config, options.pop("weights", None), cache_dir, **{"device": "cpu", **options})
     thread = threading.Thread(target=node.run, name=f"secondary{index}")
     try:
         node.open()

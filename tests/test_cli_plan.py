@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from families import config_of
 from mdi.cli import launch
+from mdi.errors import UsageError
 from mdi.partition.example import boards
 
 
@@ -62,6 +64,22 @@ def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixtu
     assert launch("plan", [*flags, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["missing"][0]["bytes"] > 10**10 and "does not fit" in data["error"]
+
+
+def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr("mdi.node.device.set_threads", lambda *args: used.append(args))
+    monkeypatch.setattr("mdi.node.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device))
+
+    def enough(*args: Any) -> Any:
+        raise UsageError("enough")
+
+    monkeypatch.setattr("mdi.cli_plan.plan_on", enough)
+    path = tmp_path / "nodes.json"
+    entry = {"addr": "127.0.0.1", "communication": {"port": 1}, "inference": {"port_in": 2}}
+    path.write_text(json.dumps({"nodes": {"starter": {**entry, "threads": 2, "cores": "0,3", "device": "cpu"}}}))
+    assert launch("plan", ["--nodes-config", str(path), "--config", "pythia-14m"]) == 2
+    assert used == [(2, (0, 3)), "cpu"]
 
 
 @pytest.mark.parametrize(

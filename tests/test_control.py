@@ -21,10 +21,11 @@ from mdi.config import NodeConfig
 from mdi.control import client as client_module
 from mdi.control import server as server_module
 from mdi.control.client import ControlClient
-from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
-from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.errors import CheckpointError, ControlError, RingError, UsageError
 from mdi.node.kind import ModelKind
+from mdi.node.setup import reach_node
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
@@ -338,7 +339,37 @@ def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer])
 
 
 FIELDS = sorted(REQUEST.to_json())
-OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames"}
+OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads"}
+
+
+# What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
+FIELDS_OF_VERSION = {
+    2: (
+        "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype max_length model "
+        "n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads wire_dtype",
+        "config config_hash device dtype fresh quantize run stored_dtype threads",
+    )
+}
+
+
+def test_other_fields_are_another_version() -> None:
+    init, profile = FIELDS_OF_VERSION[CONTROL_VERSION]
+    assert (FIELDS, sorted(ProfileRequest({}, "", "").to_json())) == (init.split(), profile.split())
+
+
+def test_a_node_of_another_version_is_told_before_anything_else(
+    node: FakeNode, url: str, client: ControlClient
+) -> None:
+    """The starter finds out by the status; a node, whose starter does not look, by the request."""
+    body = {"control_version": CONTROL_VERSION + 1, "new": "a field that only the next version knows"}
+    status, error = refused(send("POST", url + "/init", json=body))
+    assert status == 409 and f"this node version {CONTROL_VERSION}: install the same version" in error
+    node.status = lambda run: {"state": "IDLE", "version": "9.9", "control_version": 1}  # type: ignore[method-assign]
+    with pytest.raises(
+        RingError, match=r"secondary0 at .* runs version 9\.9 .*protocol 1\), this machine .*install the same"
+    ):
+        reach_node(client, 0.0, threading.Event())
+    del node.status  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("key", [key for key in FIELDS if key not in OPTIONAL | {"control_version"}])
@@ -384,7 +415,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, "field 'parts': expected objects"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "field 'sha256': expected 64 hex digits"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "field 'n_bytes': 0 is not from"),
-        ({"control_version": 2}, "the starter speaks version 2 of the control protocol, this node version 1"),
+        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 2"),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_node_is_asked_for_its_way_to_another(two: list[SecondaryNode]) -> Non
 
 
 def test_a_node_in_a_run_measures_nothing(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two[0], "_ring", object())
+    monkeypatch.setattr(two[0], "_job", SimpleNamespace(is_running=True, state="RUNNING"))
     client = ControlClient(entry_of(two[0]))
     for ask in (lambda: client.probe(request_of(entry_of(two[1]))), lambda: client.echo(10, 5)):
         with pytest.raises(ControlError, match="busy with another run") as caught:
@@ -189,6 +190,13 @@ def test_a_cluster_that_is_well(two: list[SecondaryNode], tmp_path: Path) -> Non
 def test_a_cluster_of_one(tmp_path: Path) -> None:
     report = examine(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), cache_dir=tmp_path)
     assert report.is_well and report.links == () and len(report.nodes) == 1
+
+
+def test_a_device_of_the_starter_that_is_not_there(two: list[SecondaryNode]) -> None:
+    cluster = cluster_of(two)
+    report = examine(replace(cluster, starter=replace(cluster.starter, device="cuda:9")))
+    (problem,) = report.problems
+    assert problem.node == "starter" and "has no device cuda:9, as the nodes file says, only cpu" in problem.what
 
 
 def test_a_node_that_is_not_there(two: list[SecondaryNode]) -> None:
@@ -254,6 +262,23 @@ def test_what_a_node_says_of_itself() -> None:
     ):
         (problem,) = report_of(**changes)
         assert words in problem.what and problem.advice and problem.node == "secondary0"
+    for words, node, changes in (
+        ("has no device cuda:1, as the nodes file says, only cpu, cuda:0", replace(NODE, device="cuda:1"), {}),
+        ("has no device mps", replace(NODE, device="mps"), {}),
+        ("device cpu, but the nodes file here says cuda", replace(NODE, device="cuda"), {"own": {"device": "cpu"}}),
+        (
+            "device cuda:1, but the nodes file here says cuda",
+            replace(NODE, device="cuda"),
+            {"own": {"device": "cuda:1"}},
+        ),
+        ("threads 2, but the nodes file here says 4", replace(NODE, threads=4), {"own": {"threads": 2}}),
+    ):
+        (problem,) = report_of(node, devices=["cpu", "cuda:0"], **changes)
+        assert words in problem.what and problem.advice
+    fine = replace(NODE, device="cuda", threads=4)
+    assert report_of(fine, devices=["cpu", "cuda:0"], own={"device": None, "threads": 4}) == []
+    assert report_of(fine, devices=["cpu", "cuda:0"], own={"device": "cuda:0"}) == []
+    assert report_of(replace(NODE, device="auto"), devices="none", own=7) == []
     (problem,) = report_of(needed=5 << 30, disk_free_bytes=9 << 30)
     assert "4.3 GB of memory free, but 5.4 GB of weights" in problem.what
     assert report_of(needed=3 << 30) == []
@@ -301,13 +326,13 @@ def test_what_could_not_be_asked() -> None:
 
 
 def test_calls_at_once() -> None:
-    assert at_once([lambda: 1, lambda: 2], 10) == [1, 2] and at_once([], 1) == []
+    assert at_once({"a": lambda: 1, "b": lambda: 2}, 10) == [1, 2] and at_once({}, 1) == []
     with pytest.raises(ZeroDivisionError):
-        at_once([lambda: 1, lambda: 1 / 0], 10)
-    with pytest.raises(ControlError, match="within 0 s"):
+        at_once({"a": lambda: 1, "b": lambda: 1 / 0}, 10)
+    with pytest.raises(ControlError, match="^b did not answer within 0 s"):
         ended = threading.Event()
         try:
-            at_once([lambda: ended.wait(20)], 0.1)
+            at_once({"a": lambda: 1, "b": lambda: ended.wait(20)}, 0.1)
         finally:
             ended.set()
 

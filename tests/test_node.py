@@ -19,7 +19,6 @@ import torch
 import mdi.net.link
 import mdi.node.job
 import mdi.node.kind
-import mdi.node.secondary
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.config import ClusterConfig, NodeConfig
@@ -28,12 +27,14 @@ from mdi.display import WIDTH, Stream
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.model.stage import Stage
-from mdi.node.device import choose_device, choose_dtype
+from mdi.node.device import check_room, choose_device, choose_dtype
 from mdi.node.local import LocalRing, available_cores, free_ports
+from mdi.node.options import StarterOptions
+from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from mdi.node.weights import StarterWeights
-from tiny_checkpoint import encode, reference, write_checkpoint
+from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -168,6 +169,13 @@ def test_choose_device() -> None:
                 choose_device(wrong)
 
 
+def test_a_sequence_for_which_a_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.node.device.device_free_bytes", lambda device: 1000)
+    stage = Stage(tiny_config(), 1, 3)
+    with pytest.raises(UsageError, match=r"blocks \[1, 3\) on secondary4, but 0\.0 GB are left there"):
+        check_room("secondary4", stage, 64, CPU, torch.float32)
+
+
 def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype in (
         ("float32", torch.float32),
@@ -196,6 +204,9 @@ def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         (-1, None, None, "--nodes"),
         (2, "cpu", None, "1 devices for 2"),
         (2, None, 0, "--threads"),
+        (2, "cpu,", None, "--devices 'cpu,': entry 2 is empty; name a device for each of the 2 nodes"),
+        (1, "", None, "entry 1 is empty"),
+        (3, "cpu, ,cpu", None, "entry 2 is empty"),
     ],
 )
 def test_local_ring_arguments(n_nodes: int, devices: str | None, n_threads: int | None, words: str) -> None:
@@ -383,7 +394,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     starter.close()
     assert "out of something" in wait_state(secondary, "IDLE")["error"]
     monkeypatch.undo()
-    secondary._stage = secondary._stage_key = None
+    secondary._holding.drop_stage()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None
@@ -393,9 +404,9 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
     def load(self: Stage, *args: Any) -> None:
         raise MemoryError("no more of it")
 
-    monkeypatch.setattr(mdi.node.secondary.Stage, "load", load)
+    monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
-    monkeypatch.setattr(StarterNode, "_load_stage", lambda self, check: None)
+    monkeypatch.setattr(Preparation, "_load_stage", lambda self, check: None)
     with pytest.raises(MdiError, match="secondary0 could not get ready: MemoryError: no more of it"):
         generate(starter)
     starter.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mdi.node.kind
 import mdi.node.profiler
 import mdi.node.setup
 import mdi.node.survey
@@ -22,18 +24,21 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.model.stage import Stage
+from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
-from mdi.node.profiler import Profiler
+from mdi.node.options import StarterOptions
+from mdi.node.profiler import Profiler, Subject
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
 from mdi.node.standin import standing_in
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from mdi.node.survey import BROKEN_S, Survey, host_of
 from mdi.node.weights import StarterWeights
 from mdi.partition.profile import NodeProfile
 from secondaries import cluster_of, entry_of, secondaries
-from tiny_checkpoint import encode, reference, write_checkpoint
+from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
 
 GB = 1 << 30
 
@@ -122,6 +127,54 @@ def test_a_node_that_only_slows_the_ring_down_is_left_out(
     assert "left out: secondary0" in caplog.text and "placement throughput: blocks starter" in caplog.text
 
 
+@pytest.mark.parametrize("slow", [["secondary0"], ["secondary0", "secondary1"]], ids=["one", "all"])
+def test_nodes_that_were_left_out_are_ended_as_well(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], slow: list[str]
+) -> None:
+    fixed.update(dict.fromkeys(fixed, 20.0) | dict.fromkeys(slow, 5000.0))
+    with secondaries(2, tmp_path) as nodes:
+        starter = starter_of(nodes, tiny, tmp_path)
+        try:
+            starter.open()
+            starter.place(3, 60)
+            assert set(starter.names) == {"starter", "secondary0", "secondary1"} - set(slow)
+            starter.prepare(60)
+            starter.start()
+            starter.end(leave=True)
+        finally:
+            starter.close()
+        assert all(node._leave for node in nodes)
+
+
+def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
+    """Device and threads of the nodes file, where the node itself was told nothing."""
+    fixed.update(starter=5000.0)
+    seen: list[tuple[str, Any, int]] = []
+
+    class Watched(Stage):
+        def prepare(self, max_length: int, device: Any, dtype: Any) -> None:
+            seen.append((threading.current_thread().name, str(device), torch.get_num_threads()))
+            super().prepare(max_length, device, dtype)
+
+    with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mdi.node.kind, "Stage", Watched)
+        entries = tuple(entry_of(node, device="cpu", threads=n) for n, node in enumerate(nodes, 1))
+        starter = StarterNode(
+            ClusterConfig(OWN_NODE, entries),
+            StarterOptions(ckpt=tiny, prompt_style="none", device="cpu", layers="1,2,2"),
+        )
+        assert run(starter) == [EXPECTED] * 3
+        asked: list[ProfileRequest] = []
+        profile = ControlClient.profile
+        patch.setattr(
+            ControlClient, "profile", lambda self, request: (asked.append(request), profile(self, request))[1]
+        )
+        options = {"ckpt": tiny, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter"}
+        assert run(StarterNode(ClusterConfig(OWN_NODE, entries), StarterOptions(**options))) == [EXPECTED] * 3
+    assert set(seen[:2]) == {("secondary0", "cpu", 1), ("secondary1", "cpu", 2)}
+    assert [(request.device, request.threads) for request in asked] == [("cpu", 1), ("cpu", 2)]
+
+
 def test_all_secondaries_may_be_left_out(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
     fixed.update(starter=1.0, secondary0=5000.0, secondary1=5000.0)
     with secondaries(2, tmp_path) as nodes:
@@ -136,7 +189,11 @@ def test_every_placement_runs(tiny: Path, tmp_path: Path, fixed: dict[str, float
         assert run(starter_of(nodes, tiny, tmp_path, placement=method, prefer_memory=3.0)) == [EXPECTED] * 3
 
 
-def test_what_is_given_is_not_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_is_not_measured(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     def fail(*args: Any) -> Any:
         raise AssertionError("measured")
 
@@ -159,6 +216,11 @@ def test_what_is_given_is_not_measured(tiny: Path, tmp_path: Path, monkeypatch: 
                 assert starter._weights is not None
                 found = [stop - start for start, stop in starter._weights.blocks]
                 assert counts is None or found == counts
+                told = ", ".join(
+                    f"{name} {start}-{stop - 1}"
+                    for name, (start, stop) in zip(starter.names, starter._weights.blocks, strict=True)
+                )
+                assert f"blocks {told}; nothing was measured" in caplog.messages
             finally:
                 starter.close()
         alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
@@ -182,7 +244,7 @@ def test_a_placement_that_is_asked_for_goes_before_chunks(tmp_path: Path, fixed:
 def test_what_cannot_fit_is_refused_before_anything_is_sent(
     tiny: Path, tmp_path: Path, fixed: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Profiler, "available_bytes", lambda self: 100_000)
+    monkeypatch.setattr(Profiler, "available_bytes", lambda self, device: 100_000)
     with secondaries(2, tmp_path) as nodes:
         starter = starter_of(nodes, tiny, tmp_path)
         with pytest.raises(PlacementError, match="does not fit"):
@@ -194,7 +256,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
 def test_a_starter_without_memory_does_not_begin_to_load(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mdi.node.starter.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.node.preparation.device_free_bytes", lambda device: 1000)
     alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
     try:
         alone.open()
@@ -202,6 +264,27 @@ def test_a_starter_without_memory_does_not_begin_to_load(
             alone.prepare(60)
     finally:
         alone.close()
+
+
+def test_a_starter_that_cannot_measure_itself_says_so(
+    tiny: Path, tmp_path: Path, fixed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profiler.profile
+
+    def fail(self: Profiler, *args: Any) -> NodeProfile:
+        if self._name == "starter":
+            raise CheckpointError("one block takes too much")
+        return profile(self, *args)
+
+    monkeypatch.setattr(Profiler, "profile", fail)
+    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError, match="^starter cannot measure itself: one"):
+        run(starter_of(nodes, tiny, tmp_path))
+
+
+def test_a_node_that_could_not_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gone = ControlClient(NodeConfig("secondary7", "127.0.0.1", 1, 2))
+    assert dismiss([gone], "a" * 16, leave=True, patient=False) == [{}]
+    assert "secondary7 could not be told to end its process: secondary7 at 127.0.0.1:1 does not answer" in caplog.text
 
 
 def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:
@@ -248,6 +331,34 @@ def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
     names = {profile.name for profile in profiles}
     assert {(link.source, link.target) for link in links} == {(a, b) for a in names for b in names if a != b}
     assert all(0 < link.round_trip_s < 1 and link.bytes_s > 1e6 for link in links)
+
+
+def test_nodes_of_one_machine_share_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    full = replace(OWN, shared_bytes=GB)
+    monkeypatch.setattr(ControlClient, "profile", lambda self, request: {"profile": full.to_json(), "format": "int8"})
+    with secondaries(2, tmp_path) as nodes:
+        profiles, _ = survey_of(cluster_of(nodes), own=lambda: full).run()
+    assert [profile.memory_bytes for profile in profiles] == [GB // 3] * 3
+    assert "starter, secondary0, secondary1 share the memory of their machine" in caplog.text
+
+
+def test_what_takes_long_is_told(
+    tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(mdi.node.survey, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.node.profiler, "REPORT_S", 0.0)
+    with secondaries(1, tmp_path) as nodes, standing_in(OWN_NODE) as (port, port_in):
+        survey_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
+    assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
+    config = plain(asdict(tiny_config()))
+    Profiler("starter", tmp_path, span_s=0.001).profile(
+        Subject(config, "h", torch.device("cpu"), torch.float32, None), None
+    )
+    assert "starter measures a block at 16 rows (5 of 7)" in caplog.messages
 
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:

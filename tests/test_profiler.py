@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +28,11 @@ from tiny_checkpoint import plain, tiny_config
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
-SUBJECT = Subject(CONFIG, "h" * 64, torch.float32, None)
+SUBJECT = Subject(CONFIG, "h" * 64, CPU, torch.float32, None)
 
 
 def profiler(folder: Path) -> Profiler:
-    return Profiler("secondary0", CPU, folder, span_s=0.01)
+    return Profiler("secondary0", folder, span_s=0.01)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "fp16"])
@@ -131,6 +132,13 @@ def node(tmp_path: Path) -> Iterator[SecondaryNode]:
 REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
 
 
+def init_request(**changes: Any) -> InitRequest:
+    return InitRequest(
+        "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
+        (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10, **changes,
+    )  # fmt: skip
+
+
 def test_a_secondary_is_asked(node: SecondaryNode) -> None:
     client = ControlClient(entry_of(node))
     answer = client.profile(REQUEST)
@@ -148,6 +156,55 @@ def test_a_nodes_own_format_goes_first(tmp_path: Path) -> None:
     with secondary(0, tmp_path / "cache", quantize="int8") as node:
         node._profiler._span_s = 0.01
         assert ControlClient(entry_of(node)).profile(replace(REQUEST, dtype="bfloat16"))["format"] == "int8"
+
+
+def test_a_starter_names_device_and_threads(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node of these tests was started with a device, so that only its threads are left to the starter."""
+    used: list[int] = []
+    run = Bench.run
+    monkeypatch.setattr(Bench, "run", lambda self, *args: (used.append(torch.get_num_threads()), run(self, *args))[1])
+    client, before = ControlClient(entry_of(node)), torch.get_num_threads()
+    answers = [client.profile(replace(REQUEST, threads=n, device="cuda:7")) for n in (1, 2, 1, None)]
+    assert [answer["profile"]["device"] for answer in answers] == ["cpu"] * 4, "its own goes first"
+    assert [answer["threads"] for answer in answers] == [1, 2, 1, before]
+    assert [answer["kept"] for answer in answers] == [False, False, True, before in (1, 2)], (
+        "each is a profile of its own"
+    )
+    assert used == [1, 2, *([before] if before > 2 else [])] and torch.get_num_threads() == before
+
+
+def test_a_node_that_was_told_nothing_takes_what_the_starter_names(tmp_path: Path) -> None:
+    with secondary(0, tmp_path / "a", device=None) as free, secondary(1, tmp_path / "b", threads=3) as set_:
+        free._profiler._span_s = set_._profiler._span_s = 0.01
+        client = ControlClient(entry_of(free))
+        assert client.profile(replace(REQUEST, device="cpu"))["profile"]["device"] == "cpu"
+        with pytest.raises(
+            ControlError, match="secondary0 at .*: device 'cuda:99': this machine has .* CUDA devices"
+        ) as e:
+            client.profile(replace(REQUEST, device="cuda:99"))
+        assert e.value.status == 400
+        with pytest.raises(ControlError, match="unknown device 'banana'"):
+            client.init(init_request(device="banana"))
+        assert ControlClient(entry_of(set_)).profile(replace(REQUEST, threads=1))["threads"] == torch.get_num_threads()
+        assert free.status(None)["own"] == {"device": None, "threads": None} and "cpu" in free.status(None)["devices"]
+        assert set_.status(None)["own"] == {"device": "cpu", "threads": 3}
+
+
+def test_only_who_had_it_measured_for_a_run_can_end_it(node: SecondaryNode) -> None:
+    """As a starter does with --stop-nodes, whose placement left the node out."""
+    client = ControlClient(entry_of(node))
+    client.profile(replace(REQUEST, run="a" * 16))
+    with pytest.raises(ControlError, match="takes part in no such run"):
+        client.stop("b" * 16, leave=True)
+    client.init(init_request())
+    with pytest.raises(ControlError, match="takes part in no such run"):
+        client.stop("a" * 16, leave=True)  # it is another starter's now
+    client.stop("0" * 16)
+    while client.status()["state"] != "IDLE":
+        threading.Event().wait(0.01)
+    assert not node._leave
+    client.stop("a" * 16, leave=True)
+    assert node._leave
 
 
 def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +234,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
         with pytest.raises(ControlError, match="busy measuring itself"):
             client.profile(REQUEST)
         with pytest.raises(ControlError, match="busy measuring itself"):
-            client.init(
-                InitRequest(
-                    "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
-                    (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10,
-                )
-            )  # fmt: skip
+            client.init(init_request())
     finally:
         go_on.set()
         thread.join(30)
@@ -194,7 +246,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
 
 
 def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_job", object())
+    monkeypatch.setattr(node, "_job", SimpleNamespace(state="RUNNING"))
     with pytest.raises(ControlError, match="busy with another run"):
         ControlClient(entry_of(node)).profile(REQUEST)
     monkeypatch.undo()

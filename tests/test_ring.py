@@ -7,6 +7,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,12 +15,14 @@ import pytest
 
 from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, seats_of
 from mdi.errors import NodeLostError, RingError
+from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net import ring as ring_module
+from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
-from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring, join_ring
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice, encode_head
 
 EPOCH = 11
@@ -33,6 +36,13 @@ def received(ring: TcpRing) -> Frame:
     frame = ring.recv(DEADLINE_S)
     assert frame is not None
     return frame
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
 
 
 def loss(ring: TcpRing) -> RingError:
@@ -55,7 +65,8 @@ def test_frames_go_round_in_order() -> None:
                 ring.release(frame)
             frame = received(n.rings[0])
             assert (frame.number, bytes(frame.payload)) == (number, bytes(range(16)))
-        assert [ring.n_frames for ring in n.rings] == [20] * 4
+        # A frame is counted once it is out, which may be after its receiver has it.
+        eventually(lambda: [ring.n_frames for ring in n.rings] == [20] * 4)
         assert all(ring.bytes_sent >= 20 * (52 + 20 + 16) for ring in n.rings)
 
 
@@ -311,12 +322,13 @@ def wait_for_the_end(sock: socket.socket) -> None:
 
 
 BAD_NEIGHBOURS: list[tuple[Callable[[socket.socket], object], str]] = [
-    (refuse, "no, thank you"),
+    (refuse, " says: no, thank you"),
     (lambda sock: read_frame(sock, HANDSHAKE_LIMITS), "closed the connection in the handshake"),
     (die, "broke off the handshake"),
     (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), "broke off the handshake: not a frame of MDI-LLM"),
     (answer_with(batch(EPOCH)), "broke off the handshake"),
-    (answer_with(Frame(Kind.PING, EPOCH)), "answered with a PING frame"),
+    (answer_with(Frame(Kind.PING, EPOCH + 1)), "answered with a PING frame"),
+    (answer_with(Frame(Kind.PING, EPOCH)), "closed the connection in the handshake"),
     (answer_with(Frame.message(Kind.HELLO, EPOCH + 1, b"{}")), "answered with a HELLO frame"),
 ]
 
@@ -354,8 +366,61 @@ def test_a_next_node_that_stays_silent_is_named() -> None:
         assert error.node == "secondary0" and "did not answer within" in str(error)
 
 
+@contextlib.contextmanager
+def ring_up_to(behave: Callable[[socket.socket], object]) -> Iterator[Starting]:
+    """A starter, a secondary, and a second one that does as it is told when it has been called."""
+    middle = listener("secondary0")
+    try:
+        with fake_node(behave) as port:
+            joining = Joining(middle, seats_of([free_port(), middle.port, port], EPOCH)[1])
+            try:
+                with starting([middle.port, port]) as starter:  # not before it is expected
+                    yield starter
+            finally:
+                joining.join()
+    finally:
+        middle.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_module, "SILENCE_S", 3.0)
+    monkeypatch.setattr(handshake_module, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(handshake_module, "REPORT_S", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_node_that_is_frozen_is_named_long_before_an_answer_is_due(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel has taken the connection for it; the node before it is alive, and waits as long as the starter does."""
+    caplog.set_level("INFO")
+    with ring_up_to(wait_for_the_end) as starter:
+        error = starter.error()
+        assert error.node == "secondary1"
+        assert str(error) == (
+            "secondary1 is frozen or cut off: nothing was heard of it for 3 s while the ring was closed"
+        )
+    assert "starter waits for secondary0 to join the ring (up to 60 s)" in caplog.text
+    assert "secondary0 waits for secondary1 to join the ring" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_node_that_takes_its_time_is_not_frozen() -> None:
+    """It gives signs of life for longer than the silence after which it would be taken for frozen, and then says no."""
+
+    def dither(sock: socket.socket) -> None:
+        frame = read_frame(sock, HANDSHAKE_LIMITS)
+        assert frame is not None
+        for _ in range(100):
+            threading.Event().wait(0.05)
+            send_frame(sock, Frame(Kind.PING, frame.epoch))
+        send_frame(sock, Frame.message(Kind.ERROR, frame.epoch, Fault("", "not today", "secondary1").to_bytes()))
+
+    with ring_up_to(dither) as starter:
+        assert str(starter.error()) == "secondary1 says: not today"
+
+
 def test_a_last_node_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "CONNECT_S", 0.2)
+    monkeypatch.setattr(handshake_module, "CONNECT_S", 0.2)
 
     def lie(sock: socket.socket) -> None:
         frame = read_frame(sock, HANDSHAKE_LIMITS)

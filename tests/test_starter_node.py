@@ -14,11 +14,14 @@ import torch
 
 import mdi.node.job
 import mdi.node.kind
+import mdi.node.preparation
 import mdi.node.resources
-import mdi.node.secondary
+import mdi.node.setup
 from mdi.cli import launch
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.model.stage import Stage
+from mdi.node.holding import Holding
+from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
@@ -30,15 +33,48 @@ Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
     monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
-    load = StarterNode._load_stage
+    load = Preparation._load_stage
 
-    def load_late(self: StarterNode, check: Callable[[], None]) -> None:
+    def load_late(self: Preparation, check: Callable[[], None]) -> None:
         threading.Event().wait(6.0)
         load(self, check)
 
-    monkeypatch.setattr(StarterNode, "_load_stage", load_late)
+    monkeypatch.setattr(Preparation, "_load_stage", load_late)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
+
+
+def test_loading_that_takes_long_is_told(
+    ring: Ring,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each step waits until the starter has said what it waits for."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(mdi.node.setup, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.node.preparation, "REPORT_S", 0.0)
+
+    def told(words: str) -> None:
+        for _ in range(1500):
+            if words in caplog.text:
+                return
+            threading.Event().wait(0.02)
+
+    missing, tensors = Holding.missing, Holding._tensors
+    looks = "secondary0 looks through the weights that it has"
+    loads = "secondary0 loads its weights: 1 of 3 parts"
+    monkeypatch.setattr(Holding, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
+
+    def load(self: Holding, name: str, sha256: str) -> Any:
+        if name == "block.3":
+            told(loads)
+        return tensors(self, name, sha256)
+
+    monkeypatch.setattr(Holding, "_tensors", load)
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+    assert looks in caplog.text and loads in caplog.text
+    assert "starter loads its weights: 0 of 4 parts (0 s)" in caplog.text
 
 
 def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

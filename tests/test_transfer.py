@@ -19,8 +19,9 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError
+from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
 
@@ -253,7 +254,7 @@ def test_a_node_without_memory_is_told_before_anything_is_sent(
 ) -> None:
     sent = sending(monkeypatch)
     with secondary(0, tmp_path / "cache") as node:
-        monkeypatch.setattr(type(node._profiler), "available_bytes", lambda self: 50_000)
+        monkeypatch.setattr(type(node._profiler), "available_bytes", lambda self, device: 50_000)
         with pytest.raises(MdiError, match=r"secondary0 has 50.0 kB of memory free, but blocks \[1, 5\) and"):
             generate([node], tiny, "1,4")
         assert sent == []

@@ -138,7 +138,7 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
-    set_threads(cluster.starter.threads)
+    set_threads(cluster.starter.threads, cluster.starter.cores)
     return measure_live(cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh)
 
 

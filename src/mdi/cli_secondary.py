@@ -100,15 +100,17 @@ def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None =
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
     kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
-    set_threads(args.threads or config.threads, chosen_cores(args.cores, config))
+    cores = chosen_cores(args.cores, config)
+    set_threads(args.threads or config.threads, cores)
     path = args.chunk or args.ckpt
     kind = kind or ModelKind()
     weights = kind.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
     cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
     node = SecondaryNode(
-        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind, cache_bytes
-    )
+        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind, cache_bytes,
+        args.threads or config.threads or (len(cores) if cores else None),
+    )  # fmt: skip
     try:
         node.open()
         if args.until_stdin_closes:

@@ -248,7 +248,7 @@ def starter_options(args: argparse.Namespace) -> Any:
     from mdi.config import parse_bytes
     from mdi.control.messages import N_FRAMES_LIMIT
     from mdi.errors import UsageError
-    from mdi.node.starter import StarterOptions
+    from mdi.node.options import StarterOptions
 
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:

@@ -21,8 +21,9 @@ from gpt.weights import open_gpt2
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, RingError, UsageError
+from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode, StarterOptions
+from mdi.node.starter import StarterNode
 
 DEADLINE_S = 60.0
 GREEDY = SamplingParams(n_tokens=40, temperature=0, top_k=None)

@@ -9,9 +9,11 @@ from typing import Any
 from mdi.errors import ControlError
 from mdi.net.wire import WIRE_DTYPES
 
-CONTROL_VERSION = 1
+# Raised with every change of what one side expects of the other; nodes of different versions do not work together.
+CONTROL_VERSION = 2
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")
 N_FRAMES_LIMIT = 4096
+N_THREADS_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class InitRequest:
         wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
         kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
+        device, threads: what the starter's nodes file says of the receiver; what it was started with goes first.
     """
 
     epoch: str
@@ -63,6 +66,8 @@ class InitRequest:
     wire_dtype: str = "auto"
     kv_dtype: str = "auto"
     n_frames: int | None = None
+    device: str | None = None
+    threads: int | None = None
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
 
@@ -105,6 +110,8 @@ class InitRequest:
             wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
             kv_dtype=get.choice("kv_dtype", KV_DTYPES),
             n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
+            device=None if data.get("device") is None else get.string("device"),
+            threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
             extensions=get.object("extensions"),
         )
         n_layer = data["config"].get("n_layer")
@@ -123,8 +130,9 @@ class ProfileRequest:
 
     Attributes:
         config: litgpt Config as a plain object; `config_hash` is its hash.
-        stored_dtype, dtype, quantize: as in `InitRequest`: the node measures in the format that it would hold its blocks in.
+        stored_dtype, dtype, quantize, device, threads: as in `InitRequest`: the node measures itself as it would run.
         fresh: measure again, whatever is kept.
+        run: id of the run that is to be placed, if there is one: its starter may end the node's process, part or no part.
     """
 
     config: dict[str, Any]
@@ -133,6 +141,9 @@ class ProfileRequest:
     dtype: str | None = None
     quantize: str | None = None
     fresh: bool = False
+    device: str | None = None
+    threads: int | None = None
+    run: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,6 +159,9 @@ class ProfileRequest:
             dtype=None if data.get("dtype") is None else get.string("dtype"),
             quantize=None if data.get("quantize") is None else get.string("quantize"),
             fresh=get.boolean("fresh") if "fresh" in data else False,
+            device=None if data.get("device") is None else get.string("device"),
+            threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
+            run=None if data.get("run") is None else get.hex("run", 16),
         )
 
 

@@ -1,28 +1,20 @@
-"""The ring as one node sees it: frames come in from the previous node and go out to the next.
-
-The ring is closed link by link: the starter connects to its next node, which connects to its own next one before it
-answers, and so on until the last connects to the starter. So the answer that reaches the starter means that every link
-stands, and an error on the way comes back to it in words (docs/protocol.md, "Closing the ring").
-"""
+"""The ring as one node sees it: frames come in from the previous node and go out to the next. See `handshake` for how it
+is closed."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from mdi.errors import NodeLostError, RingError, WireError
+from mdi.errors import NodeLostError, RingError
 from mdi.net.channel import Channel
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import JOIN_S, SILENCE_S, Allocate, ReceiveLink, SendLink, read_frame, send_frame, tune
-from mdi.net.listener import RingListener
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
+from mdi.net.link import JOIN_S, SILENCE_S, Allocate, ReceiveLink, SendLink
+from mdi.net.wire import Frame, Kind, Limits
 
-CONNECT_S = 8.0
 FLUSH_S = 2.0
 # After a failed send, how long to wait for the report that comes round the ring and knows more.
 REPORT_S = SILENCE_S + 2.0
@@ -248,109 +240,3 @@ def _error_of(fault: Fault) -> RingError:
         noticed = f" (noticed by {fault.reporter})" if fault.reporter and fault.reporter != fault.node else ""
         return NodeLostError(fault.node, f"{fault.node} is lost: {fault.message}{noticed}")
     return RingError(fault.message)
-
-
-def close_starter_ring(
-    listener: RingListener,
-    seat: Seat,
-    capacity: int,
-    limits: Limits,
-    timeout_s: float = 30.0,
-    allocate: Allocate | None = None,
-) -> TcpRing:
-    """Form the ring, as its starter.
-
-    Args:
-        capacity: frames in flight, at most.
-        allocate: makes the buffers that frames are received into, see BufferPool.
-
-    Raises:
-        NodeLostError, RingError: a link could not be made; the message names it.
-    """
-    expectation = listener.expect(seat.epoch, seat.prev_hello, answer=seat.hello)
-    sock_out: socket.socket | None = None
-    try:
-        sock_out = _connect(seat)
-        _read_answer(sock_out, seat, timeout_s)
-        sock_in = expectation.wait(CONNECT_S)
-        if sock_in is None:
-            raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
-    except BaseException:
-        if sock_out is not None:
-            sock_out.close()
-        raise
-    finally:
-        listener.forget(expectation)
-
-
-def join_ring(
-    sock_in: socket.socket,
-    seat: Seat,
-    capacity: int,
-    limits: Limits,
-    timeout_s: float = 30.0,
-    allocate: Allocate | None = None,
-) -> TcpRing:
-    """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
-
-    Raises:
-        RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
-    """
-    sock_out: socket.socket | None = None
-    try:
-        sock_out = _connect(seat)
-        _read_answer(sock_out, seat, timeout_s)
-        send_frame(sock_in, seat.hello)
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
-    except (RingError, OSError) as e:
-        fault = Fault(e.node if isinstance(e, NodeLostError) else "", str(e), seat.name)
-        with contextlib.suppress(OSError):
-            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()))
-        sock_in.close()
-        if sock_out is not None:
-            sock_out.close()
-        if isinstance(e, OSError):
-            raise RingError(f"{seat.prev_name} went away while the ring was formed: {e}") from None
-        raise
-
-
-def _connect(seat: Seat) -> socket.socket:
-    where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
-    try:
-        sock = socket.create_connection((seat.next_addr, seat.next_port), CONNECT_S)
-    except (OSError, UnicodeError) as e:
-        raise NodeLostError(
-            seat.next_name, f"{seat.name} cannot reach the ring port of {where}: {e}. Check addr, port_in and firewall"
-        ) from None
-    try:
-        tune(sock)
-        send_frame(sock, seat.hello)
-    except OSError as e:
-        sock.close()
-        raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
-    return sock
-
-
-def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
-    """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
-
-    The farther a node is from the starter, the less it waits, so that who waits for a silent node itself is the first to
-    give up, and its report is there before the others' patience ends.
-    """
-    sock.settimeout(timeout_s * (1 - seat.index / (2 * seat.n_nodes)))
-    begin = time.monotonic()
-    try:
-        frame = read_frame(sock, HANDSHAKE_LIMITS)
-    except TimeoutError:
-        waited = time.monotonic() - begin
-        raise NodeLostError(seat.next_name, f"{seat.next_name} did not answer within {waited:.0f} s") from None
-    except (OSError, WireError) as e:
-        raise NodeLostError(seat.next_name, f"{seat.next_name} broke off the handshake: {e}") from None
-    if frame is None:
-        raise NodeLostError(seat.next_name, f"{seat.next_name} closed the connection in the handshake")
-    if frame.kind is Kind.ERROR:
-        fault = Fault.from_bytes(frame.payload)
-        raise NodeLostError(fault.node or seat.next_name, fault.message)
-    if frame.kind is not Kind.HELLO or frame.epoch != seat.epoch:
-        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")

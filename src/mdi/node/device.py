@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,20 @@ from mdi.node.resources import device_free_bytes
 from mdi.partition.formats import weight_format
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What a node computes with: device, numbers, what its caches hold, weight format of its blocks, CPU threads.
+
+    `threads` None leaves them as they are.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    quantize: str | None
+    threads: int | None = None
 
 
 def choose_device(wanted: str | None) -> torch.device:
@@ -43,6 +58,12 @@ def choose_device(wanted: str | None) -> torch.device:
     elif device.type != "cpu":
         raise UsageError(f"device {wanted!r} is not supported: expected cpu, cuda, cuda:<n> or mps")
     return device
+
+
+def devices() -> list[str]:
+    """All that a node on this machine can compute on."""
+    found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
 def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quantized: bool = False) -> torch.dtype:
@@ -92,14 +113,15 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(arm is not None and arm())
 
 
-def check_room(stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UsageError if not even one sequence of full length fits into the memory that is left."""
+def check_room(name: str, stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
     needed = stage.run_bytes(max_length, dtype)
     available = device_free_bytes(device)
     if needed > available:
         raise UsageError(
             f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
-            f"{stage.stop}), but {available / 1e9:.1f} GB are left: ask for fewer tokens, or a smaller --sequence-length"
+            f"{stage.stop}) on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer tokens, or a "
+            "smaller --sequence-length"
         )
 
 
@@ -136,6 +158,17 @@ def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> No
         torch.set_num_threads(n_threads)
     # The default of 5 ms is what a ring thread would wait for the interpreter each time.
     sys.setswitchinterval(0.0005)
+
+
+@contextlib.contextmanager
+def computing_threads(n_threads: int | None) -> Iterator[None]:
+    """Compute with so many threads on the calling thread meanwhile; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def pin_to_cores(cores: Sequence[int]) -> None:

@@ -142,7 +142,28 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
         way = "ahead of" if route.clock_skew_s > 0 else "behind"
         what = f"its clock is {abs(route.clock_skew_s):.0f} s {way} this machine's"
         found.append(Problem(node.name, what, "Let both set their clocks by NTP (timedatectl set-ntp true)"))
-    return found + _room_problems(finding)
+    return found + _setting_problems(finding) + _room_problems(finding)
+
+
+def _setting_problems(finding: NodeFinding) -> list[Problem]:
+    """Where the node does not, or cannot, compute with what the nodes file says here."""
+    node, own, devices = finding.node, finding.status.get("own"), finding.status.get("devices")
+    found = []
+    named = _numbered(node.device)
+    if isinstance(devices, list) and named not in (None, "auto", *map(_numbered, devices)):
+        what = f"has no device {node.device}, as the nodes file says, only {', '.join(map(str, devices))}"
+        found.append(Problem(node.name, what, "Correct device in the nodes file, or look at the driver there"))
+    for field_name, here in (("device", node.device), ("threads", node.threads)):
+        there = own.get(field_name) if isinstance(own, dict) else None
+        if here is not None and there is not None and _numbered(here) != _numbered(there):
+            what = f"was started with {field_name} {there}, but the nodes file here says {here}"
+            found.append(Problem(node.name, what, "It keeps its own: start it with this file, or correct the file"))
+    return found
+
+
+def _numbered(device: Any) -> Any:
+    """ "cuda" is "cuda:0"."""
+    return f"{device}:0" if device in ("cpu", "cuda", "mps") else device
 
 
 def _room_problems(finding: NodeFinding) -> list[Problem]:

@@ -17,8 +17,9 @@ from mdi.control.client import PROBE_ANSWER_S, ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
 from mdi.errors import ControlError, UsageError
+from mdi.node.device import choose_device, devices
 from mdi.node.diagnosis import LinkFinding, NodeFinding, Problem, Report
-from mdi.node.resources import free_memory_bytes
+from mdi.node.resources import device_free_bytes, free_memory_bytes
 from mdi.node.standin import standing_in
 
 NOTHING = Route(UNTRIED, UNTRIED)
@@ -53,12 +54,17 @@ def examine(
 
 
 def _starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path | None) -> NodeFinding:
+    try:
+        free = device_free_bytes(choose_device(node.device))
+    except UsageError:  # a device that is not here is told of with the devices that are
+        free = free_memory_bytes()
     status = {
         "name": node.name,
         "state": "IDLE",
         "version": mdi.__version__,
         "control_version": CONTROL_VERSION,
-        "memory": {"available_bytes": free_memory_bytes()},
+        "memory": {"available_bytes": free},
+        "devices": devices(),
         "disk_free_bytes": BlockStore(cache_dir or Path.cwd()).free_bytes(),
     }
     return NodeFinding(node, Route(Reach(), Reach()), status, needed.get(node.name, 0))
@@ -71,7 +77,8 @@ def _reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str,
         route = try_node(_request(node), deadline_s)
         return NodeFinding(node, route, route.status or {}, needed.get(node.name, 0))
 
-    return at_once([lambda node=node: reach(node) for node in cluster.secondaries], 12 * deadline_s)  # type: ignore[misc]
+    calls = {node.name: lambda node=node: reach(node) for node in cluster.secondaries}
+    return at_once(calls, 12 * deadline_s)
 
 
 def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) -> list[LinkFinding]:
@@ -84,7 +91,8 @@ def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) ->
         steps = (1,) if len(nodes) == 2 else (1, -1)
         return [_way(nodes, index, configs[(index + step) % len(nodes)], step == 1) for step in steps]
 
-    found = at_once([lambda i=i: ways_of(i) for i in range(len(nodes))], 4 * PROBE_ANSWER_S)  # type: ignore[misc]
+    calls = {node.name: lambda i=i: ways_of(i) for i, node in enumerate(configs)}
+    found = at_once(calls, 4 * PROBE_ANSWER_S)
     return [link for links in found for link in links]
 
 
@@ -131,22 +139,22 @@ def _request(node: NodeConfig, measure: bool = False) -> ProbeRequest:
     return ProbeRequest(node.name, node.addr, node.port, node.port_in, measure)
 
 
-def at_once(calls: list[Callable[[], Any]], timeout_s: float) -> list[Any]:
-    """The results of all calls, each made in a thread of its own.
+def at_once(calls: Mapping[str, Callable[[], Any]], timeout_s: float) -> list[Any]:
+    """The results of all calls, by the name of the node that each asks, in order; each is made in a thread of its own.
 
     Raises:
-        ControlError: one was not done in time, or the first error of one of them.
+        ControlError: some were not done in time, or the first error of one of them.
     """
-    results: list[Any] = [None] * len(calls)
+    results: dict[str, Any] = {}
     errors: list[Exception] = []
 
-    def work(i: int) -> None:
+    def work(name: str) -> None:
         try:
-            results[i] = calls[i]()
+            results[name] = calls[name]()
         except Exception as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=work, args=(i,), name=f"ask-{i}", daemon=True) for i in range(len(calls))]
+    threads = [threading.Thread(target=work, args=(name,), name=f"ask-{name}", daemon=True) for name in calls]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
@@ -154,6 +162,7 @@ def at_once(calls: list[Callable[[], Any]], timeout_s: float) -> list[Any]:
         thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
-    if any(thread.is_alive() for thread in threads):
-        raise ControlError(f"a node did not answer within {timeout_s:.0f} s")
-    return results
+    late = [name for name in calls if name not in results]
+    if late:
+        raise ControlError(f"{', '.join(late)} did not answer within {timeout_s:.0f} s")
+    return [results[name] for name in calls]

@@ -46,9 +46,7 @@ class LocalRing:
     ) -> None:
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
-        names = devices.split(",") if devices else [None] * n_nodes
-        if len(names) != n_nodes:
-            raise UsageError(f"--devices names {len(names)} devices for {n_nodes} nodes")
+        names = [None] * n_nodes if devices is None else _named_devices(devices, n_nodes)
         if n_threads is not None and n_threads < 1:
             raise UsageError(f"--threads must be at least 1, got {n_threads}")
         self._devices = names
@@ -147,6 +145,18 @@ class LocalRing:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=env, start_new_session=os.name == "posix", creationflags=flags
         )
+
+
+def _named_devices(text: str, n_nodes: int) -> list[str | None]:
+    names = [name.strip() for name in text.split(",")]
+    if "" in names:
+        raise UsageError(
+            f"--devices {text!r}: entry {names.index('') + 1} is empty; name a device for each of the {n_nodes} "
+            "nodes, like cpu,cuda:0"
+        )
+    if len(names) != n_nodes:
+        raise UsageError(f"--devices names {len(names)} devices for {n_nodes} nodes")
+    return [*names]
 
 
 def available_cores() -> int:

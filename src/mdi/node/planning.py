@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
+from mdi.errors import CheckpointError
 from mdi.model.formats import FORMATS, check_format
 from mdi.node.device import choose_device, choose_dtype
 from mdi.node.profiler import Profiler, Subject
@@ -59,6 +60,7 @@ def profile_cluster(
     wait_s: float,
     fresh: bool = False,
     check: Callable[[], None] = lambda: None,
+    run: str | None = None,
 ) -> ClusterProfile:
     """Measure all nodes and the ways between them; see `Survey` for what it raises.
 
@@ -66,18 +68,28 @@ def profile_cluster(
         cluster: with the ports that are really listened on, the starter's too.
         cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
         fresh: measure again, whatever is kept.
+        run: id of the run that is to be placed; None is only a plan.
     """
     folder = cache_dir or Path.cwd()
-    profiler = Profiler(cluster.starter.name, wishes.device, folder)
+    profiler = Profiler(cluster.starter.name, folder)
     subject = Subject(
-        model.config, model.config_hash, wishes.dtype, wishes.quantize, wishes.quantize_head, with_head=True
+        model.config,
+        model.config_hash,
+        wishes.device,
+        wishes.dtype,
+        wishes.quantize,
+        wishes.quantize_head,
+        with_head=True,
     )
 
     def own() -> NodeProfile:
-        return profiler.profile(subject, BlockStore(folder), fresh)
+        try:
+            return profiler.profile(subject, BlockStore(folder), fresh)
+        except CheckpointError as e:
+            raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
     request = ProfileRequest(
-        model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh
+        model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh, run=run
     )
     survey = Survey(cluster, request, own, wait_s, check)
     nodes, links = survey.run()
@@ -139,12 +151,15 @@ def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 
+def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
+    """ "starter 0-3, secondary0 4-11": who holds which, numbers inclusive as people count."""
+    pairs = zip(names, blocks, strict=True)
+    return ", ".join(f"{name} {start}-{stop - 1}" if stop > start else f"{name} none" for name, (start, stop) in pairs)
+
+
 def told(report: PlanReport) -> list[str]:
     """What is worth saying of a plan when a run begins."""
-    ranges = ", ".join(
-        f"{node.name} {node.start}-{node.stop - 1}" if node.stop > node.start else f"{node.name} none"
-        for node in report.nodes
-    )
+    ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
     lines += [f"left out: {name} ({reason})" for name, reason in report.placement.left_out]
     return lines

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from mdi.checkpoint.files import replacing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.errors import CheckpointError, MdiError
+from mdi.node.device import computing_threads
 from mdi.node.profiling import SPAN_S, Bench, Speeds
-from mdi.node.resources import cpu_model, device_free_bytes, n_cores, private_bytes
+from mdi.node.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
 from mdi.partition.profile import NodeProfile
 
 FILE = "profiles.json"
 N_KEPT = 64
+REPORT_S = 2.0
 
 logger = logging.getLogger("mdi")
 
@@ -36,15 +39,18 @@ class Subject:
     Attributes:
         config: litgpt Config as a plain dict; `config_hash` is its hash.
         quantize, quantize_head: weight formats; None is `dtype`.
+        device, threads: that it would compute with; threads None leaves them as they are.
         with_head: whether the node would hold embedding, final norm and head as well.
     """
 
     config: dict[str, Any]
     config_hash: str
+    device: torch.device
     dtype: torch.dtype
     quantize: str | None
     quantize_head: str | None = None
     with_head: bool = False
+    threads: int | None = None
 
     @property
     def format(self) -> str:
@@ -56,14 +62,12 @@ class Profiler:
 
     Args:
         name: of the node.
-        device: that it computes on.
         folder: its cache folder, where measurements are kept.
         span_s: how long one thing is measured.
     """
 
-    def __init__(self, name: str, device: torch.device, folder: Path, span_s: float = SPAN_S) -> None:
+    def __init__(self, name: str, folder: Path, span_s: float = SPAN_S) -> None:
         self._name = name
-        self._device = device
         self._folder = folder
         self._span_s = span_s
         self._lock = threading.Lock()
@@ -76,17 +80,15 @@ class Profiler:
         with self._lock:
             return self._progress
 
-    @property
-    def held_bytes(self) -> int:
+    def held_bytes_of(self, device: torch.device) -> int:
         """Memory that came to the process since it began: weights, for the most part, that make place for others."""
+        if device.type == "cuda":
+            return int(torch.cuda.memory_reserved(device))
         return max(0, private_bytes() - self._process_bytes)
 
-    def available_bytes(self) -> int:
-        """Memory of the device for weights and caches: what is free, and what this process would let go of."""
-        free = device_free_bytes(self._device)
-        if self._device.type == "cuda":
-            return free + int(torch.cuda.memory_reserved(self._device))
-        return free + self.held_bytes
+    def available_bytes(self, device: torch.device) -> int:
+        """Memory of a device for weights and caches: what is free, and what this process would let go of."""
+        return device_free_bytes(device) + self.held_bytes_of(device)
 
     def profile(self, subject: Subject, store: BlockStore | None, fresh: bool = False) -> NodeProfile:
         """This node's profile for a subject; what was measured before is taken from the kept file.
@@ -98,17 +100,18 @@ class Profiler:
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.
         """
-        key = self._key(subject)
-        speeds = None if fresh else self._kept().get(key)
-        if speeds is None:
-            speeds = self._measure(subject)
-            self._keep(key, speeds)
-        process_bytes = 0 if self._device.type == "cuda" else self._process_bytes
+        with computing_threads(subject.threads):
+            key = self._key(subject)
+            speeds = None if fresh else self._kept().get(key)
+            if speeds is None:
+                speeds = self._measure(subject)
+                self._keep(key, speeds)
+        process_bytes = 0 if subject.device.type == "cuda" else self._process_bytes
         return NodeProfile(
             name=self._name,
-            device=str(self._device),
+            device=str(subject.device),
             n_cores=n_cores(),
-            memory_bytes=self.available_bytes() + process_bytes,
+            memory_bytes=self.available_bytes(subject.device) + process_bytes,
             disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
             process_bytes=process_bytes,
             cached_parts=store.parts() if store is not None else (),
@@ -116,20 +119,29 @@ class Profiler:
             read_bytes_s=speeds.read_bytes_s,
             block_s=speeds.block_s,
             head_s=speeds.head_s,
+            shared_bytes=machine_free_bytes(subject.device),
+            held_bytes=self.held_bytes_of(subject.device),
         )
 
     def is_kept(self, subject: Subject) -> bool:
         """Whether a profile of this subject needs no measuring."""
-        return self._key(subject) in self._kept()
+        with computing_threads(subject.threads):
+            return self._key(subject) in self._kept()
 
     def _measure(self, subject: Subject) -> Speeds:
+        next_report = time.monotonic() + REPORT_S
+
         def told(what: str, done: int, total: int) -> None:
+            nonlocal next_report
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
         bench = Bench(
-            subject.config, self._device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
+            subject.config, subject.device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
         )
         try:
             return bench.run(self._folder, subject.with_head)
@@ -145,7 +157,7 @@ class Profiler:
             "cpu": cpu_model(),
             "cores": n_cores(),
             "memory": psutil.virtual_memory().total,
-            "device": _device_name(self._device),
+            "device": _device_name(subject.device),
             "threads": torch.get_num_threads(),
             "model": subject.config_hash,
             "dtype": str(subject.dtype),

@@ -46,6 +46,13 @@ def device_free_bytes(device: torch.device) -> int:
     return free_memory_bytes()
 
 
+def machine_free_bytes(device: torch.device) -> int:
+    """What all processes together can still take of the device, whatever the limits of this one's groups."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 def private_bytes() -> int:
     """Memory of this process that no file stands behind: it comes back when the process lets go of it."""
     info = psutil.Process().memory_info()

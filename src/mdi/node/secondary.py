@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,30 +18,22 @@ import psutil
 import torch
 
 import mdi
-from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.source import WeightSource
 from mdi.checkpoint.store import BlockStore
 from mdi.config import NodeConfig
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProbeRequest, ProfileRequest
+from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
-from mdi.engine.secondary import SecondaryLoop
-from mdi.engine.tensors import DTYPES, pinned_buffer
-from mdi.errors import CheckpointError, ControlError, MdiError, RingError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, RingError
 from mdi.metrics import peak_rss_bytes
-from mdi.model.formats import check_format
-from mdi.model.quantize import Quantizer
-from mdi.model.stage import Stage
-from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
-from mdi.net.ring import Seat, TcpRing, join_ring
-from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.device import computing_threads, devices
 from mdi.node.errand import Errand
+from mdi.node.holding import Holding
 from mdi.node.job import Abandoned, Job
 from mdi.node.kind import ModelKind
-from mdi.node.memory import CacheReport, report_caches
 from mdi.node.profiler import Profiler, Subject
-from mdi.partition.placement import size
+from mdi.node.service import Service
 
 PROFILE_S = 170.0
 PROBE_S = 25.0
@@ -60,6 +51,7 @@ class SecondaryNode:
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
         kind: of the models that it can run; None is litgpt's.
+        threads: that this process was told to compute with; None leaves it to the starter, else to torch.
     """
 
     def __init__(
@@ -74,35 +66,33 @@ class SecondaryNode:
         kv_memory: int | None = None,
         kind: ModelKind | None = None,
         cache_bytes: int | None = None,
+        threads: int | None = None,
     ) -> None:
         self.config = config
-        self._kind = kind or ModelKind()
-        self._weights = weights
-        self._verified: set[str] = set()  # parts of a chunk that were hashed
         self._store = BlockStore(cache_dir, cache_bytes)
-        self._device = choose_device(device or config.device)
-        self._dtype = dtype or config.dtype
-        self._quantize = quantize
+        kind = kind or ModelKind()
+        self._holding = Holding(
+            config.name,
+            weights,
+            self._store,
+            device or config.device,
+            dtype or config.dtype,
+            quantize,
+            config.threads if threads is None else threads,
+            compile_stage,
+            kind,
+        )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
-        self._report_caches: Callable[[], CacheReport] | None = None
-        check_format(quantize, self._device)
-        choose_dtype(self._dtype, "float32", self._device)  # a wrong wish is told before anything is bound
-        self._compile = compile_stage
-        self._profiler = Profiler(config.name, self._device, cache_dir)
+        self._profiler = Profiler(config.name, cache_dir)
         self._probing = threading.Lock()
         self._lock = threading.Lock()
         self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
         self._job: Job | None = None
+        self._last: Job | None = None  # the one that there is, or was
         self._errand: Errand | None = None
-        self._last_run = ""
-        self._state = "IDLE"
+        self._planned_run: str | None = None  # that it was measured for last, and may get no part in
+        self._state = "IDLE"  # while there is none
         self._error: str | None = None
-        self._stage: Stage | None = None
-        self._stage_key: tuple[Any, ...] | None = None
-        self._blocks: tuple[int, int] | None = None
-        self._model: str | None = None
-        self._metrics: dict[str, Any] | None = None
-        self._ring: TcpRing | None = None
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._leave = False
@@ -111,25 +101,14 @@ class SecondaryNode:
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
-        self._probe_cache()
+        self._holding.check_folder()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self._listener = RingListener(sock, name)
         self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
-            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._device),
+            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._holding.device),
         )
-
-    def _probe_cache(self) -> None:
-        """A place for weights that cannot be written to is told now, not in the middle of the first run."""
-        try:
-            self._store.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._store.directory):
-                pass
-        except OSError as e:
-            raise UsageError(
-                f"cannot keep weights in {self._store.directory} ({e.strerror or e}): choose a place with --cache-dir"
-            ) from None
 
     @property
     def control_port(self) -> int:
@@ -161,9 +140,9 @@ class SecondaryNode:
             if self._closed:
                 return
             self._closed = True
-            job, ring, errand = self._job, self._ring, self._errand
+            job, errand = self._job, self._errand
         if job is not None:
-            self._end(job, ring)
+            job.end()
         if errand is not None:
             errand.drop(ControlError(f"{self.config.name} is ending", 503))
         self._jobs.put(None)
@@ -176,36 +155,43 @@ class SecondaryNode:
 
     def status(self, run: str | None) -> dict[str, Any]:
         with self._lock:
-            job = self._job
+            job, last = self._job, self._last
             if job is not None and run == job.run:
                 job.touch()
-            state, error, metrics = self._state, self._error, self._metrics
-            is_known = bool(run) and run == self._last_run
-            report_caches = self._report_caches if is_known else None
+            state, error = self._state_now, self._error
+            known = last if last is not None and run == last.run else None
+            report_caches = known.report_caches if known is not None else None
         return {
             "name": self.config.name,
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "state": state,
             "error": error,
-            "model": self._model,
-            "blocks": self._blocks,
-            "device": str(self._device),
+            "model": self._holding.model,
+            "blocks": self._holding.blocks,
+            "device": str(self._holding.device),
+            "devices": devices(),
+            "own": self._holding.own,
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": self._profiler.available_bytes(),
+                "available_bytes": self._profiler.available_bytes(self._holding.device),
             },
             "disk_free_bytes": self._store.free_bytes(),
             "ring_port": self._listener.port if self._listener is not None else None,
             "clock_s": time.time(),
             "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
+            "loading": job.loading if job else None,
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
-            "missing": self._missing_of(job) if job and is_known else None,
-            "metrics": metrics if is_known else None,
+            "missing": self._missing_of(job) if job and known else None,
+            "metrics": known.metrics if known else None,
             "caches": report_caches().to_json() if report_caches is not None else None,
         }
+
+    @property
+    def _state_now(self) -> str:
+        return self._job.state if self._job is not None else self._state
 
     def _missing_of(self, job: Job) -> list[dict[str, Any]] | None:
         """What the starter has to send, and how much of it is here from an earlier try; None until it is known."""
@@ -215,16 +201,16 @@ class SecondaryNode:
         return [{"sha256": p.sha256, "have_bytes": self._store.partial_bytes(p.sha256)} for p in list(missing.values())]
 
     def init(self, request: InitRequest) -> dict[str, Any]:
-        self._kind.check(request)
-        self._refuse_misfit_chunk(request)
+        self._holding.kind.check(request)
+        self._holding.refuse_misfit_chunk(request)
+        computing = self._holding.computing(request)
         with self._lock:
-            if self._job is not None and (self._ring is not None or not self._job.is_abandoned):
-                raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+            if self._job is not None and (self._job.is_running or not self._job.is_abandoned):
+                raise ControlError(self._busy, 409)
             if self._errand is not None:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409)
-            self._error, self._metrics = None, None
-            job = Job(request)
-            self._job, self._state, self._last_run = job, "LOADING", request.epoch
+            self._error = None
+            self._job = self._last = job = Job(request, computing)
         self._jobs.put(job)
         return {}
 
@@ -260,11 +246,12 @@ class SecondaryNode:
 
     def stop(self, run: str, leave: bool) -> None:
         with self._lock:
-            if run != self._last_run:
+            job, last = self._job, self._last
+            is_known = last is not None and run == last.run
+            if not is_known and (run != self._planned_run or job is not None):
                 raise ControlError(f"{self.config.name} takes part in no such run", 409)
-            job, ring = self._job, self._ring
         if job is not None:
-            self._end(job, ring)
+            job.end()
         if leave:
             self._leave = True
             self._jobs.put(None)
@@ -274,10 +261,11 @@ class SecondaryNode:
         errand = Errand(lambda: self._profile(request))
         with self._lock:
             if self._job is not None:
-                raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+                raise ControlError(self._busy, 409)
             if self._errand is not None or self._leave:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409)
             self._errand = errand
+            self._planned_run = request.run
         self._jobs.put(errand)
         return errand.result(PROFILE_S)
 
@@ -291,257 +279,52 @@ class SecondaryNode:
             self._probing.release()
 
     def check_echo(self) -> None:
-        if self._ring is not None:
-            raise ControlError(f"{self.config.name} is busy with another run ({self._state})", 409)
+        job = self._job
+        if job is not None and job.is_running:
+            raise ControlError(self._busy, 409)
+
+    @property
+    def _busy(self) -> str:
+        return f"{self.config.name} is busy with another run ({self._state_now})"
 
     # The work, on the main thread
 
     def _profile(self, request: ProfileRequest) -> dict[str, Any]:
-        quantize, dtype = self._number_format(request)
-        subject = Subject(request.config, request.config_hash, dtype, quantize)
+        computing = self._holding.computing(request)
+        subject = Subject(
+            request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
+            threads=computing.threads,
+        )  # fmt: skip
         is_kept = not request.fresh and self._profiler.is_kept(subject)
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh)
         except CheckpointError:
-            if self._stage is None:
+            if not self._holding.drop_stage():  # the weights of the last run were in the way
                 raise
-            self._stage = self._stage_key = None  # the weights of the last run are in the way
             profile = self._profiler.profile(subject, self._store, request.fresh)
-        return {"profile": profile.to_json(), "format": subject.format, "kept": is_kept}
+        with computing_threads(computing.threads):
+            n_threads = torch.get_num_threads()
+        return {"profile": profile.to_json(), "format": subject.format, "threads": n_threads, "kept": is_kept}
 
     def _work(self, job: Job) -> None:
+        assert self._listener is not None
+        name, free_bytes = self.config.name, self._profiler.available_bytes
         error = None
         try:
-            self._serve(job)
+            Service(name, job, self._holding, self._listener, free_bytes, self._kv_memory).run()
         except Abandoned as e:
-            logger.info("%s: %s", self.config.name, e)
+            logger.info("%s: %s", name, e)
             error = str(e)
         except RingError as e:
             error = f"the run ended: {e}"
-            logger.warning("%s: %s", self.config.name, error)
+            logger.warning("%s: %s", name, error)
         except Exception as e:  # whatever it is, this node must be ready for the next run
             error = str(e) if isinstance(e, MdiError) else f"{type(e).__name__}: {e}"
-            logger.error("%s: %s", self.config.name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
+            logger.error("%s: %s", name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
         with self._lock:
             if self._job is not job:
                 return  # given up on meanwhile, in favour of another starter's
-            self._job, self._ring = None, None
+            self._job = None
+            job.detach()
             self._state, self._error = ("IDLE", error) if error else ("READY", None)
-        logger.info("%s waits for the next run", self.config.name)
-
-    def _serve(self, job: Job) -> None:
-        self._wait_for_parts(job)
-        device, dtype, stage = self._load(job)
-        request = job.request
-        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device)
-        check_room(stage, request.max_length, device, kv_dtype)
-        stage.prepare(request.max_length, device, kv_dtype)
-        is_mapped = dtype == DTYPES.get(request.stored_dtype)
-        seat = Seat(
-            int(request.epoch, 16),
-            request.index,
-            request.names,
-            request.placement,
-            request.next_addr,
-            request.next_port,
-            request.wire_dtype,
-        )
-        assert self._listener is not None
-        expectation = self._listener.expect(seat.epoch, seat.prev_hello)
-        try:
-            with self._lock:
-                self._state = "READY"
-                self._report_caches = lambda: report_caches(stage, kv_dtype, device, self._kv_memory, is_mapped)
-            logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
-            sock = None
-            while sock is None:
-                job.check()
-                sock = expectation.wait(0.5)
-        finally:
-            self._report_caches = None
-            self._listener.forget(expectation)
-        # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-        limits = Limits(max_cols=max(self._kind.widest_row(stage.config), HANDSHAKE_LIMITS.max_cols))
-        pinned = pinned_buffer if device.type == "cuda" else None
-        ring = join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned)
-        with self._lock:
-            self._ring, self._state = ring, "RUNNING"
-        try:
-            if job.stopped:
-                ring.stop("ended before it began")
-            self._run_stage(stage, ring, seat, device, dtype)
-        finally:
-            ring.close()
-            stage.caches.clear()
-
-    def _run_stage(self, stage: Stage, ring: TcpRing, seat: Seat, device: torch.device, dtype: torch.dtype) -> None:
-        loop = SecondaryLoop(stage, ring, seat.epoch, seat.index == seat.n_nodes - 1, device, dtype, seat.wire)
-        try:
-            loop.run()
-        except RingError:
-            raise
-        except Exception as e:
-            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name))
-            raise
-        except BaseException:  # Ctrl-C and SIGTERM
-            ring.fail(Fault(seat.name, "it was told to end", seat.name))
-            raise
-        finally:
-            with self._lock:
-                self._metrics = {
-                    "peak_rss_bytes": peak_rss_bytes(),
-                    "compute_s": loop.compute_s,
-                    "wait_s": ring.inbox.wait_s,
-                    "send_s": ring.send_s,
-                    "bytes_sent": ring.bytes_sent,
-                    "frames": ring.n_frames,
-                }
-            logger.info(
-                "%s: %d frames, %.2f s computing, %.2f s waiting",
-                seat.name,
-                ring.n_frames,
-                loop.compute_s,
-                ring.inbox.wait_s,
-            )
-
-    def _wait_for_parts(self, job: Job) -> None:
-        """Find out what is missing (hashing a checkpoint may take a while), and wait until it has come."""
-        missing = self._missing(job)
-        self._check_memory(job.request)
-        self._check_disk(job.request, missing)
-        with job.changed:
-            job.total_bytes = sum(part.n_bytes for part in missing)
-            job.received_bytes = sum(self._store.partial_bytes(part.sha256) for part in missing)
-            job.missing = {part.sha256: part for part in missing}
-        if missing:
-            to_come = job.total_bytes - job.received_bytes
-            logger.info("%s gets %.1f MB of weights from its starter", self.config.name, to_come / 1e6)
-        next_report = time.monotonic() + 2
-        while True:
-            with job.changed:
-                job.changed.wait_for(lambda: not job.missing or job.stopped or job.failure is not None, 0.5)
-            job.check()
-            if not job.missing:
-                return
-            if time.monotonic() > next_report:
-                next_report += 2
-                logger.info("%s: %.1f of %.1f MB", self.config.name, job.received_bytes / 1e6, job.total_bytes / 1e6)
-
-    def _load(self, job: Job) -> tuple[torch.device, torch.dtype, Stage]:
-        """The stage of a run; the one in memory, if it is the same."""
-        request = job.request
-        device = self._device
-        quantize, dtype = self._number_format(request)
-        compiled = self._compile or request.compile
-        shas = {part.name: part.sha256 for part in request.parts}
-        key = (request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize)
-        if self._stage is not None and self._stage_key == key:
-            return device, dtype, self._stage
-        self._stage = self._stage_key = None  # give the memory back before the next one takes it
-        stage = self._kind.secondary_stage(request)
-
-        def tensors(name: str) -> dict[str, torch.Tensor]:
-            job.check()
-            source = self._weights
-            if source is not None:
-                source.release()  # parts are needed one after the other
-            if source is not None and name in source.part_names() and source.info(name).sha256 == shas[name]:
-                if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
-                    source.verify_part(name)
-                    self._verified.add(name)
-                return source.tensors(name)
-            return self._store.tensors(shas[name])
-
-        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
-        if compiled:
-            stage.compile()
-        self._stage, self._stage_key = stage, key
-        self._blocks, self._model = request.blocks, request.model
-        return device, dtype, stage
-
-    def _number_format(self, request: InitRequest | ProfileRequest) -> tuple[str | None, torch.dtype]:
-        """Weight format and dtype that this node computes in."""
-        quantize = self._format(request.quantize)
-        wished = self._dtype or request.dtype
-        return quantize, choose_dtype(wished, request.stored_dtype, self._device, quantize is not None)
-
-    def _format(self, wished: str | None) -> str | None:
-        """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
-        if self._quantize is not None or wished is None:
-            return self._quantize
-        try:
-            check_format(wished, self._device)
-        except UsageError as e:
-            logger.warning("%s: %s", self.config.name, e)
-            return None
-        return wished
-
-    def _missing(self, job: Job) -> list[PartSpec]:
-        source, request = self._weights, job.request
-        own: set[str] = set()
-        if source is not None and source.config_hash == request.config_hash:
-            for part in request.parts:
-                job.check()
-                if part.name in source.part_names():
-                    own.add(source.info(part.name).sha256)
-        return [p for p in request.parts if p.sha256 not in own and not self._store.has(p.sha256)]
-
-    def _refuse_misfit_chunk(self, request: InitRequest) -> None:
-        """A chunk that was named on the command line is a promise; a checkpoint is only a convenience."""
-        chunk = self._weights
-        if not isinstance(chunk, ChunkFile):
-            return
-        name = self.config.name
-        start, stop = chunk.manifest.blocks
-        advice = "start it with the right chunk, or without --chunk to have the weights sent"
-        if chunk.config_hash != request.config_hash:
-            raise ControlError(
-                f"{name} was started with a chunk of {chunk.model}, but this run is of {request.model}: {advice}", 409
-            )
-        if not (start <= request.blocks[0] and request.blocks[1] <= stop):
-            raise ControlError(
-                f"{name} was started with a chunk of blocks [{start}, {stop}), but is to hold blocks "
-                f"[{request.blocks[0]}, {request.blocks[1]}): {advice}",
-                409,
-            )
-
-    def _check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
-        needed = sum(part.n_bytes - self._store.partial_bytes(part.sha256) for part in missing)
-        if needed:
-            removed = self._store.make_room(needed, {part.sha256 for part in request.parts})
-            if removed:
-                logger.info("%s removed %.1f MB of weights of earlier runs", self.config.name, removed / 1e6)
-        free = self._store.free_bytes()
-        if needed > free:
-            raise ControlError(
-                f"{self.config.name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
-                "weights would come: free some space, or choose another place with --cache-dir",
-                507,
-            )
-
-    def _check_memory(self, request: InitRequest) -> None:
-        """Weights that will not fit are not sent in the first place."""
-        quantize, dtype = self._number_format(request)
-        needed = held_bytes(
-            [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
-        )
-        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, self._device)
-        needed += self._kind.secondary_stage(request).run_bytes(request.max_length, kv_dtype)
-        free = self._profiler.available_bytes()
-        if needed > free:
-            start, stop = request.blocks
-            kind = quantize or str(dtype).removeprefix("torch.")
-            raise ControlError(
-                f"{self.config.name} has {size(free)} of memory free, but blocks [{start}, {stop}) and the caches of "
-                f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
-                "smaller format (--quantize, --dtype)",
-                507,
-            )
-
-    @staticmethod
-    def _end(job: Job, ring: TcpRing | None) -> None:
-        with job.changed:
-            job.stopped = True
-            job.changed.notify_all()
-        if ring is not None:
-            ring.stop("the starter ended the run")
+        logger.info("%s waits for the next run", name)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mdi
 from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
@@ -111,7 +112,11 @@ class SecondarySetup:
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
+        next_report = time.monotonic() + REPORT_S
         while (missing := self._loading_status().get("missing")) is None:
+            if time.monotonic() > next_report:
+                next_report += REPORT_S
+                logger.info("%s looks through the weights that it has", self.name)
             self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
         try:
@@ -184,12 +189,14 @@ class SecondarySetup:
                 return self._fail(e)
             if time.monotonic() - last_report > REPORT_S:
                 last_report = time.monotonic()
-                self._report(status.get("progress"))
+                self._report(status)
             self._cancelled.wait(1.0)
 
-    def _report(self, progress: Any) -> None:
+    def _report(self, status: dict[str, Any]) -> None:
         """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
-        ours = self._progress
+        ours, progress, loading = self._progress, status.get("progress"), status.get("loading")
+        if status["state"] == "LOADING" and isinstance(loading, dict):
+            logger.info("%s loads its weights: %s of %s parts", self.name, loading.get("done"), loading.get("total"))
         n_bytes = progress.get("bytes") if isinstance(progress, dict) else None
         if ours is not None and isinstance(n_bytes, int):
             ours.update(n_bytes, time.monotonic())
@@ -232,6 +239,7 @@ def reach_node(
     if status.get("control_version") != CONTROL_VERSION:
         raise RingError(
             f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
-            f"{status.get('control_version')}), this starter needs control protocol {CONTROL_VERSION}"
+            f"{status.get('control_version')}), this machine version {mdi.__version__} (control protocol {CONTROL_VERSION}): "
+            "install the same version on both"
         )
     return status

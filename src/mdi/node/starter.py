@@ -6,78 +6,41 @@ A ring of one node goes the same way, only without ports.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 import mdi
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.memory import CacheMemory
 from mdi.engine.sampling import seed_of
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.engine.tensors import DTYPES, pinned_buffer
+from mdi.engine.tensors import pinned_buffer
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format
-from mdi.model.quantize import Quantizer
+from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener, open_socket
-from mdi.net.ring import LoopbackRing, Seat, TcpRing, close_starter_ring
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import check_room, choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
-from mdi.node.memory import report_caches, share_out
-from mdi.node.planning import Model, Wishes, choose, profile_cluster
-from mdi.node.resources import device_free_bytes
+from mdi.node.options import StarterOptions
+from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
+from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample
-from mdi.node.setup import SecondarySetup
 from mdi.node.weights import StarterWeights
 from mdi.partition.methods import DEFAULT_METHOD
-from mdi.partition.placement import size
-
-METRICS_DEADLINE_S = 5.0
 
 logger = logging.getLogger("mdi")
-
-
-@dataclass(frozen=True)
-class StarterOptions:
-    """What the user chose; see the flags of starter.py.
-
-    `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
-    keeps what it measured of itself.
-    """
-
-    ckpt: Path | None = None
-    chunk: Path | None = None
-    layers: str | None = None
-    placement: str | None = None
-    prefer_memory: float | None = None
-    cache_dir: Path | None = None
-    device: str | None = None
-    dtype: str | None = None
-    sequence_length: int | None = None
-    compile: bool = False
-    quantize: str | None = None
-    quantize_head: str | None = None
-    prompt_style: str = "auto"
-    wait_s: float = 30.0
-    wire_dtype: str = "auto"
-    kv_dtype: str = "auto"
-    kv_memory: int | None = None
-    n_frames: int | None = None
 
 
 class StarterNode(StatusOnly):
@@ -94,6 +57,7 @@ class StarterNode(StatusOnly):
         check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
         self._clients = [ControlClient(node) for node in cluster.secondaries]
+        self._left_out: list[ControlClient] = []  # nodes that the placement gave no part
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._weights: StarterWeights | None = None
@@ -187,6 +151,8 @@ class StarterNode(StatusOnly):
         method = options.placement or DEFAULT_METHOD
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
         if not self._clients or is_cut or method == "even" or not self._kind.is_placed:
+            if self._clients:
+                logger.info("blocks %s; nothing was measured", told_blocks(self.names, weights.blocks))
             return
         assert self._listener is not None and self._control is not None
         self._state = "PLANNING"
@@ -194,14 +160,16 @@ class StarterNode(StatusOnly):
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
         wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head)
         profile = profile_cluster(
-            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check
-        )
+            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
+            run=self._run_id,
+        )  # fmt: skip
         length = min(max_length, self.context_length)
         placement = choose(profile, model, method, n_sequences, length, options.prefer_memory)
         weights.cut_anew(placement.counts)
         nodes = self.cluster.nodes
         self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
         self._clients = [ControlClient(node) for node in self.cluster.secondaries]
+        self._left_out = [ControlClient(node) for i, node in enumerate(nodes) if i not in placement.order]
         self._state = "IDLE"
 
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
@@ -217,34 +185,17 @@ class StarterNode(StatusOnly):
         assert self._weights is not None
         self._state = "LOADING"
         self.max_length = min(max_length, self.context_length)
-        self._check_memory()
-        setups = self._configure_secondaries()
+        computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize)
+        preparation = Preparation(
+            self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run_id,
+            self._listener.port if self._listener is not None else None, self.max_length,
+        )  # fmt: skip
         try:
-            self._load_stage(lambda: self._check(setups, check))
-            while not all(setup.wait(0.1) for setup in setups):
-                self._check(setups, check)
-            self._raise_first(setups)
-            self._memory = self._reckon_memory(setups)  # last, when all weights are where they stay
+            preparation.run(check)
         finally:
-            for setup in setups:
-                setup.cancel()
-        for setup in setups:
-            setup.join(1.0)
+            self._configured = preparation.has_begun
+        self._stage, self._memory, self._placement = preparation.stage, preparation.memory, preparation.placement
         self._state = "READY"
-
-    def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
-        """What the caches of all nodes can hold."""
-        assert self._weights is not None
-        is_mapped = self._dtype == DTYPES.get(self._weights.dtype)
-        by_hand = self._options.kv_memory
-        by_hand = self.cluster.starter.kv_memory if by_hand is None else by_hand
-        own = report_caches(self._stage, self._kv_dtype, self._device, by_hand, is_mapped)
-        reports = [own, *(setup.ask_caches() for setup in setups)]
-        told = [(node.name, node.addr, report) for node, report in zip(self.cluster.nodes, reports, strict=True)]
-        memory = CacheMemory(share_out(told, self.max_length))
-        n_sequences = memory.n_sequences(self.max_length)
-        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self.max_length)
-        return memory
 
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
@@ -322,7 +273,10 @@ class StarterNode(StatusOnly):
             raise self._failure
 
     def end(self, leave: bool = False) -> None:
-        """End the run on all nodes and collect what they measured; with `leave`, end the secondaries' processes too."""
+        """End the run on all nodes and collect what they measured.
+
+        With `leave`, end the processes of all secondaries too, those that the placement left out among them.
+        """
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.stop("the run is over")
@@ -331,8 +285,9 @@ class StarterNode(StatusOnly):
         if self._configured:
             self._configured = False
             broken = self._state == "BROKEN"
-            self.secondary_metrics = [{} for _ in self._clients]
-            self._for_each_secondary(lambda i: self._dismiss(i, leave, patient=not broken))
+            self.secondary_metrics = dismiss(self._clients, self._run_id, leave, patient=not broken)
+        if leave:
+            dismiss(self._left_out, self._run_id, leave, patient=False)
         self._state = "IDLE"
 
     def close(self) -> None:
@@ -375,156 +330,11 @@ class StarterNode(StatusOnly):
         if self._state == "RUNNING":
             raise ControlError("the starter is in the middle of a run", 409)
 
-    def _configure_secondaries(self) -> list[SecondarySetup]:
-        weights = self._weights
-        assert weights is not None
-        if not self._clients:
-            self._placement = ""
-            return []
-        nodes = self.cluster.nodes
-        parts = self._hash_parts(weights)
-        identity = [weights.config_hash, weights.blocks, self.names, [[p.sha256 for p in node] for node in parts]]
-        self._placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        setups = []
-        self._configured = True
-        for index, (client, blocks) in enumerate(zip(self._clients, weights.blocks[1:], strict=True), 1):
-            following = nodes[(index + 1) % len(nodes)]
-            port_in = following.port_in
-            if index == len(nodes) - 1:
-                assert self._listener is not None
-                port_in = self._listener.port
-            request = InitRequest(
-                epoch=self._run_id,
-                index=index,
-                names=self.names,
-                placement=self._placement,
-                next_addr=following.addr,
-                next_port=port_in,
-                model=weights.model,
-                config=weights.config,
-                config_hash=weights.config_hash,
-                stored_dtype=weights.dtype,
-                blocks=blocks,
-                parts=tuple(parts[index - 1]),
-                max_length=self.max_length,
-                dtype=self._options.dtype,
-                compile=self._options.compile,
-                quantize=self._quantize,
-                stored_format=weights.quantize,
-                wire_dtype=self._options.wire_dtype,
-                kv_dtype=self._options.kv_dtype,
-                n_frames=self._options.n_frames,
-            )
-            setups.append(SecondarySetup(client, request, weights, self._options.wait_s))
-        return setups
-
-    def _hash_parts(self, weights: StarterWeights) -> list[list[PartSpec]]:
-        """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
-        parts: list[list[PartSpec]] = []
-        next_report = time.monotonic() + 2
-        for index, (start, stop) in enumerate(weights.blocks[1:], 1):
-            parts.append([])
-            for name in self._kind.secondary_parts(index, self.cluster.n_nodes, start, stop):
-                parts[-1].append(weights.spec(name))
-                if time.monotonic() > next_report:
-                    next_report += 2
-                    logger.info(
-                        "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
-                    )
-        return parts
-
-    def _check_memory(self) -> None:
-        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
-        weights = self._weights
-        assert weights is not None
-        start, stop = weights.blocks[0]
-        needed = 0
-        for part in self._kind.starter_parts(stop, self.cluster.n_nodes):
-            is_block = part.startswith("block.")
-            quantize = self._quantize if is_block else self._options.quantize_head or weights.quantize_head
-            stored = weights.quantize if is_block else weights.quantize_head
-            needed += held_bytes([weights.part_bytes(part)], weights.dtype, self._dtype, quantize, stored)
-        free = device_free_bytes(self._device)
-        if needed > free:
-            kind = self._quantize or str(self._dtype).removeprefix("torch.")
-            raise UsageError(
-                f"the starter has {size(free)} of memory free, but embedding, head and blocks [{start}, {stop}) take "
-                f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
-                "format (--quantize, --dtype)"
-            )
-
-    def _load_stage(self, check: Callable[[], None]) -> None:
-        """Load the starter's own stage; `check` is called before each part, for loading may take long."""
-        weights = self._weights
-        assert weights is not None
-        stop = weights.blocks[0][1]
-        self._stage = self._kind.starter_stage(self.config, stop, self.cluster.n_nodes)
-        quantizer = Quantizer(self._quantize, self._options.quantize_head or weights.quantize_head)
-        parts = self._kind.starter_parts(stop, self.cluster.n_nodes)
-
-        def tensors(part: str) -> Mapping[str, torch.Tensor]:
-            check()
-            return weights.verified_tensors(part)
-
-        self._stage.load(parts, tensors, self._device, self._dtype, quantizer)
-        check_room(self._stage, self.max_length, self._device, self._kv_dtype)
-        self._stage.prepare(self.max_length, self._device, self._kv_dtype)
-        if self._options.compile:
-            self._stage.compile()
-
-    def _check(self, setups: list[SecondarySetup], check: Callable[[], None]) -> None:
-        self._raise_first(setups)
-        check()
-
-    @staticmethod
-    def _raise_first(setups: list[SecondarySetup]) -> None:
-        for setup in setups:
-            if setup.error is not None:
-                raise setup.error
-
-    def _for_each_secondary(self, call: Any) -> None:
-        threads = [
-            threading.Thread(target=call, args=(i,), name=f"dismiss-{client.node.name}", daemon=True)
-            for i, client in enumerate(self._clients)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(METRICS_DEADLINE_S * 3)
-
-    def _dismiss(self, i: int, leave: bool, patient: bool) -> None:
-        """Let secondary `i` go, after it has told what it measured."""
-        client = self._clients[i]
-        timeout_s = METRICS_DEADLINE_S if patient else 1.5
-        try:
-            deadline = time.monotonic() + timeout_s
-            while patient and time.monotonic() < deadline:
-                status = client.status(self._run_id, timeout_s)
-                if status["state"] != "RUNNING":
-                    self.secondary_metrics[i] = status.get("metrics") or {}
-                    break
-                threading.Event().wait(0.05)
-            if leave or not patient:
-                client.stop(self._run_id, leave, timeout_s)
-        except ControlError as e:
-            logger.debug("dismissing %s: %s", client.node.name, e)
-
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._weights is None:
             return []
         compute_s, wait_s, send_s, bytes_sent, frames = getattr(self, "_own", (0.0, 0.0, 0.0, 0, 0))
-        start, stop = self._weights.blocks[0]
-        nodes = [NodeMetrics("starter", (start, stop), peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)]
-        for name, blocks, measured in zip(
-            self.names[1:], self._weights.blocks[1:], self.secondary_metrics or [{}] * len(self._clients), strict=True
-        ):
-            fields = {"name": name, "layers": list(blocks)}
-            try:
-                nodes.append(NodeMetrics.from_json({**_ZERO, **measured, **fields}))
-            except (ControlError, TypeError) as e:  # a run is not lost for what a node says of it
-                logger.warning("the measurements of %s cannot be read: %s", name, e)
-                nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
-        return nodes
-
-
-_ZERO = {"peak_rss_bytes": 0, "compute_s": 0.0, "wait_s": 0.0, "send_s": 0.0, "bytes_sent": 0, "frames": 0}
+        blocks = self._weights.blocks
+        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)
+        measured = self.secondary_metrics or [{}] * len(self._clients)
+        return [own, *metrics_of(self.names[1:], blocks[1:], measured)]

@@ -12,6 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
@@ -20,6 +22,7 @@ from mdi.control.reach import Route, try_node
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.node.setup import BUSY_S, reach_node
 from mdi.partition.profile import LinkProfile, NodeProfile
+from mdi.partition.sharing import share_memory
 
 REPORT_S = 2.0
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
@@ -76,8 +79,12 @@ class Survey:
             self._in_threads({"starter": beside}, self._ask)
         finally:
             self._ended.set()
-        names = [node.name for node in self._cluster.secondaries]
-        return (starter, *(self._found[name] for name in names)), self._links()
+        found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
+        profiles = share_memory(found, [host_of(node.addr) for node in self._cluster.nodes])
+        tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
+        if tight:
+            logger.info("%s share the memory of their machine: each is counted with a part of it", ", ".join(tight))
+        return profiles, self._links()
 
     @property
     def formats(self) -> dict[str, str]:
@@ -126,9 +133,10 @@ class Survey:
 
     def _ask(self, node: NodeConfig) -> None:
         deadline = time.monotonic() + BUSY_S
+        request = replace(self._request, device=node.device, threads=node.threads)
         while not self._ended.is_set():
             try:
-                answer = self._clients[node.name].profile(self._request)
+                answer = self._clients[node.name].profile(request)
                 break
             except ControlError as e:
                 if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
@@ -141,7 +149,15 @@ class Survey:
         except (KeyError, TypeError, UsageError) as e:
             raise ControlError(f"{node.name} describes itself in a way that cannot be read: {e}") from None
         self._formats[node.name] = str(answer.get("format", ""))
+        self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile
+
+    @staticmethod
+    def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:
+        """What a node was started with goes before the nodes file; then the plan is not quite what the file says."""
+        for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
+            if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
+                logger.info("%s computes with %s %s: that it was started with, not %s", node.name, what, found, named)
 
     def _report(self) -> None:
         for name, client in self._clients.items():
@@ -161,8 +177,12 @@ class Survey:
         else:
             pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
         links = []
-        for source, target in pairs:
+        next_report = time.monotonic() + REPORT_S
+        for i, (source, target) in enumerate(pairs):
             self._check()
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("measuring the way from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
             link = self._link(source, target)
             if link is not None:
                 links.append(link)

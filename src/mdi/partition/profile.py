@@ -40,6 +40,9 @@ class NodeProfile:
         head_s: the same for final norm, head and embedding; () is unknown, and estimated from bytes.
         process_bytes: what the process takes beside weights, caches and activations.
         cached_parts: sha256 of the parts that it has already.
+        shared_bytes: what is free of the device for all its processes together, whatever the limits of this one: nodes of one
+            machine take from the same, see `mdi.partition.sharing`; 0 is unknown.
+        held_bytes: the part of `memory_bytes` that it holds now, and would let go of.
     """
 
     name: str
@@ -53,6 +56,8 @@ class NodeProfile:
     head_s: Times
     process_bytes: int
     cached_parts: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    held_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -65,6 +70,8 @@ class NodeProfile:
             _text(fields[name], f"{where}.{name}")
         for name in ("memory_bytes", "disk_bytes", "process_bytes"):
             fields[name] = _whole(fields[name], f"{where}.{name}")
+        for name in ("shared_bytes", "held_bytes"):
+            fields[name] = _whole(fields.get(name, 0), f"{where}.{name}")
         for name in ("n_cores", "disk_read_bytes_s", "read_bytes_s"):
             fields[name] = _number(fields[name], f"{where}.{name}")
         if not fields["n_cores"]:

@@ -1,0 +1,183 @@
+"""Closing the ring, link by link.
+
+The starter connects to its next node, which connects to its own next one before it answers, and so on until the last
+connects to the starter. So the answer that reaches the starter means that every link stands, and an error on the way comes
+back to it in words (docs/protocol.md, "Closing the ring"). Who waits for an answer gives signs of life to the node before
+it, so that a node that is frozen is told from one that waits itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from mdi.errors import NodeLostError, RingError, WireError
+from mdi.net.hello import Fault
+from mdi.net.link import JOIN_S, PING_INTERVAL_S, SILENCE_S, Allocate, read_frame, send_frame, tune
+from mdi.net.listener import RingListener
+from mdi.net.ring import Seat, TcpRing
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
+
+CONNECT_S = 8.0
+ANSWER_S = 30.0
+REPORT_S = 2.0  # after so long, who waits says for whom
+
+logger = logging.getLogger("mdi")
+
+
+def close_starter_ring(
+    listener: RingListener,
+    seat: Seat,
+    capacity: int,
+    limits: Limits,
+    timeout_s: float = ANSWER_S,
+    allocate: Allocate | None = None,
+) -> TcpRing:
+    """Form the ring, as its starter.
+
+    Args:
+        capacity: frames in flight, at most.
+        allocate: makes the buffers that frames are received into, see BufferPool.
+
+    Raises:
+        NodeLostError, RingError: a link could not be made; the message names it.
+    """
+    expectation = listener.expect(seat.epoch, seat.prev_hello, answer=seat.hello)
+    sock_out: socket.socket | None = None
+    try:
+        sock_out = _connect(seat)
+        _read_answer(sock_out, seat, timeout_s)
+        sock_in = expectation.wait(CONNECT_S)
+        if sock_in is None:
+            raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
+    except BaseException:
+        if sock_out is not None:
+            sock_out.close()
+        raise
+    finally:
+        listener.forget(expectation)
+
+
+def join_ring(
+    sock_in: socket.socket,
+    seat: Seat,
+    capacity: int,
+    limits: Limits,
+    timeout_s: float = ANSWER_S,
+    allocate: Allocate | None = None,
+) -> TcpRing:
+    """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
+
+    Raises:
+        RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
+    """
+    sock_out: socket.socket | None = None
+    try:
+        with _signs_of_life(sock_in, seat.epoch):
+            sock_out = _connect(seat)
+            _read_answer(sock_out, seat, timeout_s)
+        send_frame(sock_in, seat.hello)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
+    except (RingError, OSError) as e:
+        fault = Fault(e.node if isinstance(e, NodeLostError) else "", str(e), seat.name)
+        with contextlib.suppress(OSError):
+            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()))
+        sock_in.close()
+        if sock_out is not None:
+            sock_out.close()
+        if isinstance(e, OSError):
+            raise RingError(f"{seat.prev_name} went away while the ring was formed: {e}") from None
+        raise
+
+
+def _connect(seat: Seat) -> socket.socket:
+    where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
+    try:
+        sock = socket.create_connection((seat.next_addr, seat.next_port), CONNECT_S)
+    except (OSError, UnicodeError) as e:
+        raise NodeLostError(
+            seat.next_name, f"{seat.name} cannot reach the ring port of {where}: {e}. Check addr, port_in and firewall"
+        ) from None
+    try:
+        tune(sock)
+        send_frame(sock, seat.hello)
+    except OSError as e:
+        sock.close()
+        raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
+    return sock
+
+
+@contextlib.contextmanager
+def _signs_of_life(sock: socket.socket, epoch: int) -> Iterator[None]:
+    """PINGs to the previous node meanwhile; connecting, too, may take several seconds."""
+    over = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # it went away: the answer will find out
+            while not over.wait(PING_INTERVAL_S):
+                send_frame(sock, Frame(Kind.PING, epoch))
+
+    thread = threading.Thread(target=run, name="ring-join", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(JOIN_S)
+
+
+def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
+    """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
+
+    The farther a node is from the starter, the less it waits in all, so that its report is there before the others' patience
+    ends.
+    """
+    frame = _await_frame(sock, seat, timeout_s * (1 - seat.index / (2 * seat.n_nodes)))
+    if frame is None:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} closed the connection in the handshake")
+    if frame.kind is Kind.ERROR:
+        fault = Fault.from_bytes(frame.payload)
+        node = fault.node or seat.next_name
+        raise NodeLostError(node, fault.message if node in fault.message else f"{node} says: {fault.message}")
+    if frame.kind is not Kind.HELLO or frame.epoch != seat.epoch:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")
+
+
+def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float) -> Frame | None:
+    """The next frame that is no sign of life; None if the connection is closed. NodeLostError says what else happened."""
+    name = seat.next_name
+    begin = heard = time.monotonic()
+    is_told = False
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        while True:
+            now = time.monotonic()
+            left_s = min(begin + timeout_s, heard + SILENCE_S) - now
+            if left_s <= 0:
+                silent = f"did not answer within {now - begin:.0f} s"
+                if now - begin < timeout_s:
+                    silent = (
+                        f"is frozen or cut off: nothing was heard of it for {SILENCE_S:.0f} s while the ring was closed"
+                    )
+                raise NodeLostError(name, f"{name} {silent}")
+            if not is_told and now - begin > REPORT_S:
+                logger.info("%s waits for %s to join the ring (up to %.0f s)", seat.name, name, timeout_s)
+                is_told = True
+            if not selector.select(min(left_s, REPORT_S / 4)):
+                continue
+            sock.settimeout(left_s)
+            try:
+                frame = read_frame(sock, HANDSHAKE_LIMITS)
+            except TimeoutError:
+                continue
+            except (OSError, WireError) as e:
+                raise NodeLostError(name, f"{name} broke off the handshake: {e}") from None
+            if frame is None or frame.kind is not Kind.PING or frame.epoch != seat.epoch:
+                return frame
+            heard = time.monotonic()

@@ -1,0 +1,78 @@
+"""The end of a run: what each node measured, and letting the secondaries go."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mdi.control.client import ControlClient
+from mdi.errors import ControlError
+from mdi.metrics import NodeMetrics
+
+METRICS_DEADLINE_S = 5.0
+
+logger = logging.getLogger("mdi")
+
+_ZERO = {"peak_rss_bytes": 0, "compute_s": 0.0, "wait_s": 0.0, "send_s": 0.0, "bytes_sent": 0, "frames": 0}
+
+
+def dismiss(clients: Sequence[ControlClient], run: str, leave: bool, patient: bool) -> list[dict[str, Any]]:
+    """Let all secondaries go, at the same time; what each has measured, {} where that is not known.
+
+    Args:
+        run: the id of the run that has ended.
+        leave: end their processes as well.
+        patient: wait until they have noticed the end by themselves; else they are told, and not waited for.
+    """
+    measured: list[dict[str, Any]] = [{} for _ in clients]
+
+    def one(i: int) -> None:
+        measured[i] = _dismiss(clients[i], run, leave, patient)
+
+    threads = [
+        threading.Thread(target=one, args=(i,), name=f"dismiss-{client.node.name}", daemon=True)
+        for i, client in enumerate(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(METRICS_DEADLINE_S * 3)
+    return measured
+
+
+def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dict[str, Any]:
+    timeout_s = METRICS_DEADLINE_S if patient else 1.5
+    measured: dict[str, Any] = {}
+    try:
+        deadline = time.monotonic() + timeout_s
+        while patient and time.monotonic() < deadline:
+            status = client.status(run, timeout_s)
+            if status["state"] != "RUNNING":
+                measured = status.get("metrics") or {}
+                break
+            threading.Event().wait(0.05)
+        if leave or not patient:
+            client.stop(run, leave, timeout_s)
+    except ControlError as e:
+        if leave:
+            logger.warning("%s could not be told to end its process: %s", client.node.name, e)
+        logger.debug("dismissing %s: %s", client.node.name, e)
+    return measured
+
+
+def metrics_of(
+    names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]]
+) -> list[NodeMetrics]:
+    """What secondaries said of themselves, in the run's report; what cannot be read counts as nothing."""
+    nodes = []
+    for name, layers, values in zip(names, blocks, measured, strict=True):
+        fields = {"name": name, "layers": list(layers)}
+        try:
+            nodes.append(NodeMetrics.from_json({**_ZERO, **values, **fields}))
+        except (ControlError, TypeError) as e:  # a run is not lost for what a node says of it
+            logger.warning("the measurements of %s cannot be read: %s", name, e)
+            nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
+    return nodes

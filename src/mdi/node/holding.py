@@ -1,0 +1,209 @@
+"""What a secondary holds: weights of its own, parts that it was sent, and the stage that was built of them last."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.store import BlockStore
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.errors import ControlError, UsageError
+from mdi.model.formats import check_format
+from mdi.model.quantize import Quantizer
+from mdi.model.stage import Stage
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.kind import ModelKind
+from mdi.partition.placement import size
+
+logger = logging.getLogger("mdi")
+
+
+class Holding:
+    """See the module.
+
+    Args:
+        name: of the node.
+        weights: a chunk or checkpoint on this machine, or None.
+        store: parts that were received.
+        device, dtype, quantize, threads: what the user asked for; None leaves it to the starter, or to this machine.
+        compile_stage: compile stages, whatever the starter asks for.
+        kind: of the models.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: WeightSource | None,
+        store: BlockStore,
+        device: str | None,
+        dtype: str | None,
+        quantize: str | None,
+        threads: int | None,
+        compile_stage: bool,
+        kind: ModelKind,
+    ) -> None:
+        self._name = name
+        self._weights = weights
+        self._verified: set[str] = set()  # parts of a chunk that were hashed
+        self.store = store
+        self._default_device = self.device = choose_device(device)
+        self.own = {"device": device, "threads": threads}
+        self._dtype = dtype
+        self._quantize = quantize
+        self._compile = compile_stage
+        self.kind = kind
+        check_format(quantize, self.device)
+        choose_dtype(dtype, "float32", self.device)  # a wrong wish is told before anything is bound
+        self._stage: Stage | None = None
+        self._stage_key: tuple[Any, ...] | None = None
+        self.blocks: tuple[int, int] | None = None
+        self.model: str | None = None
+
+    def check_folder(self) -> None:
+        """A place for weights that cannot be written to is told now, not in the middle of the first run: UsageError."""
+        try:
+            self.store.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.store.directory):
+                pass
+        except OSError as e:
+            raise UsageError(
+                f"cannot keep weights in {self.store.directory} ({e.strerror or e}): choose a place with --cache-dir"
+            ) from None
+
+    def drop_stage(self) -> bool:
+        """Give the memory of the last run's stage back; whether there was one."""
+        was_there = self._stage is not None
+        self._stage = self._stage_key = None
+        return was_there
+
+    def computing(self, request: InitRequest | ProfileRequest) -> Computing:
+        """What this node computes with: what it was started with goes before the starter's wishes.
+
+        Raises:
+            UsageError: there is no such device here, or it cannot do that.
+        """
+        device = self._default_device
+        if self.own["device"] is None and request.device is not None:
+            device = choose_device(request.device)
+        quantize = self._format(request.quantize, device)
+        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device, quantize is not None)
+        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device) if isinstance(request, InitRequest) else dtype
+        threads = request.threads if self.own["threads"] is None else None  # its own are set already
+        return Computing(device, dtype, kv_dtype, quantize, threads)
+
+    def _format(self, wished: str | None, device: torch.device) -> str | None:
+        """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
+        if self._quantize is not None:
+            check_format(self._quantize, device)
+        if self._quantize is not None or wished is None:
+            return self._quantize
+        try:
+            check_format(wished, device)
+        except UsageError as e:
+            logger.warning("%s: %s", self._name, e)
+            return None
+        return wished
+
+    def refuse_misfit_chunk(self, request: InitRequest) -> None:
+        """A chunk that was named on the command line is a promise; a checkpoint is only a convenience. ControlError."""
+        chunk = self._weights
+        if not isinstance(chunk, ChunkFile):
+            return
+        start, stop = chunk.manifest.blocks
+        advice = "start it with the right chunk, or without --chunk to have the weights sent"
+        if chunk.config_hash != request.config_hash:
+            raise ControlError(
+                f"{self._name} was started with a chunk of {chunk.model}, but this run is of {request.model}: {advice}",
+                409,
+            )
+        if not (start <= request.blocks[0] and request.blocks[1] <= stop):
+            raise ControlError(
+                f"{self._name} was started with a chunk of blocks [{start}, {stop}), but is to hold blocks "
+                f"[{request.blocks[0]}, {request.blocks[1]}): {advice}",
+                409,
+            )
+
+    def missing(self, request: InitRequest, check: Callable[[], None]) -> list[PartSpec]:
+        """Parts that are not here; hashing a checkpoint may take a while, and `check` is called again and again."""
+        source = self._weights
+        own: set[str] = set()
+        if source is not None and source.config_hash == request.config_hash:
+            for part in request.parts:
+                check()
+                if part.name in source.part_names():
+                    own.add(source.info(part.name).sha256)
+        return [p for p in request.parts if p.sha256 not in own and not self.store.has(p.sha256)]
+
+    def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
+        """Make room for what is to come. Raises ControlError if there is too little."""
+        needed = sum(part.n_bytes - self.store.partial_bytes(part.sha256) for part in missing)
+        if needed:
+            removed = self.store.make_room(needed, {part.sha256 for part in request.parts})
+            if removed:
+                logger.info("%s removed %.1f MB of weights of earlier runs", self._name, removed / 1e6)
+        free = self.store.free_bytes()
+        if needed > free:
+            raise ControlError(
+                f"{self._name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
+                "weights would come: free some space, or choose another place with --cache-dir",
+                507,
+            )
+
+    def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
+        """Weights that will not fit into `free` bytes are not sent in the first place. Raises ControlError."""
+        quantize, dtype = computing.quantize, computing.dtype
+        needed = held_bytes(
+            [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
+        )
+        needed += self.kind.secondary_stage(request).run_bytes(request.max_length, computing.kv_dtype)
+        if needed > free:
+            start, stop = request.blocks
+            kind = quantize or str(dtype).removeprefix("torch.")
+            raise ControlError(
+                f"{self._name} has {size(free)} of memory free, but blocks [{start}, {stop}) and the caches of "
+                f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
+                "smaller format (--quantize, --dtype)",
+                507,
+            )
+
+    def stage(self, request: InitRequest, computing: Computing, check: Callable[[], None]) -> Stage:
+        """The stage of a run; the one in memory, if it is the same. `check` is called before each part."""
+        device, dtype, quantize = computing.device, computing.dtype, computing.quantize
+        compiled = self._compile or request.compile
+        shas = {part.name: part.sha256 for part in request.parts}
+        key = (
+            request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize,
+            torch.get_num_threads(),  # some kernels are built for a number of them
+        )  # fmt: skip
+        if self._stage is not None and self._stage_key == key:
+            return self._stage
+        self.drop_stage()  # give the memory back before the next one takes it
+        stage = self.kind.secondary_stage(request)
+
+        def tensors(name: str) -> dict[str, torch.Tensor]:
+            check()
+            return self._tensors(name, shas[name])
+
+        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
+        if compiled:
+            stage.compile()
+        self._stage, self._stage_key = stage, key
+        self.blocks, self.model, self.device = request.blocks, request.model, device
+        return stage
+
+    def _tensors(self, name: str, sha256: str) -> dict[str, torch.Tensor]:
+        """A part, from this machine's own weights if it is there, else from what was received."""
+        source = self._weights
+        if source is not None:
+            source.release()  # parts are needed one after the other
+        if source is not None and name in source.part_names() and source.info(name).sha256 == sha256:
+            if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
+                source.verify_part(name)
+                self._verified.add(name)
+            return source.tensors(name)
+        return self.store.tensors(sha256)

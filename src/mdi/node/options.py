@@ -1,0 +1,34 @@
+"""What the user of a starter chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StarterOptions:
+    """See the flags of starter.py.
+
+    `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
+    keeps what it measured of itself.
+    """
+
+    ckpt: Path | None = None
+    chunk: Path | None = None
+    layers: str | None = None
+    placement: str | None = None
+    prefer_memory: float | None = None
+    cache_dir: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+    sequence_length: int | None = None
+    compile: bool = False
+    quantize: str | None = None
+    quantize_head: str | None = None
+    prompt_style: str = "auto"
+    wait_s: float = 30.0
+    wire_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kv_memory: int | None = None
+    n_frames: int | None = None

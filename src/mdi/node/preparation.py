@@ -1,0 +1,226 @@
+"""Getting a ring ready for a run: every node told what it is to do, weights where they belong, stages built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.engine.memory import CacheMemory
+from mdi.engine.tensors import DTYPES
+from mdi.errors import UsageError
+from mdi.model.quantize import Quantizer
+from mdi.node.device import Computing, check_room, held_bytes
+from mdi.node.kind import ModelKind
+from mdi.node.memory import report_caches, share_out
+from mdi.node.options import StarterOptions
+from mdi.node.resources import device_free_bytes
+from mdi.node.setup import REPORT_S, SecondarySetup
+from mdi.node.weights import StarterWeights
+from mdi.partition.placement import size
+
+logger = logging.getLogger("mdi")
+
+
+class Preparation:
+    """Of one run, by its starter.
+
+    Args:
+        kind, config: of the model.
+        cluster: the nodes that take part; `clients` are its secondaries.
+        options: what the user chose, and `computing` what has become of it.
+        weights: what the starter has to load and send, and the cut.
+        run: the id of the run, as 16 hex digits.
+        ring_port: the one on which the last secondary connects; None in a ring of one node.
+        max_length: tokens that a sequence of the run may reach.
+
+    Attributes:
+        stage: the starter's own, loaded, after `run`.
+        memory: what the caches of all nodes hold, after `run`.
+        placement: hash of model, cut and ring; "" in a ring of one node.
+        has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
+    """
+
+    def __init__(
+        self,
+        kind: ModelKind,
+        config: Any,
+        cluster: ClusterConfig,
+        clients: Sequence[ControlClient],
+        options: StarterOptions,
+        computing: Computing,
+        weights: StarterWeights,
+        run: str,
+        ring_port: int | None,
+        max_length: int,
+    ) -> None:
+        self._kind = kind
+        self._config = config
+        self._cluster = cluster
+        self._clients = clients
+        self._options = options
+        self._computing = computing
+        self._weights = weights
+        self._run_id = run
+        self._ring_port = ring_port
+        self._max_length = max_length
+        self.placement = ""
+        self.has_begun = False
+
+    def run(self, check: Callable[[], None]) -> None:
+        """Do it; `check` is called again and again meanwhile, and what it raises ends the waiting.
+
+        Raises:
+            MdiError: a node is not there or cannot.
+        """
+        self._check_memory()
+        setups = self._configure_secondaries()
+        try:
+            self._load_stage(lambda: self._check(setups, check))
+            while not all(setup.wait(0.1) for setup in setups):
+                self._check(setups, check)
+            self._raise_first(setups)
+            self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
+        finally:
+            for setup in setups:
+                setup.cancel()
+        for setup in setups:
+            setup.join(1.0)
+
+    def _configure_secondaries(self) -> list[SecondarySetup]:
+        """Begin to set every secondary up."""
+        if not self._clients:
+            return []
+        weights, options, nodes = self._weights, self._options, self._cluster.nodes
+        names = tuple(node.name for node in nodes)
+        parts = self._hash_parts()
+        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts]]
+        self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        setups = []
+        self.has_begun = True
+        for index, (client, blocks) in enumerate(zip(self._clients, weights.blocks[1:], strict=True), 1):
+            following = nodes[(index + 1) % len(nodes)]
+            port_in = following.port_in
+            if index == len(nodes) - 1:
+                assert self._ring_port is not None
+                port_in = self._ring_port
+            request = InitRequest(
+                epoch=self._run_id,
+                index=index,
+                names=names,
+                placement=self.placement,
+                next_addr=following.addr,
+                next_port=port_in,
+                model=weights.model,
+                config=weights.config,
+                config_hash=weights.config_hash,
+                stored_dtype=weights.dtype,
+                blocks=blocks,
+                parts=tuple(parts[index - 1]),
+                max_length=self._max_length,
+                dtype=options.dtype,
+                compile=options.compile,
+                quantize=self._computing.quantize,
+                stored_format=weights.quantize,
+                wire_dtype=options.wire_dtype,
+                kv_dtype=options.kv_dtype,
+                n_frames=options.n_frames,
+                device=client.node.device,
+                threads=client.node.threads,
+            )
+            setups.append(SecondarySetup(client, request, weights, options.wait_s))
+        return setups
+
+    def _hash_parts(self) -> list[list[PartSpec]]:
+        """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
+        weights = self._weights
+        parts: list[list[PartSpec]] = []
+        next_report = time.monotonic() + 2
+        for index, (start, stop) in enumerate(weights.blocks[1:], 1):
+            parts.append([])
+            for name in self._kind.secondary_parts(index, self._cluster.n_nodes, start, stop):
+                parts[-1].append(weights.spec(name))
+                if time.monotonic() > next_report:
+                    next_report += 2
+                    logger.info(
+                        "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
+                    )
+        return parts
+
+    def _check_memory(self) -> None:
+        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
+        weights, computing = self._weights, self._computing
+        start, stop = weights.blocks[0]
+        needed = 0
+        for part in self._kind.starter_parts(stop, self._cluster.n_nodes):
+            is_block = part.startswith("block.")
+            quantize = computing.quantize if is_block else self._options.quantize_head or weights.quantize_head
+            stored = weights.quantize if is_block else weights.quantize_head
+            needed += held_bytes([weights.part_bytes(part)], weights.dtype, computing.dtype, quantize, stored)
+        free = device_free_bytes(computing.device)
+        if needed > free:
+            kind = computing.quantize or str(computing.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the starter has {size(free)} of memory free, but embedding, head and blocks [{start}, {stop}) take "
+                f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
+                "format (--quantize, --dtype)"
+            )
+
+    def _load_stage(self, check: Callable[[], None]) -> None:
+        """Load the starter's own stage; `check` is called before each part, for loading may take long."""
+        weights, options, computing = self._weights, self._options, self._computing
+        stop = weights.blocks[0][1]
+        self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+        quantizer = Quantizer(computing.quantize, options.quantize_head or weights.quantize_head)
+        parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
+
+        begin = last_report = time.monotonic()
+
+        def tensors(part: str) -> Mapping[str, torch.Tensor]:
+            nonlocal last_report
+            check()
+            if time.monotonic() - last_report > REPORT_S:
+                last_report = time.monotonic()
+                name, done = self._cluster.starter.name, parts.index(part)
+                logger.info(
+                    "%s loads its weights: %d of %d parts (%.0f s)", name, done, len(parts), last_report - begin
+                )
+            return weights.verified_tensors(part)
+
+        self.stage.load(parts, tensors, computing.device, computing.dtype, quantizer)
+        check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
+        self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)
+        if options.compile:
+            self.stage.compile()
+
+    def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
+        """What the caches of all nodes can hold."""
+        computing, nodes = self._computing, self._cluster.nodes
+        is_mapped = computing.dtype == DTYPES.get(self._weights.dtype)
+        by_hand = self._options.kv_memory
+        by_hand = self._cluster.starter.kv_memory if by_hand is None else by_hand
+        own = report_caches(self.stage, computing.kv_dtype, computing.device, by_hand, is_mapped)
+        reports = [own, *(setup.ask_caches() for setup in setups)]
+        told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
+        memory = CacheMemory(share_out(told, self._max_length))
+        n_sequences = memory.n_sequences(self._max_length)
+        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self._max_length)
+        return memory
+
+    def _check(self, setups: list[SecondarySetup], check: Callable[[], None]) -> None:
+        self._raise_first(setups)
+        check()
+
+    @staticmethod
+    def _raise_first(setups: list[SecondarySetup]) -> None:
+        for setup in setups:
+            if setup.error is not None:
+                raise setup.error

@@ -1,0 +1,176 @@
+"""A secondary's part in one run, on the main thread: its weights come, its stage is built, the ring closes, it computes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.tensors import DTYPES, pinned_buffer
+from mdi.errors import RingError
+from mdi.metrics import peak_rss_bytes
+from mdi.model.stage import Stage
+from mdi.net.handshake import join_ring
+from mdi.net.hello import Fault
+from mdi.net.listener import RingListener
+from mdi.net.ring import Seat, TcpRing
+from mdi.net.wire import HANDSHAKE_LIMITS, Limits
+from mdi.node.device import Computing, check_room, computing_threads
+from mdi.node.holding import Holding
+from mdi.node.job import Job
+from mdi.node.memory import report_caches
+
+logger = logging.getLogger("mdi")
+
+
+class Service:
+    """One job, from its request to the end of the ring.
+
+    Args:
+        name: of the node.
+        job: what is to be done; it also keeps how far that is.
+        holding: the weights, here before and to come.
+        listener: the ring port.
+        free_bytes: memory of a device for weights and caches.
+        kv_memory: bytes that caches may take; None is what is free.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        holding: Holding,
+        listener: RingListener,
+        free_bytes: Callable[[torch.device], int],
+        kv_memory: int | None,
+    ) -> None:
+        self._name = name
+        self._job = job
+        self._request = job.request
+        self._holding = holding
+        self._listener = listener
+        self._free_bytes = free_bytes
+        self._kv_memory = kv_memory
+
+    def run(self) -> None:
+        """Returns when the run was ended in good order; raises what ended it else."""
+        with computing_threads(self._job.computing.threads):
+            self._run()
+
+    def _run(self) -> None:
+        computing = self._job.computing
+        self._wait_for_parts(computing)
+        max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
+        stage = self._holding.stage(self._request, computing, self._next_part)
+        check_room(self._name, stage, max_length, device, kv_dtype)
+        stage.prepare(max_length, device, kv_dtype)
+        ring, seat = self._close_ring(stage, computing)
+        try:
+            self._job.begin(ring)
+            self._compute(stage, ring, seat, computing)
+        finally:
+            ring.close()
+            stage.caches.clear()
+
+    def _wait_for_parts(self, computing: Computing) -> None:
+        """Find out what is missing, and wait until it has come."""
+        job, holding = self._job, self._holding
+        missing = holding.missing(self._request, job.check)
+        holding.check_memory(self._request, computing, self._free_bytes(computing.device))
+        holding.check_disk(self._request, missing)
+        with job.changed:
+            job.total_bytes = sum(part.n_bytes for part in missing)
+            job.received_bytes = sum(holding.store.partial_bytes(part.sha256) for part in missing)
+            job.missing = {part.sha256: part for part in missing}
+        if missing:
+            to_come = job.total_bytes - job.received_bytes
+            logger.info("%s gets %.1f MB of weights from its starter", self._name, to_come / 1e6)
+        next_report = time.monotonic() + 2
+        while True:
+            with job.changed:
+                job.changed.wait_for(lambda: not job.missing or job.stopped or job.failure is not None, 0.5)
+            job.check()
+            if not job.missing:
+                return
+            if time.monotonic() > next_report:
+                next_report += 2
+                logger.info("%s: %.1f of %.1f MB", self._name, job.received_bytes / 1e6, job.total_bytes / 1e6)
+
+    def _next_part(self) -> None:
+        """Called before each part that is loaded: those before it are in."""
+        job = self._job
+        job.check()
+        if job.is_loading:
+            job.n_loaded += 1
+        job.is_loading = True
+
+    def _close_ring(self, stage: Stage, computing: Computing) -> tuple[TcpRing, Seat]:
+        """Be READY until the previous node calls, then take this node's place in the ring."""
+        job, request, device = self._job, self._request, computing.device
+        is_mapped = computing.dtype == DTYPES.get(request.stored_dtype)
+        seat = _seat_of(job)
+        expectation = self._listener.expect(seat.epoch, seat.prev_hello)
+        try:
+            job.report_caches = lambda: report_caches(stage, computing.kv_dtype, device, self._kv_memory, is_mapped)
+            job.state = "READY"
+            logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
+            sock = None
+            while sock is None:
+                job.check()
+                sock = expectation.wait(0.5)
+        finally:
+            job.report_caches = None
+            self._listener.forget(expectation)
+        # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
+        widest = self._holding.kind.widest_row(stage.config)
+        limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
+        pinned = pinned_buffer if device.type == "cuda" else None
+        return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned), seat
+
+    def _compute(self, stage: Stage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
+        is_last = seat.index == seat.n_nodes - 1
+        loop = SecondaryLoop(stage, ring, seat.epoch, is_last, computing.device, computing.dtype, seat.wire)
+        try:
+            loop.run()
+        except RingError:
+            raise
+        except Exception as e:
+            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name))
+            raise
+        except BaseException:  # Ctrl-C and SIGTERM
+            ring.fail(Fault(seat.name, "it was told to end", seat.name))
+            raise
+        finally:
+            self._job.metrics = _measured(loop, ring)
+            logger.info(
+                "%s: %d frames, %.2f s computing, %.2f s waiting",
+                *(seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s),
+            )
+
+
+def _seat_of(job: Job) -> Seat:
+    request = job.request
+    return Seat(
+        int(request.epoch, 16),
+        request.index,
+        request.names,
+        request.placement,
+        request.next_addr,
+        request.next_port,
+        request.wire_dtype,
+    )
+
+
+def _measured(loop: SecondaryLoop, ring: TcpRing) -> dict[str, Any]:
+    return {
+        "peak_rss_bytes": peak_rss_bytes(),
+        "compute_s": loop.compute_s,
+        "wait_s": ring.inbox.wait_s,
+        "send_s": ring.send_s,
+        "bytes_sent": ring.bytes_sent,
+        "frames": ring.n_frames,
+    }
