@@ -41,7 +41,8 @@ def run_case(case: Case) -> dict[str, Any]:
     from mdi.node.device import set_threads
     from mdi.node.kind import ModelKind
     from mdi.node.local import LocalRing
-    from mdi.node.starter import StarterNode, StarterOptions
+    from mdi.node.options import StarterOptions
+    from mdi.node.starter import StarterNode
 
     model = BY_KEY[case.key]
     kinds: dict[str, tuple[type[LocalRing], ModelKind]] = {
