@@ -173,6 +173,14 @@ class ChunkFile(WeightSource):
     def tensor(self, name: str) -> torch.Tensor:
         return self._file.tensor(name)
 
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part, each mapped by itself: its memory goes when it goes."""
+        found = {}
+        for name in self.part_specs(part):
+            self.release()
+            found[name] = self.tensor(name)
+        return found
+
     def part_names(self) -> list[str]:
         return list(self._infos)
 
@@ -213,13 +221,15 @@ class ChunkFile(WeightSource):
 
 
 class LazyPart(Mapping[str, torch.Tensor]):
-    """The tensors of a part as a mapping that fetches each when it is asked for."""
+    """The tensors of a part as a mapping that fetches each when it is asked for, and lets go of what was mapped before."""
 
     def __init__(self, source: WeightSource, part: str) -> None:
         self._source = source
         self._names = list(source.part_specs(part))
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if isinstance(self._source, ChunkFile):
+            self._source.release()
         return self._source.tensor(name)
 
     def __iter__(self) -> Iterator[str]:

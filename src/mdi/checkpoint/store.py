@@ -184,7 +184,12 @@ class BlockStore:
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                names = list(file.keys())
+            found = {}
+            for name in names:  # each mapped by itself: its memory goes when it goes
+                with safe_open(path, framework="pt") as file:
+                    found[name] = file.get_tensor(name)
+            return found
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"cannot read {path}: {e}") from None
 

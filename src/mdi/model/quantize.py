@@ -51,14 +51,16 @@ class Quantizer:
     ) -> dict[str, torch.Tensor]:
         """Build the layers that are stored in a format; the tensors that are left are plain ones.
 
-        On a device without these kernels, they become plain weights again.
+        On a device without these kernels, they become plain weights again. Tensors are let go of one by one: if each is
+        mapped by itself, as in `ChunkFile.tensors`, no more of the part than one layer stands in memory twice.
 
         Raises:
             CheckpointError: they do not belong to a linear layer of this stage, or not together.
         """
         rest = dict(tensors)
+        del tensors
         layers: dict[str, Layer] = {}
-        for name in [n for n, t in tensors.items() if n.endswith(".weight") and format_of(t.dtype)]:
+        for name in [n for n, t in rest.items() if n.endswith(".weight") and format_of(t.dtype)]:
             path = name.removesuffix(".weight")
             module, n_in = _module(stage, path)
             stored = {s: rest.pop(f"{path}.{s}") for s in _SUFFIXES if f"{path}.{s}" in rest}
@@ -73,6 +75,7 @@ class Quantizer:
             else:
                 bias = rest.pop(f"{path}.bias", None)
                 layers[path] = Layer(form, stored, n_in, bias)
+            del stored
         install(stage, layers)
         return rest
 
@@ -118,19 +121,23 @@ def is_quantizable(path: str) -> bool:
 
 
 def install(root: nn.Module, layers: dict[str, Layer]) -> None:
-    """Put layers in the places of those with their paths below `root`; the two halves of a gate become one layer."""
+    """Put layers in the places of those with their paths below `root`; the two halves of a gate become one layer.
+
+    Takes them out of the dict one by one, so that what they were read from can go.
+    """
     gates = {path.rpartition(".")[0] for path in layers if path.endswith(".fc_1")}
     for parent in gates:
-        mlp, pair = root.get_submodule(parent), [layers.get(f"{parent}.{n}") for n in ("fc_1", "fc_2", "proj")]
-        if type(mlp) not in (LLaMAMLP, GemmaMLP) or None in pair:
+        mlp = root.get_submodule(parent)
+        first, second, proj = (f"{parent}.{name}" for name in ("fc_1", "fc_2", "proj"))
+        if type(mlp) not in (LLaMAMLP, GemmaMLP) or not {first, second, proj} <= layers.keys():
             continue
-        first, second, proj = (layer for layer in pair if layer is not None)
-        if (both := _stacked(first, second)) is not None:
-            _set(root, parent, GatedMLP(_build(both), _build(proj), _activation(mlp)))
-            for name in ("fc_1", "fc_2", "proj"):
-                del layers[f"{parent}.{name}"]
-    for path, layer in layers.items():
+        if _match(layers[first], layers[second]):
+            fc = _build(_stacked(layers.pop(first), layers.pop(second)))
+            _set(root, parent, GatedMLP(fc, _build(layers.pop(proj)), _activation(mlp)))
+    while layers:
+        path, layer = layers.popitem()
         _set(root, path, _build(layer))
+        del layer
 
 
 class GatedMLP(nn.Module):
@@ -239,12 +246,16 @@ def _build(layer: Layer) -> nn.Module:
     return decode(layer.encoded, layer.format, layer.n_in, layer.bias)
 
 
-def _stacked(first: Layer, second: Layer) -> Layer | None:
-    """Both as one layer with the outputs of the first before those of the second; None if they do not match."""
+def _match(first: Layer, second: Layer) -> bool:
+    """Whether both can be one layer."""
     a, b = first.encoded, second.encoded
     same_columns = torch.equal(a.get("outliers", torch.empty(0)), b.get("outliers", torch.empty(0)))
-    if first.format != second.format or not same_columns or (first.bias is None) != (second.bias is None):
-        return None
+    return first.format == second.format and same_columns and (first.bias is None) == (second.bias is None)
+
+
+def _stacked(first: Layer, second: Layer) -> Layer:
+    """Both as one layer with the outputs of the first before those of the second."""
+    a, b = first.encoded, second.encoded
     encoded = {key: a[key] if key == "outliers" else torch.cat((a[key], b[key])) for key in a}
     bias = None if first.bias is None or second.bias is None else torch.cat((first.bias, second.bias))
     return Layer(first.format, encoded, first.n_in, bias)

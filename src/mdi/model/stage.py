@@ -70,9 +70,8 @@ class Stage(nn.Module):
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
         """
         for part in parts:
-            stored = tensors(part)
-            if quantizer is not None:
-                stored = quantizer.take(part, stored, self, device, dtype)
+            # passed on without a name, so that `take` can let go of what it has read
+            stored = tensors(part) if quantizer is None else quantizer.take(part, tensors(part), self, device, dtype)
             given = {
                 name: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
                 for name, t in stored.items()
