@@ -1,14 +1,22 @@
-"""How fast one thread reads memory: sums over an array that no cache holds, with the fastest of torch's kernels."""
+"""How fast one thread reads memory: sums over an array that no cache holds, with the fastest of torch's kernels.
+
+On pages of 4 KB, as a program gets them that does not ask for others, or on huge ones, as the ring's packed weights.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from peers.protocol import Case, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+from mdi.model.huge_pages import use_huge_pages  # noqa: E402
 
 N_BYTES = 1 << 29
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)  # a 32-bit integer sum makes a copy first
@@ -18,10 +26,12 @@ N_PASSES = 4  # per format and case; the best counts, for a limit is what can be
 class ReadTest:
     """A "system" whose only number is `read_bytes_per_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, huge_pages: bool) -> None:
         torch.set_num_threads(1)
         # Written, so that every page is a page of its own; ordinary numbers in all the formats.
         self._bytes = torch.full((N_BYTES,), 0x3F, dtype=torch.uint8)
+        if huge_pages:
+            use_huge_pages()
 
     def run(self, case: Case) -> dict[str, Any]:
         best_s = float("inf")
@@ -43,4 +53,4 @@ def _time(read: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    serve(lambda options: ReadTest())
+    serve(lambda options: ReadTest(bool(options["huge_pages"])))

@@ -22,7 +22,7 @@ FLAGS = {
 # What is read of a weight at least; scales are left out, so that a share of the bandwidth is not flattered by them.
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}
 GGUF_OF = {"float32": ("f32",), "bfloat16": ("bf16",), "fp16": ("bf16", "f16"), "int8": ("q8_0",), "int4": ("q4_0",)}
-READ = Run("read test", "read", Case(0, 0, 0))
+READS = {False: Run("read test", "read", Case(0, 0, 0)), True: Run("read test, huge pages", "read huge", Case(0, 0, 0))}
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Setup:
         options = {"ckpt": str(self.ckpt), "dtype": dtype, "max_length": max_length}
         return SystemSpec(f"{kind} {dtype}", kind, options, self.cores[:1])
 
-    def read(self) -> SystemSpec:
-        return SystemSpec("read", "read", {"": ""}, self.cores[:1])
+    def read(self, huge_pages: bool) -> SystemSpec:
+        return SystemSpec(READS[huge_pages].system, "read", {"huge_pages": huge_pages}, self.cores[:1])
 
     def weight_bytes(self, fmt: str) -> float:
         return sum(n_weights(self.shape)) * BYTES_PER_WEIGHT[fmt]
@@ -70,15 +70,17 @@ class Setup:
 
 def one_stream(setup: Setup) -> Scenario:
     case = setup.case(1, 16, 40)
-    systems, runs, checks = [setup.read()], [READ], []
+    systems, runs, checks = [setup.read(huge) for huge in READS], list(READS.values()), []
     for fmt, share, ratio in (("fp16", 0.85, 1.0), ("int8", 0.70, 1.1), ("int4", 0.60, 0.9)):
         ours, theirs = setup.ring(fmt), [setup.llama(kind) for kind in GGUF_OF[fmt]]
         systems += [ours, *theirs]
         runs += [Run(spec.name, spec.name, case) for spec in (ours, *theirs)]
         names = tuple(spec.name for spec in theirs)
-        checks.append(Check(f"{fmt}: weight bytes read per second, against the read bandwidth of one thread", ours.name,
-                            (READ.label,), share, ("decode_tokens_per_s", "read_bytes_per_s"),
-                            factor=setup.weight_bytes(fmt), unit="%"))  # fmt: skip
+        for huge, read in READS.items():
+            what = f"{fmt}: weight bytes read per second, against the read bandwidth of one thread"
+            checks.append(Check(what + (" on huge pages" if huge else ""), ours.name, (read.label,), share,
+                                ("decode_tokens_per_s", "read_bytes_per_s"), factor=setup.weight_bytes(fmt),
+                                unit="%"))  # fmt: skip
         checks.append(Check(f"{fmt} against llama.cpp {' or '.join(GGUF_OF[fmt])}", ours.name, names, ratio))
     return Scenario("one-stream", "One stream, one node, one thread", tuple(systems), tuple(runs), tuple(checks))
 
