@@ -39,8 +39,9 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
     loaded = report_caches(stage, torch.bfloat16, CPU, None, False)
     mapped = report_caches(stage, torch.bfloat16, CPU, None, True)
     weights = sum(p.nbytes for p in stage.parameters())
-    assert 6 * GB < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB
-    assert loaded.limit_bytes - mapped.limit_bytes == pytest.approx(0.85 * weights, abs=2)
+    share = 1 - 1 / (len(stage.blocks) + 1)  # a block's caches may have to move
+    assert 6 * GB * share < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB * share
+    assert loaded.limit_bytes - mapped.limit_bytes == pytest.approx(0.85 * weights * share, abs=2)
     full = report_caches(stage, torch.float32, CPU, None, False)
     assert [k.position_bytes for k in full.kinds] == [2 * k.position_bytes for k in loaded.kinds]
     shapes = [b.attn.cache_shape for b in stage.blocks]

@@ -62,7 +62,8 @@ def report_caches(
 ) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
-    A moment in which a cache grows is taken off: its old keys or values lie beside the new ones until they are copied.
+    A moment in which a cache grows is taken off: its old keys or values lie beside the new ones until they are copied. So is,
+    from a limit that nobody set by hand, one in which all caches of a block move to a new shelf (`mdi.model.shelf`).
 
     Args:
         dtype: what they hold.
@@ -80,6 +81,7 @@ def report_caches(
     if limit is None:
         mapped = sum(p.nbytes for p in stage.parameters()) if weights_are_mapped and device.type == "cpu" else 0
         limit = int((device_free_bytes(device) - mapped) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
+        limit -= max(0, limit) // (len(shapes) + 1)
     kinds = tuple(CacheKind(window, n) for window, n in by_window.items())
     return CacheReport(max(0, limit - copy_bytes), by_hand is not None, kinds, str(device))
 
