@@ -74,8 +74,8 @@ def add_wire_flags(group: argparse._ActionsContainer) -> None:
         "half precision, or 8 bits with a scale per 64 values (%(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes; one more pays where sending a "
-        "frame takes long beside computing it)",
+        "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes, or one more where the "
+        "links were measured and take long beside computing)",
     )  # fmt: skip
 
 

@@ -54,6 +54,20 @@ def limit(profile: ClusterProfile, n_sequences: int, counts: tuple[int, ...]) ->
     return plan(profile, model(sum(counts)), Workload(n_sequences, 100), layers=counts).limit
 
 
+def test_a_frame_more_where_smaller_frames_hide_the_transfers() -> None:
+    def frames(n_sequences: int, round_trip_s: float) -> tuple[int, int]:
+        links = tuple(LinkProfile(*pair, round_trip_s, 1e9) for pair in (("a", "b"), ("b", "a")))
+        two = cluster(node("a", head_s=((1, 1e-6),)), node("b"), links=links)
+        report = plan(two, model(6), Workload(n_sequences, 100), layers=(3, 3))
+        assert report.n_frames * report.n_rows >= n_sequences
+        return report.n_frames, report.more_frames
+
+    assert frames(48, 1e-6) == (2, 0)  # nothing to hide
+    assert frames(48, 20e-3) == (3, 1)  # 16 rows take 4 ms a block, 24 take 6
+    assert frames(2, 20e-3) == (2, 0)  # a row of its own for each
+    assert frames(48, 10.0) == (2, 0)  # the way is all there is
+
+
 def test_what_limits() -> None:
     two = cluster(node("a", read_bytes_s=0.0, head_s=((1, 1e-6),)), node("b", read_bytes_s=0.0))
     assert limit(two, 2, (1, 5)).startswith("the stage of b (5 blocks, ")

@@ -4,10 +4,11 @@ The two methods are `schedule` (which rows leave now) and `update` (which tokens
 flight, so that every node has one to compute (recurrent pipelining, MDI-LLM thesis, section 3.3.2), and each frame carries
 its share of all sequences, so that a node reads its weights once for many rows.
 
-How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N(t + T), so N frames keep
-a node busy for t / (t + T) of the time. One frame more is worth it when what the ring gains, at most N T, is more than what
-the smaller frames lose: (N + 1) t' < N (t + T), where t' is the stage time of a frame with N / (N + 1) of the rows. While
-decoding reads weights, t' is nearly t, so that is T > t / N.
+How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N (t + T), so N frames keep
+a node busy for t / (t + T) of the time. With one frame more, each has N / (N + 1) of the rows and a stage time t', and every
+sequence has its token after max((N + 1) t', N (t' + T)). So a frame more brings something as far as fewer rows take less time:
+much where rows are computed one after the other, nothing where a stage reads its weights for most of the time. The cost model
+compares both with the times that were measured (`mdi.partition.plan`).
 """
 
 from __future__ import annotations

@@ -124,8 +124,12 @@ def measure_live(
 
 def choose(
     profile: ClusterProfile, model: Model, method: str, n_sequences: int, length: int, prefer_memory: float | None
-) -> Placement:
-    """The placement of a run, told in a few lines. PlacementError if the model does not fit."""
+) -> tuple[Placement, int]:
+    """The placement of a run, told in a few lines, and how many frames are to be in flight.
+
+    Raises:
+        PlacementError: the model does not fit.
+    """
     preferences = dict(PREFERENCES)
     if prefer_memory is not None:
         preferences[("memory", "cores")] = prefer_memory
@@ -141,7 +145,7 @@ def choose(
     )
     for line in told(report):
         logger.info("%s", line)
-    return report.placement
+    return report.placement, len(report.nodes) + report.more_frames
 
 
 def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:

@@ -164,7 +164,9 @@ class StarterNode(StatusOnly):
             run=self._run_id,
         )  # fmt: skip
         length = min(max_length, self.context_length)
-        placement = choose(profile, model, method, n_sequences, length, options.prefer_memory)
+        placement, n_frames = choose(profile, model, method, n_sequences, length, options.prefer_memory)
+        if options.n_frames is None and n_frames > len(placement.order):
+            self._options = replace(options, n_frames=n_frames)
         weights.cut_anew(placement.counts)
         nodes = self.cluster.nodes
         self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
@@ -203,9 +205,8 @@ class StarterNode(StatusOnly):
         n_frames = self._options.n_frames or n_nodes
         if n_frames != n_nodes:
             logger.info(
-                "%d frames in flight over %d nodes (--frames): worth it where a transfer takes longer than a stage's share "
-                "of a round", *(n_frames, n_nodes),
-            )  # fmt: skip
+                "%d frames in flight over %d nodes (--frames N chooses; more hide transfers)", *(n_frames, n_nodes)
+            )
         if self._listener is None or not self.cluster.secondaries:  # none there, or all left out
             self._ring = LoopbackRing(n_frames)
         else:

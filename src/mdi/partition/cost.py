@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mdi.partition.links import Links
@@ -241,13 +241,16 @@ class CostModel:
             process=self.profile.nodes[i].process_bytes,
         )
 
-    def predict(self, order: Sequence[int], counts: Sequence[int], n_sequences: int | None = None) -> Prediction:
+    def predict(
+        self, order: Sequence[int], counts: Sequence[int], n_sequences: int | None = None, more_frames: int = 0
+    ) -> Prediction:
         """How fast the ring is with these nodes in this order, starter first, holding so many blocks each.
 
         Args:
             n_sequences: other than those that the times are for, e.g. 1 for one sequence alone.
+            more_frames: in flight beyond one per node.
         """
-        timed = Workload(n_sequences, self.workload.sequence_length) if n_sequences else self.timed
+        timed = replace(self.timed, n_sequences=n_sequences or self.timed.n_sequences, more_frames=more_frames)
         terms = self.terms(len(order), timed)
         stages, start = [], 0
         for i, count in zip(order, counts, strict=True):

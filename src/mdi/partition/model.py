@@ -101,10 +101,15 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be generated: sequences at the same time, and how long each may become, prompt included."""
+    """What is to be generated: sequences at the same time, and how long each may become, prompt included.
+
+    Attributes:
+        more_frames: in flight beyond one per node.
+    """
 
     n_sequences: int = 1
     sequence_length: int = 2048
+    more_frames: int = 0
 
     def __post_init__(self) -> None:
         if self.n_sequences < 1 or self.sequence_length < 1:
@@ -113,8 +118,8 @@ class Workload:
             )
 
     def rows_per_frame(self, n_nodes: int) -> int:
-        """As many frames go round as there are nodes, each with an even share of the sequences (engine/scheduler.py)."""
-        return -(-self.n_sequences // n_nodes)
+        """A frame goes round for each node, or more, each with an even share of the sequences (engine/scheduler.py)."""
+        return -(-self.n_sequences // (n_nodes + self.more_frames))
 
     def frames(self, n_nodes: int) -> int:
         """Frames in flight: with few sequences some stay away."""
