@@ -20,6 +20,7 @@ from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheShape, CacheStore
 from mdi.model.huge_pages import use_huge_pages
+from mdi.model.packed import ByteLinear, Fp16Linear
 from mdi.model.quantize import Quantizer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -80,8 +81,8 @@ class Stage(nn.Module):
             self.load_state_dict(given, strict=False, assign=True)
             if quantizer is not None:
                 quantizer.finish(part, self)
-        if quantizer is not None and device.type == "cpu":  # plain weights stay mapped, on the pages of their file
-            use_huge_pages()
+        if any(isinstance(module, (ByteLinear, Fp16Linear)) for module in self.modules()):
+            use_huge_pages()  # plain weights stay mapped, on the pages of their file
         left = [name for name, t in self.state_dict().items() if t.is_meta]
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
