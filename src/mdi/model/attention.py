@@ -93,13 +93,13 @@ class CachedAttention(nn.Module):
         heads = self._project(x[0], cos, sin)
         groups, alone = batch.parts(self.window)
         if not alone and len(groups) == 1:
-            return self.proj(self._attend_group(heads, groups[0])[None])
+            return self.proj(self._attend_group(heads, groups[0]))[None]
         y = heads.new_empty(heads.size(0), c.n_head * c.head_size)
         for group in groups:
             y[group.index] = self._attend_group(heads[group.index], group)
         for rows in alone:
             y[rows.span] = self._attend(heads[rows.span], rows, batch)
-        return self.proj(y[None])
+        return self.proj(y)[None]
 
     def _project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """(N, C) -> (N, n_head + 2 * G, head_size): queries, keys and values, with positions and norms applied."""

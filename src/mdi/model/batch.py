@@ -43,7 +43,7 @@ class Batch:
             positions.extend(range(start, start + n_rows))
         self.positions = torch.tensor(positions, device=device)  # (N,)
         self._device = device
-        self._max_length = store.max_length
+        self._store = store
         self._parts: dict[int | None, tuple[list[DecodeGroup], list[Rows]]] = {}
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
@@ -60,7 +60,7 @@ class Batch:
             together: dict[int, list[Rows]] = {}
             alone: list[Rows] = []
             for rows in self.rows:
-                room = min(room_for(rows.start + 1), self._max_length)
+                room = min(room_for(rows.start + 1), self._store.max_length)
                 if rows.n_rows == 1 and room <= LARGEST_ROOM and (window is None or room <= window):
                     together.setdefault(room, []).append(rows)
                 else:
@@ -70,9 +70,8 @@ class Batch:
 
     def _group(self, members: list[Rows], room: int) -> DecodeGroup:
         numbers, starts, caches = zip(*((r.first_row, r.start, r.caches) for r in members), strict=True)
-        return DecodeGroup(
-            list(numbers), list(starts), list(caches), room, len(members) == len(self.positions), self._device
-        )
+        whole = len(members) == len(self.positions)
+        return DecodeGroup(list(numbers), list(starts), list(caches), self._store, room, whole, self._device)
 
     def mask(self, rows: Rows, first: int, window: int | None, n_repeat: int) -> torch.Tensor | None:
         """Which keys each row may see; None if all may see all.

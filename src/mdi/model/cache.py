@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mdi.errors import EngineError
+from mdi.model.allocator import give_back_freed
 from mdi.model.room import (
     CHUNK_ROWS,
     FIRST_POSITIONS,
@@ -25,6 +26,8 @@ from mdi.model.room import (
 
 if TYPE_CHECKING:
     from mdi.model.shelf import Shelf
+
+GIVE_BACK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,11 @@ class BlockCache:
 
 
 class CacheStore:
-    """All caches of one stage: a list of BlockCache, in block order, per sequence."""
+    """All caches of one stage: a list of BlockCache, in block order, per sequence.
+
+    Attributes:
+        let_go_bytes: about what caches have left behind, as they moved to other memory, since `give_back`.
+    """
 
     def __init__(self, shapes: list[CacheShape], max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shapes = shapes
@@ -163,6 +170,7 @@ class CacheStore:
         self._device = device
         self._dtype = dtype
         self._caches: dict[int, list[BlockCache]] = {}
+        self.let_go_bytes = 0
 
     def of(self, seq_id: int) -> list[BlockCache]:
         """The caches of a sequence, made on first use."""
@@ -178,6 +186,12 @@ class CacheStore:
     def free(self, seq_id: int) -> None:
         """Forget a sequence; one that this stage has not seen (it was cancelled early) is no error."""
         self._caches.pop(seq_id, None)
+
+    def give_back(self) -> None:
+        """Return to the system what caches have left behind, now and then: to move as much took longer than this."""
+        if self.let_go_bytes >= GIVE_BACK_BYTES and self._device.type == "cpu":
+            self.let_go_bytes = 0
+            give_back_freed()
 
     def clear(self) -> None:
         self._caches.clear()

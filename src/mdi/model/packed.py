@@ -61,6 +61,8 @@ class Fp16Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)"""
+        if x.dim() == 2 and x.dtype == torch.float32 and self._bias is None:  # as in ByteLinear
+            return self.multiply(x)
         y = self.multiply(x.reshape(-1, self.in_features).float())
         if self._bias is not None:
             y += self._bias
@@ -71,8 +73,11 @@ class Fp16Linear(nn.Module):
         if self._packed is None:
             assert self._weight is not None
             return F.linear(rows, self._weight.float())
-        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
+        y: torch.Tensor = _linear_fp16(rows, self._packed)
         return y
+
+
+_linear_fp16 = torch.ops.quantized.linear_dynamic_fp16.default
 
 
 class OutlierColumns:

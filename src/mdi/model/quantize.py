@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from litgpt.model import GemmaMLP, LLaMAMLP
 
 from mdi.errors import CheckpointError
+from mdi.model.allocator import give_back_freed
 from mdi.model.formats import Encoded, decode, encode, format_of
 from mdi.model.int4 import unpack_int4
 from mdi.model.packed import ByteLinear, Fp16Linear, pack_int8
@@ -150,9 +149,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., n_embd) -> (..., n_embd)"""
-        gate, up = self.fc(x).chunk(2, dim=-1)
+        gate, up = self.fc(x.view(-1, x.size(-1))).chunk(2, dim=1)
         y: torch.Tensor = self.proj(self._activation(gate).mul_(up))
-        return y
+        return y.view(x.shape)
 
 
 class ByteEmbedding(nn.Module):
@@ -233,13 +232,6 @@ def _leave_file(module: nn.Module) -> None:
     """Copy what is left of a block in plain weights: a single norm that stays mapped keeps all that was read in memory."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
-
-
-def give_back_freed() -> None:
-    """Let the allocator return what packing took to the system; glibc keeps it, up to the size of the weights themselves."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _build(layer: Layer) -> nn.Module:

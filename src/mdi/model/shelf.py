@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mdi.model.cache import BlockCache
+from mdi.model.cache import BlockCache, CacheStore
 
 LARGEST_ROOM = 256  # positions; with longer caches, reading beyond the end costs more than the calls
 
@@ -68,16 +68,17 @@ class DecodeGroup:
         rows: where each row stands in the batch.
         starts: the position of each.
         caches: those of each, in block order.
+        store: what they are of.
         room: positions that their caches have room for.
         whole: whether these are all rows of the batch, in its order.
     """
 
     def __init__(
-        self, rows: list[int], starts: list[int], caches: list[list[BlockCache]], room: int, whole: bool,
-        device: torch.device,
+        self, rows: list[int], starts: list[int], caches: list[list[BlockCache]], store: CacheStore, room: int,
+        whole: bool, device: torch.device,
     ) -> None:  # fmt: skip
         self.room = room
-        self._starts, self._caches = starts, caches
+        self._starts, self._caches, self._store = starts, caches, store
         self._device = device
         self.index = None if whole else torch.tensor(rows, device=device)  # (n)
         self._places: dict[int, torch.Tensor] = {}
@@ -91,7 +92,11 @@ class DecodeGroup:
         caches = [of_sequence[layer] for of_sequence in self._caches]
         for cache, start in zip(caches, self._starts, strict=True):
             cache.go_on_at(start)
-        return shelve(caches, self.room)
+        before = caches[0].shelf
+        shelf = shelve(caches, self.room)
+        if shelf is not before:
+            self._store.let_go_bytes += shelf.kv.nbytes
+        return shelf
 
     def places(self, n_groups: int) -> torch.Tensor:
         """Rows of a shelf's flat (2 * n * G * room) buffer that the new keys and values take: (n * 2 * G)."""

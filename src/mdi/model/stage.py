@@ -157,6 +157,7 @@ class Stage(nn.Module):
                 x = block(x, cos, sin, batch)
             else:
                 x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
+        self.caches.give_back()
         return x[0]
 
     @torch.inference_mode()
