@@ -14,7 +14,8 @@ from mdi.model.room import CacheKind, largest_room, room_for
 
 
 @pytest.mark.parametrize(
-    ("n", "room"), [(0, 64), (1, 64), (64, 64), (65, 128), (129, 256), (257, 512), (513, 768), (10_000, 10_240)]
+    ("n", "room"),
+    [(0, 64), (1, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (257, 512), (513, 768), (10_000, 10_240)],
 )
 def test_room_grows_in_steps(n: int, room: int) -> None:
     assert room_for(n) == room
@@ -74,7 +75,7 @@ def test_the_smallest_node_decides() -> None:
         NodeCaches("secondary1", 0, (), 1000, 64),  # a starter without blocks keeps nothing
     )
     memory = CacheMemory(nodes)
-    assert memory.needs(200) == (25_600, 25_600 + 25_600, 0)
+    assert memory.needs(200) == (25_600, 25_600 + 19_200, 0)
     assert memory.n_sequences(200) == 1 and CacheMemory(nodes[2:]).n_sequences(200) is None
     assert memory.refusal(500) is None
     assert "up to 600 tokens needs 0.1 MB of cache on secondary0, which has 0.1 MB" in str(memory.refusal(600))

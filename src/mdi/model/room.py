@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 CHUNK_ROWS = 64  # prompt rows per frame: small enough that stages overlap during prefill
 FIRST_POSITIONS = 64  # room that a new cache has
-GROWTH_POSITIONS = 256  # a copy every 256 tokens is nothing beside reading the whole cache for each of them
+# (positions, step): up to so many, a buffer grows by so much. A copy costs about what attention reads for one token, so small
+# buffers may grow in small steps, and what is reserved stays near what is used; beyond these, GROWTH_POSITIONS.
+SMALL_STEPS = ((128, 32), (256, 64))
+GROWTH_POSITIONS = 256
 WINDOW_SLACK = 64  # positions that a windowed cache keeps beyond its window, so that a slice may be taken back
 WINDOW_SPARE = 32  # room beyond those: a full buffer is shifted once in so many tokens
 
 
 def room_for(n_positions: int) -> int:
     """Room that a buffer of at least `n_positions` is made with."""
-    for room in (FIRST_POSITIONS, 2 * FIRST_POSITIONS):
-        if n_positions <= room:
-            return room
-    return -(-n_positions // GROWTH_POSITIONS) * GROWTH_POSITIONS
+    step = next((step for limit, step in SMALL_STEPS if n_positions <= limit), GROWTH_POSITIONS)
+    return max(FIRST_POSITIONS, -(-n_positions // step) * step)
 
 
 def largest_room(length: int, window: int | None, chunk_rows: int, max_length: int) -> int:

@@ -39,8 +39,8 @@ class BlockShape:
         if self.window is None or length <= self.window + CACHE_SLACK:
             return length
         kept = self.window + CACHE_SLACK + CACHE_SPARE + PREFILL_ROWS
-        steps = (64, 128, -(-kept // 256) * 256)
-        return min(length, next(room for room in steps if room >= kept))
+        step = 64 if kept <= 256 else 256  # it is more than 128
+        return min(length, -(-kept // step) * step)
 
 
 @dataclass(frozen=True)
