@@ -93,10 +93,10 @@ class CachedAttention(nn.Module):
         heads = self._project(x[0], cos, sin)
         groups, alone = batch.parts(self.window)
         if not alone and len(groups) == 1:
-            return self.proj(self._attend_group(heads, groups[0]))[None]
+            return self.proj(self._attend_group(heads, groups[0], batch))[None]
         y = heads.new_empty(heads.size(0), c.n_head * c.head_size)
         for group in groups:
-            y[group.index] = self._attend_group(heads[group.index], group)
+            y[group.index] = self._attend_group(heads[group.index], group, batch)
         for rows in alone:
             y[rows.span] = self._attend(heads[rows.span], rows, batch)
         return self.proj(y)[None]
@@ -123,16 +123,15 @@ class CachedAttention(nn.Module):
             q, k = self.norm_q(q), self.norm_k(k)
         return torch.cat((q, k, v), dim=1)
 
-    def _attend_group(self, heads: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+    def _attend_group(self, heads: torch.Tensor, group: DecodeGroup, batch: Batch) -> torch.Tensor:
         """(n, n_head + 2 * G, head_size) of sequences that decode one row each -> (n, n_head * head_size)"""
         c = self.config
         n, n_groups = heads.size(0), c.n_query_groups
         shelf = group.shelf(self.layer)
         shelf.write(group.places(n_groups), heads[:, c.n_head :])
         q = heads[:, : c.n_head].view(n, n_groups, -1, c.head_size)  # (n, G, R, head_size)
-        keys, values = shelf.keys, shelf.values
-        if keys.dtype != q.dtype:
-            keys, values = keys.to(q.dtype), values.to(q.dtype)
+        keys = batch.converted("keys", shelf.keys, q.dtype)
+        values = batch.converted("values", shelf.values, q.dtype)
         mask = group.mask(q.dtype, n_groups, c.n_head // n_groups)
         y = attend(q, keys, values, mask, self.scale, c.attention_logit_softcapping)
         return y.reshape(n, c.n_head * c.head_size)
@@ -146,9 +145,9 @@ class CachedAttention(nn.Module):
         n_repeat = c.n_head // c.n_query_groups
         folded = q.reshape(1, c.n_query_groups, n_repeat * n, c.head_size)
         mask = batch.mask(rows, first, self.window, n_repeat)
-        y = attend(
-            folded, keys[None].to(q.dtype), values[None].to(q.dtype), mask, self.scale, c.attention_logit_softcapping
-        )
+        keys = batch.converted("keys", keys[None], q.dtype)
+        values = batch.converted("values", values[None], q.dtype)
+        y = attend(folded, keys, values, mask, self.scale, c.attention_logit_softcapping)
         return y.view(c.n_head, n, c.head_size).transpose(0, 1).reshape(n, c.n_head * c.head_size)
 
 
@@ -200,7 +199,7 @@ class CachedLatentAttention(nn.Module):
         """q (n_head, n, d), k (1, n, d) of one sequence -> (n_head, n, kv_lora_rank)."""
         n_head, n, size = q.shape
         keys, _, first = rows.caches[self.layer].append(rows.start, k, k[..., :0])
-        keys = keys[None].to(q.dtype)  # (1, 1, L, d)
+        keys = batch.converted("keys", keys[None], q.dtype)  # (1, 1, L, d)
         mask = batch.mask(rows, first, None, n_head)
         values = keys[..., : self.config.kv_lora_rank]
         y = attend(

@@ -44,6 +44,7 @@ class Batch:
         self.positions = torch.tensor(positions, device=device)  # (N,)
         self._device = device
         self._store = store
+        self._converted: dict[str, torch.Tensor] = {}
         self._parts: dict[int | None, tuple[list[DecodeGroup], list[Rows]]] = {}
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
@@ -72,6 +73,21 @@ class Batch:
         numbers, starts, caches = zip(*((r.first_row, r.start, r.caches) for r in members), strict=True)
         whole = len(members) == len(self.positions)
         return DecodeGroup(list(numbers), list(starts), list(caches), self._store, room, whole, self._device)
+
+    def converted(self, slot: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`x` in another type, in memory that all blocks use one after the other.
+
+        Memory of their own, megabytes of a long cache, would come from the system anew for each block, page by page.
+
+        Args:
+            slot: what is valid until this is called for the same slot again.
+        """
+        if x.dtype == dtype:
+            return x
+        kept = self._converted.get(slot)
+        if kept is None or kept.numel() < x.numel() or kept.dtype != dtype:
+            kept = self._converted[slot] = torch.empty(x.numel(), dtype=dtype, device=x.device)
+        return kept[: x.numel()].view(x.shape).copy_(x)
 
     def mask(self, rows: Rows, first: int, window: int | None, n_repeat: int) -> torch.Tensor | None:
         """Which keys each row may see; None if all may see all.
