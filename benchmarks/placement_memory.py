@@ -46,7 +46,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.formats import quantizer
+    from mdi.model.quantize import Quantizer
     from mdi.model.stage import Stage
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     quantize = fmt if fmt == "int8" else None
     parts = [f"block.{i}" for i in range(n_blocks)]
-    stage.load(parts, tensors, torch.device("cpu"), torch.float32, quantizer(quantize, None))
+    stage.load(parts, tensors, torch.device("cpu"), torch.float32, Quantizer(quantize))
     stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
     for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
         for seq_id in range(SEQUENCES):
