@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 CHUNK = 64
 GROUPS = {
     "weights": ("quantized::", "aten::mm", "aten::addmm", "aten::linear"),
-    "attention": ("aten::bmm", "aten::_softmax", "aten::baddbmm"),
+    "attention": ("aten::_scaled_dot", "aten::scaled_dot", "aten::bmm", "aten::_softmax"),
     "copies": ("aten::copy_", "aten::cat", "aten::index", "aten::to", "aten::_to_copy"),
 }
 
