@@ -70,7 +70,8 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
     for name, each in (("fp16", 2), ("int8", 1)):
         block = model_shape(asdict(config), name).blocks[0]
         assert block.weight_bytes >= plain.weight_bytes - linear * (4 - each)
-        assert block.load_bytes == 3 * plain.weight_bytes and block.cache_bytes == plain.cache_bytes
+        assert block.load_bytes == round(1.75 * plain.weight_bytes) and plain.load_bytes == 0
+        assert block.cache_bytes == plain.cache_bytes
         quantize_block(StarterStage(config, 1).to_empty(device="cpu").blocks[0], name)  # the name is one of theirs
     assert set(FORMATS) >= {"float32", "bfloat16", "float16", "fp16", "int8", "int4"}
 

@@ -17,9 +17,9 @@ from mdi.partition.model import BlockShape, ModelShape
 
 # Of these, a format leaves the weights as they are (model/formats.py).
 KEPT = ("gate", "kv_b_proj")
-# Measured, docs/placement.md: a process that computes, and a block that is packed, beside the plain one.
+# Measured, docs/placement.md: what a process takes that computes; what packing a part takes, of the bytes of the plain one.
 RUNTIME_BYTES = 20_000_000
-PACKING_LIMIT_BYTES = 100_000_000  # larger pieces go back to the system at once
+PACKING_SHARE = 0.75
 
 
 def model_shape(config: Mapping[str, Any], format: str) -> ModelShape:
@@ -93,10 +93,13 @@ def _block(config: Config, stage: StarterStage, i: int, tensors: _Shapes, kind: 
 
 
 def _load_bytes(n_values: int, kind: WeightFormat) -> int:
-    """A part as it is read, and what packing it takes beside that."""
-    plain = n_values * kind.value_bytes
+    """What a part takes beside the weights that it becomes, while it is loaded.
+
+    A plain one is mapped from its file, and stays there or can be read again. One that is to be packed stands there in plain
+    numbers, for it may come from a checkpoint, and is packed beside them.
+    """
     is_packed = kind.bits_per_weight < 8 * kind.value_bytes
-    return plain + (min(2 * plain, PACKING_LIMIT_BYTES) if is_packed else 0)
+    return round((1 + PACKING_SHARE) * n_values * kind.value_bytes) if is_packed else 0
 
 
 def _bytes(tensors: _Shapes, kind: WeightFormat) -> int:

@@ -216,7 +216,7 @@ class CostModel:
         return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own
 
     def load_bytes(self, i: int) -> int:
-        """One part exists twice while a stage is loaded (model/stage.py)."""
+        """Where layers are packed, one part exists twice while a stage is loaded (model/stage.py)."""
         return max(self._largest, self.shape.head_load_bytes) if i == 0 else self._largest
 
     def activation_bytes(self, i: int, n_rows: int, n_frames: int) -> int:

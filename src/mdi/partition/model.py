@@ -22,7 +22,7 @@ class BlockShape:
 
     Attributes:
         weight_bytes: in the model's format, as held in memory.
-        load_bytes: what it takes while it is loaded, before its weights are packed.
+        load_bytes: what it takes beside that while it is loaded and packed.
         macs: multiplications per row; of experts, those that a row is sent to.
         cache_bytes: key/value cache of one position of one sequence.
         window: positions that a row looks back on at most; None is all.
@@ -53,7 +53,7 @@ class ModelShape:
         row_bytes: one position's activations on the wire.
         blocks: in order.
         embedding_bytes, head_bytes: what the starter holds besides; head with the final norm.
-        head_load_bytes: what the larger of the two takes while it is loaded.
+        head_load_bytes: the same for the larger of the two.
         head_macs: multiplications of the head per row.
         n_head, vocab_size: for what attention scores and logits take.
         work_row_bytes: the widest activations of a block, per row.
