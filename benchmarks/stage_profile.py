@@ -4,8 +4,8 @@
     benchmarks/stage_profile.py --formats fp16,int8,int4 --sequences 1,8,16
     benchmarks/stage_profile.py --formats int8 --sequences 1 --position 2000 --kv-dtype bfloat16
 
-A stage of a few blocks of a model's shape with random weights, one thread, decoding rows of so many sequences. Times are the
-least of the repetitions, the reading speed the best of sums over 256 MB taken in between.
+A stage of a few blocks of a model's shape with random weights decodes rows of so many sequences, on one thread or --threads. Times
+are the least of the repetitions, the reading speed the best of sums over 256 MB taken in between.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def main() -> None:
     parser.add_argument("--position", type=int, default=100, help="tokens that each has already (%(default)s)")
     parser.add_argument("--kv-dtype", default="float32", help="of the caches (%(default)s)")
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     for name in args.formats.split(","):
         stage = random_stage(args.shape, args.blocks, name, getattr(torch, args.kv_dtype))
         for n_sequences in (int(n) for n in args.sequences.split(",")):

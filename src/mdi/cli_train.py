@@ -57,11 +57,16 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     processes = Processes.from_environment()
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest() as stop:
-        session = make_session(args, device, processes, begin)
-        session.run(lambda: bool(stop))
-        if processes.is_first:
-            draw_losses(session.out)
+        _run(args, device, processes, begin, lambda: bool(stop))
     return 0 if stop.number is None else 128 + stop.number
+
+
+def _run(args: argparse.Namespace, device: str, processes: Processes, begin: Begin, stop: Callable[[], bool]) -> None:
+    """A function of its own, so that the session is gone before the processes part (`mdi.training.processes.joined`)."""
+    session = make_session(args, device, processes, begin)
+    session.run(stop)
+    if processes.is_first:
+        draw_losses(session.out)
 
 
 def make_session(args: argparse.Namespace, device: str, processes: Processes, begin: Begin) -> Session:

@@ -6,6 +6,7 @@ Data-parallel: each has all weights and takes its share of every step's windows;
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -118,7 +119,11 @@ class Processes:
 
 @contextmanager
 def joined(processes: Processes, device: str) -> Iterator[None]:
-    """Connects the processes, and takes the connection down again."""
+    """Connects the processes, and takes the connection down again.
+
+    The body must not leave the wrapped model to a caller: it holds on to the connection, whose threads would then be cut off
+    by the end of the interpreter ("terminate called without an active exception", now and then).
+    """
     if processes.count == 1:
         yield
         return
@@ -128,4 +133,5 @@ def joined(processes: Processes, device: str) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # DistributedDataParallel refers to itself
         distributed.destroy_process_group()
