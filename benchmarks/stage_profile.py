@@ -4,8 +4,8 @@
     benchmarks/stage_profile.py --formats fp16,int8,int4 --sequences 1,8,16
     benchmarks/stage_profile.py --formats int8 --sequences 1 --position 2000 --kv-dtype bfloat16
 
-A stage of a few blocks of a model's shape with random weights decodes rows of so many sequences, on one thread or --threads. Times
-are the least of the repetitions, the reading speed the best of sums over 256 MB taken in between.
+A stage of a few blocks of a model's shape with random weights decodes rows of so many sequences, on one thread or --threads.
+Times are the least of the repetitions, the reading speed the best of sums over 256 MB taken in between.
 """
 
 from __future__ import annotations
