@@ -114,6 +114,7 @@ CONTROL_FILL = "#fbe3d0"
 
 
 def layers() -> Any:
+    from mdi.blocks import block_span
     from mdi.partition.split import default_split, ranges
 
     figure, ax = canvas(9.2, 5.3)
@@ -123,7 +124,7 @@ def layers() -> Any:
         x = 0.4 + i * 3.0
         box(ax, x, 0.75, 2.4, 4.2, fill=STARTER if i == 0 else SECONDARY)
         ax.text(x + 1.2, 4.68, name, ha="center", va="center", size=12, weight="bold", color=INK)
-        ax.text(x + 1.2, 4.4, f"blocks [{start}, {stop})", ha="center", va="center", size=9.5, color=INK)
+        ax.text(x + 1.2, 4.4, block_span(start, stop), ha="center", va="center", size=9.5, color=INK)
         top = 4.15
         if i == 0:
             box(ax, x + 0.3, top - 0.33, 1.8, 0.3, "token embedding", "#f6d9a8", size=9)

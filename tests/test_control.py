@@ -400,8 +400,8 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks": [3, 3]}, r"blocks \[3, 3\) are no blocks of a model of 5 blocks"),
-        ({"blocks": [4, 6]}, r"blocks \[4, 6\) are no blocks"),
+        ({"blocks": [3, 3]}, r"blocks: \[3, 3\] is no range of a model of 5 blocks"),
+        ({"blocks": [4, 6]}, r"blocks: \[4, 6\] is no range"),
         ({"blocks": [-1, 2]}, "are no blocks"),
         ({"blocks": [1, True]}, r"expected \[start, stop\]"),
         ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "parts that are named are not those of blocks"),

@@ -172,7 +172,7 @@ def test_choose_device() -> None:
 def test_a_sequence_for_which_a_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.node.device.device_free_bytes", lambda device: 1000)
     stage = Stage(tiny_config(), 1, 3)
-    with pytest.raises(UsageError, match=r"blocks \[1, 3\) on secondary4, but 0\.0 GB are left there"):
+    with pytest.raises(UsageError, match=r"blocks 1-2 on secondary4, but 0\.0 GB are left there"):
         check_room("secondary4", stage, 64, CPU, torch.float32)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mdi.blocks import block_span
 from mdi.checkpoint import convert as convert_module
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.convert import convert, is_hf_dir, is_lit_dir, needs_conversion
@@ -241,7 +242,7 @@ def test_the_command_from_hugging_face_to_chunks(tmp_path: Path, capsys: pytest.
     for node in ("starter", "secondary0", "secondary1"):
         path = find_chunk(directory, 3, node)
         start, stop = ChunkFile(path).manifest.blocks
-        assert f"blocks [{start}, {stop})" in output.out
+        assert block_span(start, stop) in output.out
         assert str(path) in output.out
         union.update(load_file(path))
     assert all(torch.equal(union[name], state[name]) for name in state)

@@ -190,6 +190,7 @@ def _quantized(source: WeightSource, directory: Path, args: argparse.Namespace) 
 
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+    from mdi.blocks import block_span
     from mdi.checkpoint.chunks import node_names, write_chunks
     from mdi.partition.split import default_split, parse_layers, ranges
 
@@ -203,8 +204,7 @@ def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> Non
     rows = zip(node_names(args.n_nodes), ranges(counts), paths, strict=True)
     for node, (start, stop), path in rows:
         extra = "embedding and head, " if node == "starter" else ""
-        blocks = f"blocks [{start}, {stop})" if stop > start else "no blocks"
-        print(f"  {node:<12} {extra}{blocks}, {_size(path.stat().st_size)}: {path}")
+        print(f"  {node:<12} {extra}{block_span(start, stop)}, {_size(path.stat().st_size)}: {path}")
     if args.n_nodes == 1:
         print(f"run it on this machine: starter.py --chunk {paths[0]}")
     else:

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mdi.blocks import span
 from mdi.errors import ControlError, UsageError
 
 REPORT_COLUMNS = 100
@@ -306,7 +307,7 @@ def _node_rows(run: RunMetrics) -> list[list[str]]:
         rows.append(
             [
                 _clip(node.name, 13),
-                f"[{node.layers[0]}, {node.layers[1]})",
+                span(*node.layers),
                 _size(node.peak_rss_bytes),
                 *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s, node.send_s)),
                 str(node.frames),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mdi.blocks import block_span
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest, config_hash
@@ -209,7 +210,7 @@ class ChunkFile(WeightSource):
         numbers = {int(m[1]) for name in self.specs if (m := re.match(r"transformer\.h\.(\d+)\.", name))}
         if start > 0 and numbers == set(range(stop - start)):
             raise CheckpointError(
-                f"{self.path} numbers its blocks from 0, but holds blocks [{start}, {stop}); {_remedy(self.path)}"
+                f"{self.path} numbers its blocks from 0, but holds {block_span(start, stop)}; {_remedy(self.path)}"
             )
         check_tensors(self.config_dict, self.specs, self._infos, str(self.path))
         for part, info in self._infos.items():

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mdi.blocks import block_span
 from mdi.errors import ControlError
 from mdi.net.wire import WIRE_DTYPES
 
@@ -116,11 +117,11 @@ class InitRequest:
         )
         n_layer = data["config"].get("n_layer")
         if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
-            raise ControlError(f"blocks [{start}, {stop}) are no blocks of a model of {n_layer} blocks", 400)
+            raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
         names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
         blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
         if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
-            raise ControlError(f"the parts that are named are not those of blocks [{start}, {stop})", 400)
+            raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
         return request
 
 

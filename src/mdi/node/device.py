@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mdi.blocks import block_span
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
@@ -119,9 +120,9 @@ def check_room(name: str, stage: Stage, max_length: int, device: torch.device, d
     available = device_free_bytes(device)
     if needed > available:
         raise UsageError(
-            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for blocks [{stage.start}, "
-            f"{stage.stop}) on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer tokens, or a "
-            "smaller --sequence-length"
+            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for "
+            f"{block_span(stage.start, stage.stop)} on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer "
+            "tokens, or a smaller --sequence-length"
         )
 
 

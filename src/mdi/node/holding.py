@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mdi.blocks import block_span
 from mdi.checkpoint.source import ChunkFile, WeightSource
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
@@ -123,8 +124,8 @@ class Holding:
             )
         if not (start <= request.blocks[0] and request.blocks[1] <= stop):
             raise ControlError(
-                f"{self._name} was started with a chunk of blocks [{start}, {stop}), but is to hold blocks "
-                f"[{request.blocks[0]}, {request.blocks[1]}): {advice}",
+                f"{self._name} was started with a chunk of {block_span(start, stop)}, but is to hold "
+                f"{block_span(*request.blocks)}: {advice}",
                 409,
             )
 
@@ -165,7 +166,7 @@ class Holding:
             start, stop = request.blocks
             kind = quantize or str(dtype).removeprefix("torch.")
             raise ControlError(
-                f"{self._name} has {size(free)} of memory free, but blocks [{start}, {stop}) and the caches of "
+                f"{self._name} has {size(free)} of memory free, but {block_span(start, stop)} and the caches of "
                 f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
                 "smaller format (--quantize, --dtype)",
                 507,

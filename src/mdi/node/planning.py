@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mdi.blocks import span
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
@@ -156,9 +157,9 @@ def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape
 
 
 def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
-    """ "starter 0-3, secondary0 4-11": who holds which, numbers inclusive as people count."""
+    """ "starter 0-3, secondary0 4-11": who holds which."""
     pairs = zip(names, blocks, strict=True)
-    return ", ".join(f"{name} {start}-{stop - 1}" if stop > start else f"{name} none" for name, (start, stop) in pairs)
+    return ", ".join(f"{name} {span(start, stop)}" for name, (start, stop) in pairs)
 
 
 def told(report: PlanReport) -> list[str]:

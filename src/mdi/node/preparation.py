@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mdi.blocks import block_span
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
@@ -169,7 +170,7 @@ class Preparation:
         if needed > free:
             kind = computing.quantize or str(computing.dtype).removeprefix("torch.")
             raise UsageError(
-                f"the starter has {size(free)} of memory free, but embedding, head and blocks [{start}, {stop}) take "
+                f"the starter has {size(free)} of memory free, but embedding, head and {block_span(start, stop)} take "
                 f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
                 "format (--quantize, --dtype)"
             )

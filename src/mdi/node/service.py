@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mdi.blocks import block_span
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import RingError
@@ -117,7 +118,7 @@ class Service:
         try:
             job.report_caches = lambda: report_caches(stage, computing.kv_dtype, device, self._kv_memory, is_mapped)
             job.state = "READY"
-            logger.info("%s is ready: blocks %d to %d of %s", seat.name, stage.start, stage.stop - 1, request.model)
+            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
             while sock is None:
                 job.check()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mdi.blocks import span
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.parts import spec_bytes, stage_parts
 from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
@@ -142,7 +143,8 @@ class StarterWeights:
         if all(name in self._chunks for name in names):
             blocks = [self._chunks[name].manifest.blocks for name in names]
             if [b for pair in blocks for b in pair] != [0, *(b for _, b in blocks[:-1] for b in (b, b)), n_layer]:
-                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not add up: {blocks}")
+                told = ", ".join(f"{name} {span(*pair)}" for name, pair in zip(names, blocks, strict=True))
+                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not add up: {told}")
             return blocks
         return ranges(default_split(self.config, n_nodes))
 

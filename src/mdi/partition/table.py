@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mdi.blocks import span
 from mdi.partition.advice import ms
 from mdi.partition.placement import size
 from mdi.partition.plan import NodePlan, PlanReport
@@ -39,7 +40,7 @@ def _row(node: NodePlan) -> tuple[str, ...]:
     return (
         node.name,
         node.device,
-        f"{node.start}-{node.stop - 1} ({node.stop - node.start})" if node.stop > node.start else "none",
+        f"{span(node.start, node.stop)} ({node.stop - node.start})" if node.stop > node.start else "none",
         size(memory.weights),
         size(memory.caches),
         size(memory.activations + memory.process),
