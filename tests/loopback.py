@@ -147,8 +147,7 @@ class Text:
     def take(self, event: Event, _now: float) -> None:
         assert self.reason is None, "an event after the last one"
         self.n_events += 1
-        if event.token is not None:
-            self.ids.append(event.token)
+        self.ids += event.tokens
         self.reason = event.finish_reason
         if self.then is not None:
             self.then(event)

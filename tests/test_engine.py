@@ -214,7 +214,7 @@ def test_eos_stop_sequences_and_length_end_a_sequence(n_nodes: int) -> None:
         ring.engine.run()
         assert ring.caches() == [0] * n_nodes
     assert (eos.reason, eos.ids) == ("eos", ids[:cut])
-    assert (stopped.reason, stopped.ids) == ("stop", ids[: cut + 1])  # the engine's caller cuts the stop sequence off
+    assert (stopped.reason, stopped.ids) == ("stop", ids[: cut - 2])
     assert (one.reason, one.ids) == ("length", ids[:1])
 
 

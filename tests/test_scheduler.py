@@ -53,10 +53,10 @@ def test_one_sequence_from_prompt_to_end() -> None:
     plan = next_plan(scheduler)
     assert rows_of(plan) == [(7, 0, 3, 1)] and plan.slices[0].ids == (100, 101, 102)
     assert scheduler.schedule() is None
-    assert scheduler.update(plan.number, {7: 5}) == [Event(7, 5, None)]
+    assert scheduler.update(plan.number, {7: 5}) == [Event(7, (5,), None)]
     plan = next_plan(scheduler)
     assert rows_of(plan) == [(7, 3, 1, 1)] and plan.slices[0].ids == (5,)
-    assert scheduler.update(plan.number, {7: 6}) == [Event(7, 6, "length")]
+    assert scheduler.update(plan.number, {7: 6}) == [Event(7, (6,), "length")]
     plan = next_plan(scheduler)
     assert (plan.slices, plan.freed) == ((), (7,))
     assert scheduler.schedule() is None and scheduler.has_work
@@ -84,7 +84,21 @@ def test_a_chunk_is_shared_by_prompts_and_joined_by_decoding_rows() -> None:
 def test_eos_comes_without_its_token() -> None:
     scheduler = Scheduler(1)
     scheduler.submit(sequence(1))
-    assert scheduler.update(next_plan(scheduler).number, {1: EOS}) == [Event(1, None, "eos")]
+    assert scheduler.update(next_plan(scheduler).number, {1: EOS}) == [Event(1, (), "eos")]
+
+
+def test_tokens_that_may_become_a_stop_sequence_are_held_back() -> None:
+    scheduler = Scheduler(1)
+    stopped, cancelled = (
+        Sequence(i, (100,), SamplingParams(n_tokens=9, stop_sequences=((5, 6, 7),)), 50) for i in (1, 2)
+    )
+    scheduler.submit(stopped)
+    scheduler.submit(cancelled)
+    events = [scheduler.update(next_plan(scheduler).number, {1: token, 2: token}) for token in (5, 5, 6)]
+    assert events == [[], [Event(1, (5,), None), Event(2, (5,), None)], []]
+    assert scheduler.cancel(2) == Event(2, (5, 6), "cancelled")
+    assert scheduler.update(next_plan(scheduler).number, {1: 7}) == [Event(1, (), "stop")]
+    assert stopped.generated == [5]
 
 
 def test_freed_ids_ride_on_the_next_frame() -> None:
@@ -140,9 +154,9 @@ def test_cancelling_waiting_prefilling_flying_ready_and_ended_sequences() -> Non
     scheduler = Scheduler(1, chunk_rows=2, memory=Positions(20))
     for seq_id in (1, 2):
         scheduler.submit(sequence(seq_id, n_prompt=6))
-    assert scheduler.cancel(2) == Event(2, None, "cancelled") and scheduler.cancel(2) is None
+    assert scheduler.cancel(2) == Event(2, (), "cancelled") and scheduler.cancel(2) is None
     plan = next_plan(scheduler)
-    assert scheduler.cancel(1, "enough") == Event(1, None, "enough")
+    assert scheduler.cancel(1, "enough") == Event(1, (), "enough")
     assert scheduler.update(plan.number, {}) == []
     # 2 never had a cache: it was cancelled before it entered
     assert next_plan(scheduler).freed == (1,)
@@ -213,7 +227,7 @@ class Model:
 
     def arrive(self) -> None:
         rng = self.rng
-        n_prompt = rng.choice([rng.randint(1, 20), rng.randint(1, 400)])
+        n_prompt = rng.choice([rng.randint(1, 20), rng.randint(1, MAX_LENGTH)])  # the engine refuses longer ones
         one = sequence(len(self.sequences), n_prompt, rng.randint(1, 8), MAX_LENGTH)
         if self.scheduler.refusal(one) is None:
             self.sequences[one.seq_id] = one
@@ -273,7 +287,7 @@ class Model:
         tokens = {p.seq_id: self.rng.choice([EOS, *range(1, 12)]) for p in plan.slices if p.n_logits}
         for event in self.scheduler.update(plan.number, tokens):
             assert event.seq_id in tokens and event.seq_id not in self.cancelled
-            assert event.token == (None if event.finish_reason == "eos" else tokens[event.seq_id])
+            assert event.tokens == (() if event.finish_reason == "eos" else (tokens[event.seq_id],))
             self.events[event.seq_id].append(event)
 
     def finish(self) -> None:
@@ -330,7 +344,7 @@ def test_random_traffic(
         reasons = [event.finish_reason for event in model.events[seq_id]]
         assert one.finish_reason and reasons[-1] == one.finish_reason  # everybody ends, and is told so
         assert not any(reasons[:-1])  # once
-        assert [e.token for e in model.events[seq_id] if e.token is not None] == one.generated
+        assert [token for e in model.events[seq_id] for token in e.tokens] == one.generated
     assert all(n == 1 for n in model.freed.values())
     assert model.entered <= set(model.freed) <= set(model.sequences)
 

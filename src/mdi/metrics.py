@@ -83,11 +83,11 @@ class SampleMetrics:
 
     Attributes:
         text: generated text, without the prompt.
-        token_ids: generated ids, without the EOS that ended them.
+        token_ids: generated ids, without the EOS or the stop sequence of ids that ended them.
         finish_reason: "eos", "stop", "length", or what else ended it; None if the run ended first.
         ttft_s: time to first token; None if none came.
         tokens_per_s: after the first token; 0 if there were fewer than two.
-        token_times_s: when each token came, rising; also of tokens that a stop sequence took back.
+        token_times_s: when each of them came, rising; tokens that might have become a stop sequence come together.
     """
 
     prompt: str

@@ -47,10 +47,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a sequence: a new token, its end, or both."""
+    """What happened to a sequence: its text has grown, it has ended, or both.
+
+    Attributes:
+        tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
+    """
 
     seq_id: int
-    token: int | None
+    tokens: tuple[int, ...]
     finish_reason: str | None
 
 
@@ -116,17 +120,16 @@ class Scheduler:
         for sequence in self._waiting:
             if sequence.seq_id == seq_id:
                 self._waiting.remove(sequence)
-                sequence.finish_reason = reason
-                return Event(seq_id, None, reason)
+                return Event(seq_id, sequence.end(reason), reason)
         running = self._running.get(seq_id)
         if running is None:
             return None
-        running.finish_reason = reason
+        tokens = running.end(reason)
         for queue in (self._ready, self._prefilling):
             if running in queue:
                 queue.remove(running)
         self._retire(running)
-        return Event(seq_id, None, reason)
+        return Event(seq_id, tokens, reason)
 
     def schedule(self) -> Plan | None:
         """The next frame, or None if enough are in flight or nothing is ready."""
@@ -163,9 +166,9 @@ class Scheduler:
             sequence = self._running.get(part.seq_id)
             if sequence is None or not part.n_logits:
                 continue  # cancelled meanwhile, or the middle of a prompt
-            token = tokens[part.seq_id]
-            kept = sequence.append(token)
-            events.append(Event(part.seq_id, token if kept else None, sequence.finish_reason))
+            new = sequence.append(tokens[part.seq_id])
+            if new or sequence.finish_reason:
+                events.append(Event(part.seq_id, new, sequence.finish_reason))
             if sequence.finish_reason:
                 self._retire(sequence)
             else:

@@ -47,6 +47,7 @@ class Sequence:
     Attributes:
         ids: prompt and generated tokens so far.
         n_sent: positions whose rows have gone into the ring.
+        n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
     """
 
@@ -56,6 +57,7 @@ class Sequence:
     max_length: int
     ids: list[int] = field(default_factory=list)
     n_sent: int = 0
+    n_held: int = 0
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -83,19 +85,46 @@ class Sequence:
         """Cache positions that it can come to need: the last token is never sent."""
         return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
-    def append(self, token: int) -> bool:
-        """Take a new token; False if it is an EOS, which is not kept. Sets `finish_reason` when this ends the sequence."""
+    def append(self, token: int) -> tuple[int, ...]:
+        """Take a new token. Sets `finish_reason` when this ends the sequence.
+
+        Returns:
+            The tokens that are now known to be part of the text: none while they may become a stop sequence, several when
+            they did not. An EOS or a stop sequence is never among them.
+        """
         if token in self.params.eos_ids:
-            self.finish_reason = "eos"
-            return False
+            return self.end("eos")
         self.ids.append(token)
+        self.n_held += 1
+        n_stop = self._n_stop(complete=True)
+        if n_stop:
+            del self.ids[-n_stop:]
+            self.n_held -= n_stop
+            return self.end("stop")
+        if len(self.ids) - self.n_prompt >= self.params.n_tokens or len(self.ids) >= self.max_length:
+            return self.end("length")
+        return self._give_out(self._n_stop(complete=False))
+
+    def end(self, reason: str) -> tuple[int, ...]:
+        """Set `finish_reason`; returns the tokens that were held back."""
+        self.finish_reason = reason
+        return self._give_out(0)
+
+    def _give_out(self, n_kept: int) -> tuple[int, ...]:
+        """All held tokens but the last `n_kept`."""
+        begin, stop = len(self.ids) - self.n_held, len(self.ids) - n_kept
+        self.n_held = n_kept
+        return tuple(self.ids[begin:stop])
+
+    def _n_stop(self, complete: bool) -> int:
+        """How many tokens at the end are a complete stop sequence, or else the beginning of one; 0 if none are.
+
+        Only held tokens can be: those before them begin nothing that still may go on.
+        """
+        longest = 0
         for stop in self.params.stop_sequences:
-            n = len(stop)
-            if n <= len(self.ids) - self.n_prompt and tuple(self.ids[-n:]) == stop:
-                del self.ids[-n:]
-                self.finish_reason = "stop"
-                return True
-        n_new = len(self.ids) - self.n_prompt
-        if n_new >= self.params.n_tokens or len(self.ids) >= self.max_length:
-            self.finish_reason = "length"
-        return True
+            lengths = (len(stop),) if complete else range(1, len(stop))
+            for n in lengths:
+                if longest < n <= self.n_held and tuple(self.ids[-n:]) == stop[:n]:
+                    longest = n
+        return longest

@@ -49,10 +49,12 @@ class Sample:
 
     def take(self, event: Event, now: float) -> None:
         """The engine's callback."""
-        if event.token is not None and not self._stop_met:
-            self.token_ids.append(event.token)
+        for token in event.tokens:
+            if self._stop_met:
+                break
+            self.token_ids.append(token)
             self.token_times_s.append(now - self._begin)
-            self._show(self._detokenizer.push([event.token]))
+            self._show(self._detokenizer.push([token]))
         if event.finish_reason is not None:
             self._end("stop" if self._stop_met else event.finish_reason)
         elif self._stop_met:

@@ -1,0 +1,71 @@
+"""A sample as its reader sees it: what comes out while it grows, and what never may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.node.sample import Sample
+
+
+class Letters:
+    """A codec whose ids are the letters' own numbers."""
+
+    prompt_style = None
+    byte_ids: frozenset[int] = frozenset()
+
+    def visible(self, ids: list[int]) -> list[int]:
+        return list(ids)
+
+    def decode_visible(self, ids: list[int], continues: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+
+def generated(text: str, stop_ids: tuple[str, ...] = (), stop: tuple[str, ...] = ()) -> tuple[Sample, list[str]]:
+    """The sample of a model that writes `text`, and what its reader was shown after each token."""
+    shown: list[str] = []
+    scheduler = Scheduler(1)
+    sample = Sample(0, ">", [62], Letters(), stop, 0.0, lambda _, piece: shown.append(piece))  # type: ignore[arg-type]
+    stops = tuple(tuple(map(ord, one)) for one in stop_ids)
+    scheduler.submit(Sequence(1, (62,), SamplingParams(n_tokens=len(text), stop_sequences=stops), 1000))
+    cancelled: list[str] = []
+    sample.cancel = cancelled.append
+
+    def events(letter: str) -> Iterator[str]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        for event in scheduler.update(plan.number, {1: ord(letter)}):
+            sample.take(event, 0.0)
+        while cancelled and (event := scheduler.cancel(1, cancelled.pop())) is not None:
+            sample.take(event, 0.0)
+        yield "".join(shown)
+
+    seen = []
+    for letter in text:
+        seen += events(letter)
+        if sample.finish_reason is not None:
+            break
+    return sample, seen
+
+
+def test_a_stop_sequence_of_ids_is_never_shown_nor_kept() -> None:
+    sample, seen = generated("I am fine.User: and you", stop_ids=("User:",))
+    assert (sample.text, sample.finish_reason) == ("I am fine.", "stop")
+    assert sample.token_ids == list(map(ord, "I am fine."))
+    assert len(sample.token_times_s) == len(sample.token_ids)
+    assert not any("U" in text for text in seen)
+
+
+def test_what_only_began_like_a_stop_sequence_is_shown() -> None:
+    sample, seen = generated("a Use, Us", stop_ids=("User:",))
+    assert (sample.text, sample.finish_reason) == ("a Use, Us", "length")
+    assert seen[4:6] == ["a ", "a Use,"]
+
+
+@pytest.mark.parametrize("stop_ids", [(), ("c!",)])
+def test_a_stop_string_among_tokens_that_come_together(stop_ids: tuple[str, ...]) -> None:
+    sample, _ = generated("abc?def", stop_ids=stop_ids, stop=("bc",))
+    assert (sample.text, sample.finish_reason) == ("a", "stop")
