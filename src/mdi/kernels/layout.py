@@ -1,0 +1,295 @@
+"""How the weights of a linear layer lie, in files and in memory: the bytes that the kernels read.
+
+One layout for all processors. A weight (n_out, n_in) is cut into panels of 16 outputs. Panel after panel, the inputs follow
+each other in lines of 64 bytes, which hold the same few inputs of all 16 outputs, so that one linear stream of bytes feeds
+sixteen sums. Outputs are padded to whole panels, inputs to whole records, both with weights that are zero.
+
+format   record                                                               inputs of a record
+float32  1 line: 16 outputs                                                   1
+bf16     1 line: 16 outputs x 2 inputs                                        2
+fp16     the same, in half precision                                          2
+int8     1 line of scales, 32 lines of 16 outputs x 4 inputs                  128, in two groups of 64
+int4     1 line of scales, 8 lines of 16 outputs x 8 inputs                   64, in two groups of 32
+
+A scale belongs to one output and one group, in half precision; the line of scales holds the first group's sixteen and then
+the second's. A byte b of int8 stands for (b - 128) * scale, and b - 128 stays within +-127. A half h of a byte of int4 stands
+for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first four in the low halves and the others in the high ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+LAYOUT_VERSION = 1  # of this description; files of another version are refused
+PANEL = 16  # outputs that lie side by side
+LINE_BYTES = 64
+ALIGN_BYTES = 64
+
+# Scales that are tried for a group of int4, relative to the one that just holds its largest weight: a few weights cut off
+# are worth finer steps for the others.
+_SHRINKS = (1.0, 0.93, 0.86, 0.79, 0.72)
+_ROWS_AT_ONCE = 256  # of a weight that is packed, so that what is computed meanwhile stays small
+
+Bytes = np.ndarray  # of uint8
+Floats = np.ndarray  # of float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one format lies.
+
+    Attributes:
+        number: what the kernels call the format.
+        record_inputs: inputs to which n_in is padded.
+        record_bytes: of these inputs in one panel.
+        group: inputs that share a scale; 0 without scales.
+    """
+
+    number: int
+    record_inputs: int
+    record_bytes: int
+    group: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight, scales included."""
+        return 8 * self.record_bytes / (PANEL * self.record_inputs)
+
+
+LAYOUTS = {
+    "float32": Layout(0, 1, 64, 0),
+    "bf16": Layout(1, 2, 64, 0),
+    "fp16": Layout(2, 2, 64, 0),
+    "int8": Layout(3, 128, 33 * 64, 64),
+    "int4": Layout(4, 64, 9 * 64, 32),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed weight of a linear layer.
+
+    Attributes:
+        data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
+    """
+
+    format: str
+    n_out: int
+    n_in: int
+    data: Bytes
+
+
+def _padded(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def matrix_bytes(form: str, n_out: int, n_in: int) -> int:
+    """Bytes of a packed weight."""
+    layout = LAYOUTS[form]
+    return (
+        _padded(n_out, PANEL)
+        // PANEL
+        * (_padded(n_in, layout.record_inputs) // layout.record_inputs)
+        * layout.record_bytes
+    )
+
+
+def aligned_bytes(n_bytes: int) -> Bytes:
+    """Memory for the kernels, (n_bytes) of uint8 on a 64-byte boundary; not filled."""
+    raw = np.empty(n_bytes + ALIGN_BYTES, dtype=np.uint8)
+    first = -raw.ctypes.data % ALIGN_BYTES
+    return raw[first : first + n_bytes]
+
+
+def bf16_from_float32(x: Floats) -> np.ndarray:
+    """Rounded to the nearest, ties to even, as uint16."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def float32_from_bf16(bits: np.ndarray) -> Floats:
+    """uint16 -> float32"""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack(form: str, weight: np.ndarray) -> Matrix:
+    """A weight (n_out, n_in) in a format.
+
+    Args:
+        weight: float32, float16, or uint16 that holds the bits of bfloat16.
+    """
+    n_out, n_in = weight.shape
+    layout = LAYOUTS[form]
+    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
+    panels = data.reshape(_padded(n_out, PANEL) // PANEL, -1)
+    width = _padded(n_in, layout.record_inputs)
+    for first in range(0, n_out, _ROWS_AT_ONCE):
+        rows = weight[first : first + _ROWS_AT_ONCE]
+        n_rows = _padded(len(rows), PANEL)
+        block = np.zeros((n_rows, width), dtype=weight.dtype)
+        block[: len(rows), :n_in] = rows
+        panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
+    return Matrix(form, n_out, n_in, data)
+
+
+def unpack(matrix: Matrix) -> Floats:
+    """The float32 weight (n_out, n_in) that a packed one stands for."""
+    layout = LAYOUTS[matrix.format]
+    width = _padded(matrix.n_in, layout.record_inputs)
+    whole = _UNPACKERS[matrix.format](matrix.data, _padded(matrix.n_out, PANEL), width)
+    return np.ascontiguousarray(whole[: matrix.n_out, : matrix.n_in])
+
+
+def floats(weight: np.ndarray) -> Floats:
+    """float32 numbers of a weight as `pack` takes it."""
+    return float32_from_bf16(weight) if weight.dtype == np.uint16 else np.asarray(weight, dtype=np.float32)
+
+
+def _lines(values: np.ndarray, per_line: int) -> np.ndarray:
+    """(rows, inputs) -> (panels, lines, 16, per_line): the order in which bytes lie."""
+    n_rows, n_in = values.shape
+    return values.reshape(n_rows // PANEL, PANEL, n_in // per_line, per_line).transpose(0, 2, 1, 3)
+
+
+def _rows(lines: np.ndarray, n_rows: int, n_in: int) -> np.ndarray:
+    """The other way round: (panels, lines, 16, per_line) -> (rows, inputs)"""
+    return lines.transpose(0, 2, 1, 3).reshape(n_rows, n_in)
+
+
+def _bytes(values: np.ndarray) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+
+
+def _pack_float32(block: np.ndarray) -> Bytes:
+    return _bytes(_lines(floats(block), 1))
+
+
+def _pack_bf16(block: np.ndarray) -> Bytes:
+    bits = block if block.dtype == np.uint16 else bf16_from_float32(floats(block))
+    return _bytes(_lines(bits, 2))
+
+
+def _pack_fp16(block: np.ndarray) -> Bytes:
+    """A weight that half precision cannot hold becomes its largest number, not infinity."""
+    half = block if block.dtype == np.float16 else np.clip(floats(block), -65504, 65504).astype(np.float16)
+    return _bytes(_lines(half, 2))
+
+
+def _pack_int8(block: np.ndarray) -> Bytes:
+    groups = floats(block).reshape(len(block), -1, 64)
+    scale = _half_up(np.abs(groups).max(axis=2) / 127)
+    q = np.clip(np.rint(groups / np.where(scale == 0, 1, scale).astype(np.float32)[..., None]), -127, 127)
+    stored = (q + 128).astype(np.uint8).reshape(block.shape)
+    return _records(scale, _lines(stored, 4), 32)
+
+
+def _half_up(x: Floats) -> np.ndarray:
+    """Half precision, never below x, so that no weight is cut off."""
+    half = np.minimum(x, 65504).astype(np.float16)
+    return np.where(half.astype(np.float32) < x, np.nextafter(half, np.float16(65504)), half)
+
+
+def _pack_int4(block: np.ndarray) -> Bytes:
+    scale, q = quantize_int4(floats(block).reshape(len(block), -1, 32))
+    return int4_bytes(scale, q.reshape(block.shape))
+
+
+def quantize_int4(groups: Floats) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, n, 32) -> scales float16 (rows, n) and halves of bytes uint8 (rows, n, 32).
+
+    Of each group, the scale with the least squared error is taken among a few, each improved by least squares for the numbers
+    that it led to. The largest weight stands for -8, which has no counterpart.
+    """
+    at = np.abs(groups).argmax(axis=2)[..., None]
+    largest = np.take_along_axis(groups, at, axis=2)
+    best = np.full(largest.shape, np.inf, dtype=np.float32)
+    best_scale, best_q = np.zeros_like(largest), np.zeros_like(groups)
+    for shrink in _SHRINKS:
+        scale = _usable(largest * np.float32(shrink / -8))
+        q = np.clip(np.rint(groups / scale), -8, 7)
+        scale = _usable((q * groups).sum(2, keepdims=True) / np.maximum((q * q).sum(2, keepdims=True), 1e-30))
+        q = np.clip(np.rint(groups / scale), -8, 7)
+        error = np.square(q * scale - groups).sum(2, keepdims=True)
+        better = error < best
+        best = np.where(better, error, best)
+        best_scale, best_q = np.where(better, scale, best_scale), np.where(better, q, best_q)
+    return best_scale[..., 0].astype(np.float16), (best_q + 8).astype(np.uint8)
+
+
+def _usable(scale: Floats) -> Floats:
+    """As half precision will store it, and never zero."""
+    half = np.clip(scale, -65504, 65504).astype(np.float16).astype(np.float32)
+    return np.where(half == 0, np.float32(1), half)
+
+
+def int4_bytes(scale: np.ndarray, halves: np.ndarray) -> Bytes:
+    """Records of int4: scales float16 (rows, n) and halves of bytes uint8 (rows, 32 * n), rows in whole panels, n even."""
+    n_rows, n_in = halves.shape
+    pairs = halves.reshape(n_rows, n_in // 8, 2, 4)
+    lines = _lines((pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(n_rows, n_in // 2), 4)
+    return _records(scale, lines, 8)
+
+
+def _records(scale: np.ndarray, lines: np.ndarray, per_record: int) -> Bytes:
+    """Scales (rows, groups) before the lines that they belong to, (panels, lines, 16, 4)."""
+    n_panels, n_lines = lines.shape[:2]
+    n_records = n_lines // per_record
+    records = np.empty((n_panels, n_records, 1 + per_record, LINE_BYTES), dtype=np.uint8)
+    by_panel = scale.reshape(n_panels, PANEL, n_records, 2).transpose(0, 2, 3, 1)
+    records[:, :, 0] = _bytes(by_panel).reshape(n_panels, n_records, LINE_BYTES)
+    records[:, :, 1:] = lines.reshape(n_panels, n_records, per_record, LINE_BYTES)
+    return records.reshape(-1)
+
+
+def _split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[Floats, np.ndarray]:
+    """Records -> scales float32 (rows, groups), lines uint8 (panels, lines, 16, 4)"""
+    layout = LAYOUTS[form]
+    n_panels, n_records = n_rows // PANEL, n_in // layout.record_inputs
+    records = data.reshape(n_panels, n_records, layout.record_bytes // LINE_BYTES, LINE_BYTES)
+    scale = np.ascontiguousarray(records[:, :, 0]).view(np.float16).reshape(n_panels, n_records, 2, PANEL)
+    scales = scale.astype(np.float32).transpose(0, 3, 1, 2).reshape(n_rows, 2 * n_records)
+    return scales, records[:, :, 1:].reshape(n_panels, -1, PANEL, 4)
+
+
+def _unpack_float32(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    return _rows(data.view(np.float32).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in)
+
+
+def _unpack_bf16(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    return float32_from_bf16(_rows(data.view(np.uint16).reshape(n_rows // PANEL, n_in // 2, PANEL, 2), n_rows, n_in))
+
+
+def _unpack_fp16(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    return _rows(data.view(np.float16).reshape(n_rows // PANEL, n_in // 2, PANEL, 2), n_rows, n_in).astype(np.float32)
+
+
+def _unpack_int8(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    scales, lines = _split_records(data, n_rows, n_in, "int8")
+    q = _rows(lines, n_rows, n_in).astype(np.float32) - 128
+    return (q.reshape(n_rows, -1, 64) * scales[..., None]).reshape(n_rows, n_in)
+
+
+def _unpack_int4(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    scales, lines = _split_records(data, n_rows, n_in, "int4")
+    both = _rows(lines, n_rows, n_in // 2).reshape(n_rows, n_in // 8, 4)
+    halves = np.stack((both & 15, both >> 4), axis=2).reshape(n_rows, n_in)
+    return ((halves.astype(np.float32) - 8).reshape(n_rows, -1, 32) * scales[..., None]).reshape(n_rows, n_in)
+
+
+_PACKERS = {
+    "float32": _pack_float32,
+    "bf16": _pack_bf16,
+    "fp16": _pack_fp16,
+    "int8": _pack_int8,
+    "int4": _pack_int4,
+}
+_UNPACKERS = {
+    "float32": _unpack_float32,
+    "bf16": _unpack_bf16,
+    "fp16": _unpack_fp16,
+    "int8": _unpack_int8,
+    "int4": _unpack_int4,
+}

@@ -1,0 +1,78 @@
+"""Packed weights: what comes out of them, and where the bytes lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mdi.kernels.layout import LAYOUTS, bf16_from_float32, float32_from_bf16, matrix_bytes, pack, unpack
+
+SHAPES = [(1, 1), (16, 128), (17, 130), (48, 64), (300, 257)]
+
+
+def weight(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_packed_weights_have_their_size_and_lie_on_whole_lines(form: str, shape: tuple[int, int]) -> None:
+    matrix = pack(form, weight(shape))
+    assert matrix.data.nbytes == matrix_bytes(form, *shape)
+    assert matrix.data.ctypes.data % 64 == 0 and matrix.data.nbytes % 64 == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_formats_come_back_to_the_bit(shape: tuple[int, int]) -> None:
+    w = weight(shape)
+    assert np.array_equal(unpack(pack("float32", w)), w)
+    assert np.array_equal(unpack(pack("fp16", w)), w.astype(np.float16).astype(np.float32))
+    bits = bf16_from_float32(w)
+    assert np.array_equal(unpack(pack("bf16", bits)), float32_from_bf16(bits))
+    assert np.array_equal(unpack(pack("bf16", w)), float32_from_bf16(bits))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form, levels", [("int8", 127), ("int4", 7)])
+def test_rounding_stays_within_a_step_of_its_group(form: str, levels: int, shape: tuple[int, int]) -> None:
+    w = weight(shape)
+    back = unpack(pack(form, w))
+    group = LAYOUTS[form].group
+    for first in range(0, shape[1], group):
+        part = w[:, first : first + group]
+        step = np.abs(part).max(axis=1) / levels
+        # half a step; an int4 scale found by search may cut a large weight by some more
+        allowed = (0.51 if form == "int8" else 2.5) * step
+        assert np.all(np.abs(back[:, first : first + group] - part).max(axis=1) <= allowed + 1e-7)
+
+
+def test_int4_searched_scales_beat_the_plain_ones() -> None:
+    w = weight((64, 512))
+    groups = w.reshape(64, -1, 32)
+    step = np.abs(groups).max(axis=2, keepdims=True) / 7
+    plain = np.square(np.clip(np.rint(groups / step), -8, 7) * step - groups).mean()
+    assert np.square(unpack(pack("int4", w)) - w).mean() < 0.9 * plain
+
+
+def test_zeros_and_extremes() -> None:
+    w = np.zeros((3, 200), dtype=np.float32)
+    w[1, 5], w[2, 199] = 1e-7, 3e5
+    for form in LAYOUTS:
+        back = unpack(pack(form, w))
+        assert np.all(np.isfinite(back)) and np.all(back[0] == 0)
+    assert unpack(pack("float32", w))[2, 199] == 3e5
+
+
+def test_one_line_feeds_sixteen_outputs() -> None:
+    """The order of bytes that the kernels rely on."""
+    w = np.arange(16, dtype=np.float32)[:, None] + 100 * np.arange(128, dtype=np.float32)[None]
+    assert list(pack("float32", w).data.view(np.float32)[:18]) == [*range(16), 100, 101]
+    assert list(pack("fp16", w).data.view(np.float16)[:4]) == [0, 100, 1, 101]
+    int8 = pack("int8", w / 12715 * 127)  # the largest of the second group; its scale is about one
+    scales = int8.data[:64].view(np.float16)
+    assert scales[16] == scales[31] or abs(float(scales[31]) - 1) < 1e-2
+    line = int8.data[64 + 16 * 64 : 64 + 17 * 64]  # inputs 64 to 67
+    assert line[0] == line[4] or abs(int(line[0]) - int(line[4])) <= 1  # outputs 0 and 1, input 64
+    assert line[3] >= line[0]
+    int4 = pack("int4", np.tile(np.array([[-8, 1, 2, 3, 4, 5, 6, 7]], dtype=np.float32), (16, 8)))
+    assert int4.data[64] == (0 | (12 << 4)) and int4.data[65] == (9 | (13 << 4))
