@@ -43,7 +43,7 @@ BASELINE = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
 from overheads import resident
-import torch, litgpt, cherrypy, requests
+import torch, litgpt, cherrypy
 print(*resident(os.getpid()))
 """
 

@@ -148,6 +148,23 @@ def test_a_node_is_asked_for_its_way_to_another(two: list[SecondaryNode]) -> Non
     assert (route.control.problem, route.ring.problem) == ("refused", "refused")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'HTTP/1.1 500 Oh\r\nContent-Length: 20\r\n\r\n{"error": "A SECRET"}',
+        b"HTTP/1.1 500 A SECRET\r\nContent-Length: 2\r\n\r\n{}",
+        b"A SECRET that is no HTTP\r\n",
+    ],
+)
+def test_what_another_service_says_is_not_told_on(two: list[SecondaryNode], answer: bytes) -> None:
+    """A node tries any address that it is asked to: that must not make it a reader of services that only it can reach."""
+    with server(answer) as port:
+        found = ControlClient(entry_of(two[0])).probe(request_of(entry_of(two[1], port=port, port_in=port)))
+    assert "SECRET" not in json.dumps(found) and "SECR" not in json.dumps(found)
+    assert found["control"]["problem"] in ("stranger", "closed") and found["ring"]["problem"] == "stranger"
+    assert found["control"]["detail"] == found["ring"]["detail"] == ""
+
+
 def test_a_node_in_a_run_measures_nothing(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two[0], "_job", SimpleNamespace(is_running=True, state="RUNNING"))
     client = ControlClient(entry_of(two[0]))

@@ -12,7 +12,7 @@ from side_by_side.scenario import CheckResult, Outcome
 
 ALLOWED_MB = 100.0
 _IMPORTS = """
-import re, torch, litgpt, cherrypy, requests
+import re, torch, litgpt, cherrypy
 print(int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024)
 """
 

@@ -12,7 +12,7 @@
     |-- ControlError          an HTTP exchange between two nodes
     `-- EngineError           the generation loop, e.g. a slice for a cache that is gone
 
-Low-level exceptions (OSError, struct.error, requests') become one of these in the module that touched them. A message
+Low-level exceptions (OSError, struct.error, http.client's) become one of these in the module that touched them. A message
 says what was found, what was expected, where, and if possible what to do; launchers print it as one line.
 """
 
@@ -76,11 +76,13 @@ class ControlError(MdiError):
 
     Attributes:
         status: HTTP status of the answer; None if there was no answer.
+        problem: why there was none, or none of a node, as a key of `mdi.control.reach.PROBLEMS`; "" if a node refused.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, problem: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.problem = problem
 
 
 class EngineError(MdiError):

@@ -1,15 +1,14 @@
-"""The starter's side of the control exchange: one object per secondary. `requests`' errors become ControlError here."""
+"""The starter's side of the control exchange: one object per secondary. What goes wrong becomes ControlError here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-
-import requests
-from urllib3.exceptions import HTTPError
+from urllib.parse import urlencode
 
 from mdi.config import NodeConfig
+from mdi.control.exchange import ExchangeError, exchange
 from mdi.control.messages import InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.errors import ControlError
 
@@ -20,6 +19,7 @@ PART_ANSWER_S = 300.0
 # Measuring takes a few seconds; a slow board that builds large blocks takes longer.
 PROFILE_ANSWER_S = 180.0
 PROBE_ANSWER_S = 60.0
+ERROR_LIMIT = 1000  # characters of a peer's words
 
 
 class ControlClient:
@@ -27,8 +27,6 @@ class ControlClient:
 
     def __init__(self, node: NodeConfig) -> None:
         self.node = node
-        host = f"[{node.addr}]" if ":" in node.addr else node.addr
-        self._url = f"http://{host}:{node.port}"
 
     @property
     def where(self) -> str:
@@ -36,82 +34,62 @@ class ControlClient:
 
     def status(self, run: str | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """`GET /`; with `run`, also a sign of life to the node that waits for it."""
-        answer = self._request("GET", "/", params={"run": run} if run else {}, timeout_s=timeout_s)
+        query = {"run": run} if run else {}
+        answer = self._request("GET", "/", timeout_s, query=query)
         if not isinstance(answer.get("state"), str):
-            raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state")
+            raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state", problem="stranger")
         return answer
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         """`POST /init`; the answer says which parts are missing."""
-        return self._request("POST", "/init", data=json.dumps(request.to_json()), timeout_s=ANSWER_S * 5)
+        return self._ask("POST", "/init", request.to_json(), ANSWER_S * 5)
 
     def send_part(self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
         """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
-        n_left = part.n_bytes - offset
-        self._request(
-            "PUT",
-            f"/parts/{part.sha256}",
-            params={"run": run, "offset": str(offset)},
-            data=_Body(pieces, n_left) if n_left else b"",  # without a length, requests would send it in chunks
-            timeout_s=PART_ANSWER_S,
-        )
+        query = {"run": run, "offset": str(offset)}
+        self._request("PUT", f"/parts/{part.sha256}", PART_ANSWER_S, pieces, part.n_bytes - offset, query)
 
     def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S) -> None:
         """`PUT /stop`: end a run, and with `leave` the process."""
-        self._request("PUT", "/stop", data=json.dumps({"run": run, "leave": leave}), timeout_s=timeout_s)
+        self._ask("PUT", "/stop", {"run": run, "leave": leave}, timeout_s)
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """`POST /profile`: what the node measured of itself; takes as long as that takes."""
-        return self._request("POST", "/profile", data=json.dumps(request.to_json()), timeout_s=PROFILE_ANSWER_S)
+        return self._ask("POST", "/profile", request.to_json(), PROFILE_ANSWER_S)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """`POST /probe`: how the node reaches another one."""
-        return self._request("POST", "/probe", data=json.dumps(request.to_json()), timeout_s=PROBE_ANSWER_S)
+        return self._ask("POST", "/probe", request.to_json(), PROBE_ANSWER_S)
 
     def echo(self, n_bytes: int, timeout_s: float) -> None:
         """`PUT /echo`: so many bytes on their way there, and a short answer."""
-        self._request("PUT", "/echo", data=bytes(n_bytes), timeout_s=timeout_s)
+        self._request("PUT", "/echo", timeout_s, bytes(n_bytes), n_bytes)
 
-    def _request(self, method: str, path: str, timeout_s: float, **kwargs: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        return self._request(method, path, timeout_s, data, len(data))
+
+    def _request(
+        self, method: str, path: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview] = b"", n_bytes: int = 0,
+        query: dict[str, str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        target = f"{path}?{urlencode(query)}" if query else path
+        node = self.node
         try:
-            with requests.Session() as session:
-                session.trust_env = False  # a proxy of the environment has no business between two nodes
-                timeout = (min(CONNECT_S, timeout_s), timeout_s)
-                response = session.request(method, self._url + path, timeout=timeout, allow_redirects=False, **kwargs)
-        except (requests.RequestException, HTTPError, UnicodeError) as e:  # requests lets some through as they are
-            raise ControlError(f"{self.where} does not answer ({_reason(e)})") from None
+            found = exchange(
+                method, node.addr, node.port, target, body, n_bytes, min(CONNECT_S, timeout_s), timeout_s
+            )  # fmt: skip
+        except ExchangeError as e:
+            raise ControlError(f"{self.where} does not answer ({e})", problem=e.problem) from None
         try:
-            answer = response.json()
+            answer = json.loads(found.body)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ControlError(
-                f"{self.where} is not a node of MDI-LLM: its answer is no JSON object", response.status_code
+                f"{self.where} is not a node of MDI-LLM: its answer is no JSON object", found.status, "stranger"
             )
-        if response.status_code != 200:
-            raise ControlError(f"{self.where}: {answer.get('error', response.reason)}", response.status_code)
+        if found.status != 200:
+            words = str(answer.get("error", found.reason))[:ERROR_LIMIT]
+            raise ControlError(f"{self.where}: {words}", found.status)
         return answer
-
-
-class _Body:
-    """A request body of known length that is produced while it is sent; `requests` asks for its length."""
-
-    def __init__(self, pieces: Iterable[bytes | memoryview], n_bytes: int) -> None:
-        self._pieces = pieces
-        self._n_bytes = n_bytes
-
-    def __len__(self) -> int:
-        return self._n_bytes
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        return iter(self._pieces)
-
-
-def _reason(error: Exception) -> str:
-    """The innermost cause, in a few words; requests wraps three layers around it."""
-    cause: BaseException = error
-    while (inner := cause.__cause__ or cause.__context__) is not None:
-        cause = inner
-    if isinstance(cause, TimeoutError) or isinstance(error, requests.Timeout):
-        return "no answer in time"
-    return getattr(cause, "strerror", None) or str(cause)[:200]

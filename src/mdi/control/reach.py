@@ -5,7 +5,6 @@ What goes wrong is told in kinds, because each has a cure of its own: see `PROBL
 
 from __future__ import annotations
 
-import errno
 import secrets
 import socket
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
+from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import ControlError, WireError
 from mdi.net.hello import Fault, Hello
@@ -36,6 +36,7 @@ PROBLEMS = {
     "other": "another node answers there",
     "untried": "not tried",
 }
+OF_THE_SYSTEM = ("name", "refused", "timeout", "unreachable")  # problems whose details are this system's own words
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Reach:
 
     Attributes:
         problem: a key of PROBLEMS; "" if all is well.
-        detail: the system's words, or who answered.
+        detail: the system's words, or who answered; these are for the machine that tried, and not told to another.
         round_trip_s: of one connection, the best of a few; 0 is unknown.
         bytes_s: bandwidth towards that node; 0 is not measured.
     """
@@ -59,7 +60,8 @@ class Reach:
         return not self.problem
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """What may be told to whoever asked: nothing that came back from the other side, which may be no node of ours."""
+        return {**asdict(self), "detail": self.detail if self.problem in OF_THE_SYSTEM else ""}
 
     @classmethod
     def from_json(cls, data: Any) -> Reach:
@@ -74,9 +76,6 @@ class Reach:
             raise ControlError(f"the node tells of a problem {reach.problem[:50]!r} that this version does not know")
         return reach
 
-
-# No route, or one that forbids it: Linux tells of a blackhole as an invalid argument.
-_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EINVAL, errno.EACCES, errno.EPERM)
 
 UNTRIED = Reach("untried")
 
@@ -125,10 +124,7 @@ def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S) -> Route:
     try:
         status = client.status(timeout_s=deadline_s)
     except ControlError as e:
-        problem = "stranger" if e.status is not None or "not a node" in str(e) else "closed"
-        if "no answer in time" in str(e):
-            problem = "silent"
-        return Route(Reach(problem, str(e)), greet(request.addr, request.port_in, "", deadline_s))
+        return Route(Reach(e.problem or "stranger", str(e)), greet(request.addr, request.port_in, "", deadline_s))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
     if request.measure:
@@ -152,7 +148,7 @@ def knock(addr: str, port: int, deadline_s: float) -> Reach:
             try:
                 sock.connect(address)
             except OSError as e:
-                return Reach(_problem_of(e), e.strerror or str(e))
+                return Reach(problem_of(e), e.strerror or str(e))
             best = min(best, time.perf_counter() - begin)
     return Reach(round_trip_s=best)
 
@@ -173,7 +169,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
     except (OSError, UnicodeError) as e:
         if round_trip_s and isinstance(e, TimeoutError):
             return Reach("silent")
-        return Reach(_problem_of(e), getattr(e, "strerror", None) or str(e))
+        return Reach(problem_of(e), getattr(e, "strerror", None) or str(e))
     if frame is None:
         return Reach("closed", "it closed the connection without a word")
     if frame.kind is not Kind.ERROR:
@@ -207,15 +203,3 @@ def _echo_s(client: ControlClient, n_bytes: int) -> float:
     begin = time.perf_counter()
     client.echo(n_bytes, ECHO_S)
     return time.perf_counter() - begin
-
-
-def _problem_of(error: Exception) -> str:
-    if isinstance(error, (TimeoutError, BlockingIOError)):
-        return "timeout"
-    if isinstance(error, (socket.gaierror, UnicodeError)):
-        return "name"
-    if isinstance(error, ConnectionRefusedError):
-        return "refused"
-    if isinstance(error, OSError) and error.errno in _NO_WAY:
-        return "unreachable"
-    return "closed"

@@ -1,0 +1,135 @@
+"""One HTTP exchange that ends whatever the other side does: every wait has a deadline, and the answer a largest size.
+
+`http.client`'s own timeout begins anew with every byte that comes, so that a peer which sends one byte a second holds its
+client for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ANSWER_LIMIT_BYTES = 4 << 20
+
+# No route, or one that forbids it: Linux tells of a blackhole as an invalid argument.
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EINVAL, errno.EACCES, errno.EPERM)
+
+
+class ExchangeError(Exception):
+    """There is no answer that can be used.
+
+    Attributes:
+        problem: why, as a key of `mdi.control.reach.PROBLEMS`.
+    """
+
+    def __init__(self, problem: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`reason` is the text that the server gave beside its status; `body` at most ANSWER_LIMIT_BYTES."""
+
+    status: int
+    reason: str
+    body: bytes
+
+
+class _Socket(socket.socket):
+    """A socket whose reads must all be done by one deadline (time.monotonic())."""
+
+    deadline = float("inf")
+
+    def recv_into(self, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        if left != float("inf"):
+            self.settimeout(left)
+        return super().recv_into(*args, **kwargs)
+
+
+def exchange(
+    method: str,
+    addr: str,
+    port: int,
+    target: str,
+    body: bytes | Iterable[bytes | memoryview],
+    n_bytes: int,
+    connect_s: float,
+    answer_s: float,
+) -> Answer:
+    """Send a request and read its answer.
+
+    Args:
+        target: path and query.
+        body, n_bytes: what is sent, and how much that is; an error of the iterable goes through.
+        connect_s: for the connection.
+        answer_s: for each piece of the body to leave, and then for the whole answer.
+
+    Raises:
+        ExchangeError
+    """
+    sock = _connect(addr, port, connect_s)
+    try:
+        connection = http.client.HTTPConnection(addr, port)
+    except http.client.InvalidURL as e:
+        sock.close()
+        raise ExchangeError("name", str(e)) from None
+    connection.sock = sock
+    sock.settimeout(answer_s)
+    with contextlib.closing(connection):
+        try:
+            # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
+                connection.request(method, target, body, {"Content-Length": str(n_bytes), "Connection": "close"})
+            sock.deadline = time.monotonic() + answer_s
+            with connection.getresponse() as response:
+                found = Answer(response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1))
+                is_whole = not response.length
+        except TimeoutError:
+            raise ExchangeError("silent", "no answer in time") from None
+        except OSError as e:
+            raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
+        except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+            raise ExchangeError("closed", "it closed the connection without an answer") from None
+        except (http.client.HTTPException, ValueError) as e:
+            raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
+    if len(found.body) > ANSWER_LIMIT_BYTES:
+        raise ExchangeError("stranger", f"its answer is longer than {ANSWER_LIMIT_BYTES} bytes")
+    if not is_whole:
+        raise ExchangeError("closed", "it closed the connection in the middle of its answer")
+    return found
+
+
+def problem_of(error: Exception) -> str:
+    """What the network did, as a key of `mdi.control.reach.PROBLEMS`."""
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return "timeout"
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return "name"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    if isinstance(error, OSError) and error.errno in _NO_WAY:
+        return "unreachable"
+    return "closed"
+
+
+def _connect(addr: str, port: int, connect_s: float) -> _Socket:
+    try:
+        plain = socket.create_connection((addr, port), connect_s)
+    except TimeoutError:
+        raise ExchangeError("timeout", "no answer in time") from None
+    except (OSError, ValueError) as e:  # ValueError: a name that no resolver takes
+        problem = problem_of(e) if isinstance(e, OSError) else "name"
+        raise ExchangeError(problem, getattr(e, "strerror", None) or str(e)[:200]) from None
+    sock = _Socket(fileno=plain.detach())
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
