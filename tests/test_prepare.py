@@ -148,7 +148,7 @@ def _weights(change: Any) -> Any:
         (_drop("hidden_size"), "lacks the field 'hidden_size'"),
         (_drop("rms_norm_eps"), "lacks the field 'rms_norm_eps'"),
         (_edit(hidden_size="64"), "not all of its sizes are whole numbers"),
-        (_edit(num_attention_heads=7, head_dim=None, num_key_value_heads=None), "describes no model|expected"),
+        (_edit(num_attention_heads=7, head_dim=None, num_key_value_heads=None), "no multiple of the 7 heads"),
         (_edit(attention_bias=True), "attention_bias is True"),
         (_edit(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope scaling of the type 'yarn'"),
         (_edit(rope_scaling=3), "cannot be understood"),

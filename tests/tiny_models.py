@@ -55,7 +55,27 @@ HF_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo-2-1124-7B": ("olmo2", {}),
     "pythia-14m": ("gpt_neox", {"hidden_act": "gelu", "rotary_pct": 0.25, "use_parallel_residual": True}),
     "phi-2": ("phi", {"hidden_act": "gelu_new", "partial_rotary_factor": 0.4}),
+    "Phi-3-mini-4k-instruct": ("phi3", {"sliding_window": 20}),
+    "Gemma-3-1b-it": (
+        "gemma3_text",
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": 12,
+            "sliding_window_pattern": 6,
+            "layer_types": [("full_attention", "sliding_attention")[i] for i in (1, 1, 1, 0, 1, 1, 0)],
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "OLMo-1B-hf": ("olmo", {"clip_qkv": None}),
+    "stablelm-3b-4e1t": ("stablelm", {"partial_rotary_factor": 0.25, "use_qkv_bias": False}),
+    "falcon-7b": ("falcon", {"multi_query": True, "parallel_attn": True, "ffn_hidden_size": 64}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64}),
 }
+# The families whose real files say head_dim; the others' leave it to hidden_size and num_attention_heads.
+WITH_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "qwen3", "qwen3_moe")
+_EPS = {"layer_norm_eps": ("gpt_neox", "phi", "stablelm"), "layer_norm_epsilon": ("falcon",)}
 
 
 def tiny_state(family: str = "Llama-3.1-8B", seed: int = 0, **changes: Any) -> tuple[Config, State]:
@@ -86,6 +106,10 @@ def hf_state(config: Config, state: State) -> State:
     name = config.name.lower()
     if name.startswith("gemma-2-"):
         convert: Any = to_hf.copy_weights_gemma_2
+    elif name.startswith("gemma-3-"):
+        convert = to_hf.copy_weights_gemma_3
+    elif name.startswith("falcon"):
+        convert = to_hf.copy_weights_falcon
     elif name.startswith("phi"):
         convert = to_hf.copy_weights_phi
     elif name.startswith("qwen2.5"):
@@ -110,19 +134,20 @@ def hf_state(config: Config, state: State) -> State:
 def hf_config(family: str, config: Config) -> dict[str, Any]:
     """config.json of such a model."""
     kind, own = HF_KINDS[family]
+    eps = next((key for key, kinds in _EPS.items() if kind in kinds), "rms_norm_eps")
     return {
         "model_type": kind,
         "num_hidden_layers": config.n_layer,
         "hidden_size": config.n_embd,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_query_groups,
-        "head_dim": config.head_size,
+        **({"head_dim": config.head_size} if kind in WITH_HEAD_DIM else {}),
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.padded_vocab_size,
         "max_position_embeddings": config.block_size,
         "rope_theta": float(config.rope_base),
-        "layer_norm_eps" if kind in ("gpt_neox", "phi") else "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
+        eps: config.norm_eps,
+        **({} if kind == "falcon" else {"hidden_act": "silu"}),
         **own,
     }
 
@@ -153,6 +178,6 @@ def write_hf(
 def tiny_hf(directory: Path, family: str = "Llama-3.1-8B", **options: Any) -> tuple[Path, State]:
     """A Hugging Face directory, and what it must be as LitGPT's state."""
     config, state = tiny_state(family)
-    if family.startswith("Gemma-2-"):
+    if family.startswith(("Gemma-2-", "Gemma-3-")):
         state["lm_head.weight"] = state["transformer.wte.weight"].clone()  # always tied
     return write_hf(directory, hf_config(family, config), hf_state(config, state), **options), state

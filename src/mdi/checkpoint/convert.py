@@ -220,11 +220,9 @@ def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., No
     from litgpt.config import Config
     from litgpt.scripts import convert_hf_checkpoint as litgpt
 
-    lit_config, name = Config(**config), config["name"].lower()
+    name = config["name"] if kind is None else _litgpt_family(kind, config)
+    lit_config, name = Config(**{**config, "name": name}), name.lower()
     qkv: dict[Any, Any] = {}  # halves of what is joined, between two calls
-    if kind is not None:
-        family = {"olmo2": "olmo-2-", "gemma2": "gemma-2", "phi": "phi", "qwen2": "qwen2.5", "gpt_neox": "pythia"}
-        name = family.get(kind, "qwen3" if kind.startswith("qwen3") else "llama")
     if "falcon" in name:
         return functools.partial(litgpt.copy_weights_falcon, lit_config)
     if name.startswith("gemma-2"):
@@ -243,6 +241,17 @@ def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., No
     if config["mlp_class_name"] in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
         return functools.partial(litgpt.copy_weights_hf_llama, lit_config, qkv)
     return functools.partial(litgpt.copy_weights_gpt_neox, lit_config)
+
+
+def _litgpt_family(kind: str, config: dict[str, Any]) -> str:
+    """A name by which litgpt's converters recognise a model of this model_type: they go by names."""
+    if kind == "falcon":
+        return "falcon-7b" if config["shared_attention_norm"] else "falcon-40b"
+    families = {
+        "olmo2": "OLMo-2-", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "phi": "phi", "phi3": "Phi-3",
+        "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "gpt_neox": "pythia",
+    }  # fmt: skip
+    return families.get(kind, "Llama")
 
 
 def _unknown(error: KeyError, config: dict[str, Any], directory: Path) -> CheckpointError:

@@ -1,0 +1,282 @@
+"""config.json as the families' real models have it, field by field, and litgpt's name for the same model.
+
+Written by hand from what the models' files say. Left out are fields that say nothing of the computation (dropout, token
+ids, dtypes, versions). Beside the first form of a model stand those that other tools and later versions write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_LLAMA: Json = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "pretraining_tp": 1,
+    "rope_scaling": None, "tie_word_embeddings": False, "use_cache": True,
+}  # fmt: skip
+_LLAMA_2 = {
+    **_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "vocab_size": 32000,
+}  # fmt: skip
+_LLAMA_3 = {
+    **_LLAMA, "attention_bias": False, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "vocab_size": 128256,
+}  # fmt: skip
+_SCALED = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+_LLAMA_3_1 = {**_LLAMA_3, "max_position_embeddings": 131072, "mlp_bias": False, "rope_scaling": _SCALED}
+_LLAMA_3_2 = {
+    **_LLAMA_3_1, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "rope_scaling": {**_SCALED, "factor": 32.0}, "tie_word_embeddings": True,
+}  # fmt: skip
+_TINY_LLAMA = {
+    **_LLAMA, "attention_bias": False, "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 2048,
+    "num_attention_heads": 32, "num_hidden_layers": 22, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "vocab_size": 32000,
+}  # fmt: skip
+_OPEN_LLAMA = {
+    **_LLAMA, "hidden_size": 3200, "intermediate_size": 8640, "max_position_embeddings": 2048, "num_attention_heads": 32,
+    "num_hidden_layers": 26, "rms_norm_eps": 1e-6, "vocab_size": 32000,
+}  # fmt: skip
+_SMOLLM = {
+    **_LLAMA, "attention_bias": False, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+    "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5, "rope_interleaved": False, "rope_theta": 100000, "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}  # fmt: skip
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096,
+    "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+_MIXTRAL = {
+    **_MISTRAL, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2,
+    "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}  # fmt: skip
+_QWEN_2_5 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+_QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+_QWEN_3_MOE = {
+    **_QWEN_3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    "hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48, "mlp_only_layers": [],
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+_PYTHIA = {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu", "hidden_size": 128,
+    "intermediate_size": 512, "layer_norm_eps": 1e-5, "max_position_embeddings": 512, "num_attention_heads": 4,
+    "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+    "use_parallel_residual": True, "vocab_size": 50304,
+}  # fmt: skip
+_PHI = {
+    "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new", "hidden_size": 2048,
+    "intermediate_size": 8192, "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_attention_heads": 32,
+    "num_hidden_layers": 24, "num_key_value_heads": None, "partial_rotary_factor": 0.5, "qk_layernorm": False,
+    "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 51200,
+}  # fmt: skip
+_PHI_2 = {
+    **_PHI, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.4,
+}  # fmt: skip
+_PHI_3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}  # fmt: skip
+_PHI_4 = {
+    **_PHI_3, "hidden_size": 5120, "intermediate_size": 17920, "max_position_embeddings": 16384,
+    "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384, "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352,
+}  # fmt: skip
+_GEMMA = {
+    "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": False, "head_dim": 256,
+    "hidden_act": "gelu", "hidden_size": 3072, "intermediate_size": 24576, "max_position_embeddings": 8192,
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 16, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000,
+}  # fmt: skip
+_GEMMA_2 = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False,
+    "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+    "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+_GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+_LINEAR_8 = {"factor": 8.0, "rope_type": "linear"}
+_GEMMA_3_4B = {  # the language part of a model that sees: defaults are left out
+    "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": _LINEAR_8, "sliding_window": 1024,
+}  # fmt: skip
+_GEMMA_3_27B = {
+    "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+    "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+    "rope_scaling": _LINEAR_8, "sliding_window": 1024,
+}  # fmt: skip
+_OLMO = {
+    "architectures": ["OlmoForCausalLM"], "model_type": "olmo", "attention_bias": False, "clip_qkv": None,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 2048,
+    "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "pretraining_tp": 1,
+    "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": True, "vocab_size": 50304,
+}  # fmt: skip
+_OLMO_2 = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
+}  # fmt: skip
+_STABLELM = {
+    "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "hidden_act": "silu", "hidden_size": 2560,
+    "intermediate_size": 6912, "layer_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_scaling": None,
+    "rope_theta": 10000, "tie_word_embeddings": False, "use_qkv_bias": False, "vocab_size": 50304,
+}  # fmt: skip
+_FALCON_7B = {
+    "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+    "bias": False, "hidden_size": 4544, "layer_norm_epsilon": 1e-5, "model_type": "falcon", "multi_query": True,
+    "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True,
+    "vocab_size": 65024,
+}  # fmt: skip
+_FALCON_40B = {
+    **_FALCON_7B, "hidden_size": 8192, "new_decoder_architecture": True, "num_attention_heads": 128,
+    "num_hidden_layers": 60, "num_kv_heads": 8,
+}  # fmt: skip
+
+
+def _rope_parameters(config: Json, **parameters: Any) -> Json:
+    """As transformers 5 writes it: all that concerns RoPE in one object, also what was outside of rope_scaling."""
+    outside = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_emb_base", "rotary_pct")
+    rest = {key: value for key, value in config.items() if key not in (*outside, "partial_rotary_factor")}
+    return {**rest, "rope_parameters": parameters}
+
+
+def without(config: Json, *keys: str) -> Json:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+_FULL, _NEAR = "full_attention", "sliding_attention"
+
+# what it is -> (litgpt's name for the same settings, config.json)
+REAL: dict[str, tuple[str, Json]] = {
+    "Llama 2 7B": ("Llama-2-7b-hf", _LLAMA_2),
+    "Llama 2 7B, saved before there were groups": ("Llama-2-7b-hf", without(_LLAMA_2, "num_key_value_heads")),
+    "Llama 2 7B, saved later": ("Llama-2-7b-hf", {**_LLAMA_2, "head_dim": 128, "mlp_bias": False, "rope_theta": 10000.0}),
+    "Llama 2 7B, 32K": (
+        "LLaMA-2-7B-32K",
+        {**_LLAMA_2, "max_position_embeddings": 4096, "rope_scaling": {"factor": 8.0, "type": "linear"}},
+    ),
+    "Code Llama 7B": (
+        "CodeLlama-7b-hf",
+        {**_LLAMA_2, "max_position_embeddings": 16384, "rope_theta": 1000000, "vocab_size": 32016},
+    ),
+    "Llama 3 8B": ("Llama-3-8B", _LLAMA_3),
+    "Llama 3.1 8B": ("Llama-3.1-8B", _LLAMA_3_1),
+    "Llama 3.1 8B, transformers 5": (
+        "Llama-3.1-8B", _rope_parameters(_LLAMA_3_1, **_SCALED, rope_theta=500000.0)
+    ),
+    "Llama 3.2 1B": ("Llama-3.2-1B", _LLAMA_3_2),
+    "Llama 3.3 70B": (
+        "Llama-3.3-70B-Instruct",
+        {**_LLAMA_3_1, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    ),
+    "TinyLlama 1.1B": ("tiny-llama-1.1b", _TINY_LLAMA),
+    "TinyLlama 1.1B, dynamic": (
+        "tiny-llama-1.1b", {**_TINY_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    ),
+    "OpenLLaMA 3B": ("open_llama_3b", _OPEN_LLAMA),
+    "SmolLM2 135M": ("SmolLM2-135M", _SMOLLM),
+    "Mistral 7B v0.1": ("Mistral-7B-v0.1", _MISTRAL),
+    "Mistral 7B v0.3": (
+        "Mistral-7B-v0.3", {**_MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
+    ),
+    "Mistral 7B v0.3, head_dim null": (
+        "Mistral-7B-v0.3",
+        {**_MISTRAL, "head_dim": None, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+    ),
+    "Mixtral 8x7B": ("Mixtral-8x7B-v0.1", _MIXTRAL),
+    "Qwen 2.5 0.5B": ("Qwen2.5-0.5B", _QWEN_2_5),
+    "Qwen 2.5 0.5B, with layer_types": (
+        "Qwen2.5-0.5B", {**_QWEN_2_5, "layer_types": [_FULL] * 24, "sliding_window": None, "rope_scaling": None}
+    ),
+    "Qwen 2.5 7B Instruct": (
+        "Qwen2.5-7B-Instruct",
+        {
+            **_QWEN_2_5, "hidden_size": 3584, "intermediate_size": 18944, "max_window_layers": 28,
+            "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072,
+            "tie_word_embeddings": False, "vocab_size": 152064,
+        },
+    ),
+    "Qwen 3 0.6B": ("Qwen3-0.6B", _QWEN_3),
+    "Qwen 3 30B A3B": ("Qwen3-30B-A3B", _QWEN_3_MOE),
+    "Pythia 14M": ("pythia-14m", _PYTHIA),
+    "Pythia 14M, transformers 5": (
+        "pythia-14m",
+        _rope_parameters(_PYTHIA, rope_theta=10000, rope_type="default", partial_rotary_factor=0.25),
+    ),
+    "Phi 1.5": ("phi-1_5", _PHI),
+    "Phi 2": ("phi-2", _PHI_2),
+    "Phi 3 mini 4K": ("Phi-3-mini-4k-instruct", _PHI_3),
+    "Phi 4": ("phi-4", _PHI_4),
+    "Gemma 7B": ("Gemma-7b", _GEMMA),
+    "Gemma 7B, with hidden_activation": ("Gemma-7b", {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh"}),
+    "Gemma 2 2B": ("Gemma-2-2b", _GEMMA_2),
+    "Gemma 3 1B": ("Gemma-3-1b-it", _GEMMA_3_1B),
+    "Gemma 3 1B, transformers 5": (
+        "Gemma-3-1b-it",
+        {
+            **_rope_parameters(
+                without(_GEMMA_3_1B, "sliding_window_pattern"),
+                full_attention={"rope_theta": 1000000.0, "rope_type": "default"},
+                sliding_attention={"rope_theta": 10000.0, "rope_type": "default"},
+            ),
+            "layer_types": ([_NEAR] * 5 + [_FULL]) * 4 + [_NEAR] * 2,
+        },
+    ),
+    "Gemma 3 4B, its language part": ("Gemma-3-4b-it", _GEMMA_3_4B),
+    "Gemma 3 27B, its language part": ("Gemma-3-27b-it", _GEMMA_3_27B),
+    "OLMo 1B": ("OLMo-1B-hf", _OLMO),
+    "OLMo 2 7B": ("OLMo-2-1124-7B", _OLMO_2),
+    "StableLM 3B": ("stablelm-3b-4e1t", _STABLELM),
+    "Falcon 7B": ("falcon-7b", _FALCON_7B),
+    "Falcon 7B, saved later": (
+        "falcon-7b", {**_FALCON_7B, "activation": "gelu", "ffn_hidden_size": 18176, "max_position_embeddings": 2048}
+    ),
+    "Falcon 40B": ("falcon-40b", _FALCON_40B),
+}  # fmt: skip
+
+# what it is -> (what is refused, config.json): set to what litgpt does not compute
+REFUSED: dict[str, tuple[str, Json]] = {
+    "Phi 3 mini 128K": ("longrope", {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
+    "Qwen 2.5 with YaRN": ("yarn", {**_QWEN_2_5, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "Qwen 2 with windows": ("use_sliding_window", {**_QWEN_2_5, "use_sliding_window": True}),
+    "a Llama with biases": ("attention_bias", {**_LLAMA_3, "attention_bias": True}),
+    "OLMo 7B 0424": ("clip_qkv", {**_OLMO, "clip_qkv": 8.0}),
+    "StableLM 2 1.6B": ("use_qkv_bias", {**_STABLELM, "use_qkv_bias": True}),
+    "Falcon RW 1B": ("alibi", {**_FALCON_7B, "alibi": True}),
+    "heads that do not divide": ("head_dim", {**_LLAMA_3, "num_attention_heads": 33, "num_key_value_heads": 33}),
+}
