@@ -111,21 +111,21 @@ class Holding:
         return wished
 
     def refuse_misfit_chunk(self, request: InitRequest) -> None:
-        """A chunk that was named on the command line is a promise; a checkpoint is only a convenience. ControlError."""
+        """A chunk that was named on the command line is a promise for its own weights. ControlError if it has other blocks.
+
+        In a run of other weights it is only of no use, as a checkpoint or a cache is: what is missing will be sent.
+        """
         chunk = self._weights
-        if not isinstance(chunk, ChunkFile):
+        if not isinstance(chunk, ChunkFile) or chunk.config_hash != request.config_hash:
+            return
+        own = {part.name: part.sha256 for part in chunk.manifest.parts}
+        if any(own.get(part.name, part.sha256) != part.sha256 for part in request.parts):
             return
         start, stop = chunk.manifest.blocks
-        advice = "start it with the right chunk, or without --chunk to have the weights sent"
-        if chunk.config_hash != request.config_hash:
-            raise ControlError(
-                f"{self._name} was started with a chunk of {chunk.model}, but this run is of {request.model}: {advice}",
-                409,
-            )
         if not (start <= request.blocks[0] and request.blocks[1] <= stop):
             raise ControlError(
                 f"{self._name} was started with a chunk of {block_span(start, stop)}, but is to hold "
-                f"{block_span(*request.blocks)}: {advice}",
+                f"{block_span(*request.blocks)}: start it with the right chunk, or without --chunk to have the weights sent",
                 409,
             )
 
