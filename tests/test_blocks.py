@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mdi.blocks import block_span, span
-from mdi.metrics import NodeMetrics, RunMetrics, format_report
+from mdi.metrics import NodeMetrics, RunMetrics
+from mdi.report import format_report
 
 ROOT = Path(__file__).resolve().parents[1]
 

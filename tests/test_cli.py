@@ -395,6 +395,20 @@ def test_time_run_file_that_cannot_be_written(
     assert status == 0 or "runs.csv" in printed.err
 
 
+def test_the_seed_is_new_each_time_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*flags: str) -> tuple[int, list[int], str]:
+        assert launch("sample", ["--ckpt", str(checkpoint), "--n-tokens", "12", "--json", *flags]) == 0
+        printed = capsys.readouterr()
+        found = json.loads(printed.out)
+        return found["seed"], found["samples"][0]["token_ids"], printed.err
+
+    (seed, ids, told), (other_seed, other_ids, _) = run(), run()
+    assert seed != other_seed and ids != other_ids
+    assert f"--seed {seed}" in told
+    assert run("--seed", str(seed))[:2] == (seed, ids), "what is told gives the same text again"
+    assert "--seed" not in run("--temperature", "0")[2], "where nothing is drawn it says nothing"
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_terminal_that_cannot_show_everything(
     checkpoint: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 ALLOWED = {
     "errors": set(),
     "blocks": set(),
+    "columns": set(),
     "config": {"errors"},
     "net": {"config", "errors"},
     "kernels": {"errors"},
@@ -29,9 +30,10 @@ ALLOWED = {
     "prompts": {"config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
     "text": {"prompts", "engine", "model", "net", "config", "errors"},
-    "metrics": {"blocks", "config", "errors"},
+    "metrics": {"config", "errors"},
+    "report": {"metrics", "blocks", "columns", "config", "errors"},
     "plots": {"metrics", "config", "errors"},
-    "display": {"config", "errors"},
+    "display": {"columns"},
     "memory": {"errors"},
     "token_times": {"errors"},
 }

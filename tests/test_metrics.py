@@ -17,11 +17,11 @@ from mdi.metrics import (
     RunMetrics,
     SampleMetrics,
     append_time_run,
-    format_report,
     peak_rss_bytes,
     tokens_over_time,
     write_tokens_csv,
 )
+from mdi.report import format_report
 
 NODE = NodeMetrics("secondary0", (3, 7), 123_000_000, 1.5, 0.25, 0.01, 4096, 12)
 

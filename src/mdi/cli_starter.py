@@ -13,10 +13,9 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import sys
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mdi.config import ClusterConfig, NodeConfig
-    from mdi.metrics import RunMetrics
     from mdi.node.kind import ModelKind
     from mdi.node.starter import StarterNode
 
@@ -36,6 +34,7 @@ logger = logging.getLogger("mdi")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli_output import add_output_flags
 
     add_model_flags(parser)
     nodes = parser.add_argument_group("nodes")
@@ -103,16 +102,6 @@ def chosen_placement(args: argparse.Namespace) -> str | None:
     return getattr(args, "placement", None) or named
 
 
-def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
-    output.add_argument("--no-stream", action="store_true", help="print the texts when they are complete")
-    output.add_argument(
-        "-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)"
-    )
-    output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
-
-
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import default_ckpt_folder
     from mdi.control.messages import KV_DTYPES
@@ -177,7 +166,10 @@ def add_generation_flags(
         "as the checkpoint wants it)",
     )  # fmt: skip
     generation.add_argument(
-        "--seed", type=int, default=10137, help="of the random draws: the same seed gives the same texts (%(default)s)"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the random draws: the same seed gives the same texts (default: a new one, which is told)",
     )
 
 
@@ -199,11 +191,13 @@ def run_on(
         kind: of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
     """
+    from mdi.cli_output import print_json
+
     try:
         return _generate(args, cluster_of(), check, kind)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
-            _print_json({"error": str(e) or "interrupted", "samples": []})
+            print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
@@ -276,11 +270,14 @@ def starter_options(args: argparse.Namespace) -> Any:
 
 
 def sampling_params(args: argparse.Namespace) -> Any:
+    """What the flags say of the draws; without --seed a new one, which is written to `args`. UsageError."""
     from mdi.engine.sequence import SamplingParams
     from mdi.errors import UsageError
 
     if args.top_k < 0:
         raise UsageError(f"--top-k must be 0 (all tokens) or more, got {args.top_k}")
+    if args.seed is None:
+        args.seed = secrets.randbelow(10**9)
     if any(not stop for stop in args.stop):
         raise UsageError("--stop: an empty text would end every sample at once")
     return SamplingParams(
@@ -303,6 +300,7 @@ def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
 
 def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any) -> int:
     from mdi.cli import ignore_interrupts
+    from mdi.cli_output import report
     from mdi.display import Stream
     from mdi.errors import MdiError, NodeLostError
 
@@ -312,6 +310,8 @@ def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encode
     failure: BaseException | None = None
     try:
         node.start()
+        if params.temperature > 0:
+            logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)
         for prompt, ids in zip(prompts, encoded, strict=True):
             sample = node.submit(prompt, ids, params, args.stop, on_text)
             if is_streaming:
@@ -324,60 +324,8 @@ def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encode
         if isinstance(e, NodeLostError):
             node.mark_broken()
         node.end()
-    _report(args, node, failure, is_streaming)
+    report(args, node, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
         raise failure
     return 0
-
-
-def _report(args: argparse.Namespace, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
-    from mdi.metrics import format_report
-
-    metrics = node.metrics()
-    if args.json:
-        result = metrics.to_json()
-        if failure is not None:
-            result = {"error": str(failure) or "interrupted", "samples": result["samples"]}
-        _print_json(result)
-    elif failure is not None or not was_streamed:
-        if failure is not None and metrics.samples:
-            print("\nwhat each sample had reached:")
-        for i, sample in enumerate(metrics.samples):
-            print(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
-    if failure is None:
-        if not args.json:
-            print("\n" + format_report(metrics))
-        _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
-
-
-def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
-    """What --time-run and --plots ask for; told on stderr, for stdout may be a program's."""
-    from mdi.cli import output_dir
-    from mdi.metrics import append_time_run, tokens_over_time, write_tokens_csv
-
-    if args.time_run is not None:
-        append_time_run(
-            args.time_run,
-            n_samples=len(metrics.samples),
-            n_layers=max(node.layers[1] for node in metrics.nodes),
-            context_size=context_size,
-            gen_time_s=metrics.duration_s,
-        )
-    if args.plots:
-        from mdi.plots import plot_tokens_over_time
-
-        csv = write_tokens_csv(output_dir("logs"), metrics)
-        logger.info("wrote %s", csv)
-        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
-        series["all samples"] = tokens_over_time(metrics.samples)
-        image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
-        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
-        logger.info("wrote %s", image)
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    json.dump(result, sys.stdout, ensure_ascii=not is_unicode)
-    sys.stdout.write("\n")
-    sys.stdout.flush()

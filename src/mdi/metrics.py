@@ -1,4 +1,4 @@
-"""What a run measured: per sample, per node and in total; as JSON, as CSV files and as the table that ends a run.
+"""What a run measured: per sample, per node and in total; as JSON and as CSV files (as a table: mdi.report).
 
 It takes the measurements as they are given; how they were taken, and who draws them, is not its business.
 All times of tokens count from the moment the run was ready.
@@ -11,17 +11,14 @@ import math
 import os
 import re
 import sys
-import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mdi.blocks import span
 from mdi.errors import ControlError, UsageError
 
-REPORT_COLUMNS = 100
 TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 
@@ -252,17 +249,6 @@ def append_time_run(
         raise UsageError(f"cannot add this run's time to {path}: {e.strerror or e}") from e
 
 
-def format_report(run: RunMetrics) -> str:
-    """The tables printed when a run ends, at most 100 columns wide, without a final newline."""
-    n_nodes, n_samples = run.n_nodes, len(run.samples)
-    title = f"{run.model}: {_n(n_samples, 'sample')} on {_n(n_nodes, 'node')}, {_n(run.n_tokens, 'token')}"
-    head = _clip(f"{title} in {_seconds(run.duration_s)}, {run.tokens_per_s:.1f} tokens/s", REPORT_COLUMNS)
-    samples = _table(_sample_rows(run), left=(4, 5))
-    if not run.nodes:
-        return f"{head}\n\n{samples}"
-    return f"{head}\n\n{samples}\n\n{_table(_node_rows(run), left=(0,))}"
-
-
 def peak_rss_bytes() -> int:
     """The most memory that this process has held."""
     if sys.platform == "win32":
@@ -278,93 +264,6 @@ def peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _sample_rows(run: RunMetrics) -> list[list[str]]:
-    rows = [["sample", "tokens", "tokens/s", "first token", "ended by", "prompt"]]
-    for i, sample in enumerate(run.samples):
-        rows.append(
-            [
-                str(i),
-                str(len(sample.token_ids)),
-                f"{sample.tokens_per_s:.1f}",
-                _seconds(sample.ttft_s),
-                _clip(sample.finish_reason or "unfinished", 16),
-                _clip(sample.prompt, 36),
-            ]
-        )
-    known = [sample.ttft_s for sample in run.samples if sample.ttft_s is not None]
-    mean_ttft_s = sum(known) / len(known) if known else None
-    rows.append(
-        ["total", str(run.n_tokens), f"{run.tokens_per_s:.1f}", _seconds(mean_ttft_s), "", "(first token: mean)"]
-    )
-    return rows
-
-
-def _node_rows(run: RunMetrics) -> list[list[str]]:
-    rows = [["node", "blocks", "peak mem", "compute", "wait", "send", "frames", "sent/token"]]
-    for node in run.nodes:
-        rows.append(
-            [
-                _clip(node.name, 13),
-                span(*node.layers),
-                _size(node.peak_rss_bytes),
-                *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s, node.send_s)),
-                str(node.frames),
-                _size(node.bytes_sent / run.n_tokens) if run.n_tokens else "-",
-            ]
-        )
-    return rows
-
-
-def _table(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> str:
-    """Columns as wide as their widest cell; those in `left` begin, the others end together."""
-    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        pads = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
-        cells = [cell + pad if i in left else pad + cell for i, (cell, pad) in enumerate(zip(row, pads, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _width(text: str) -> int:
-    """Columns on a terminal: wide East Asian characters take two, combining marks none."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _clip(text: str, columns: int) -> str:
-    """One line of at most so many columns, without control characters: they would reach the terminal."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    if _width(text) <= columns:
-        return text
-    while _width(text) > columns - 3:
-        text = text[: min(len(text) - 1, columns)]
-    return text + "..."
-
-
-def _n(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _seconds(time_s: float | None) -> str:
-    if time_s is None:
-        return "-"
-    if time_s < 0.9995:
-        return f"{time_s * 1000:.0f} ms"
-    return f"{time_s:.{1 if time_s < 100 else 0}f} s" if time_s < 10_000 else f"{time_s / 3600:.1f} h"
-
-
-def _shared(part_s: float, whole_s: float) -> str:
-    """A time and its share of the run: a node's times overlap, so shares need not add up to 100 %."""
-    return _seconds(part_s) + (f" {100 * part_s / whole_s:3.0f}%" if whole_s > 0 else "")
-
-
-def _size(n_bytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= size * 0.9995:
-            return f"{n_bytes / size:.{1 if n_bytes < 100 * size else 0}f} {unit}"
-    return f"{n_bytes:.0f} B"
 
 
 def _rate(count: int, time_s: float) -> float:

@@ -1,0 +1,80 @@
+"""What a run leaves behind: its flags, the final texts and tables, one JSON object, and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mdi.metrics import RunMetrics
+    from mdi.node.starter import StarterNode
+
+logger = logging.getLogger("mdi")
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
+    output.add_argument("--no-stream", action="store_true", help="print the texts when they are complete")
+    output.add_argument(
+        "-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)"
+    )
+    output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
+
+
+def report(args: argparse.Namespace, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
+    """All that a run leaves behind: texts, tables, files; of one that failed, what each sample had reached."""
+    from mdi.report import format_report
+
+    metrics = node.metrics()
+    if args.json:
+        result = {**metrics.to_json(), "seed": args.seed}
+        if failure is not None:
+            result = {"error": str(failure) or "interrupted", "samples": result["samples"]}
+        print_json(result)
+    elif failure is not None or not was_streamed:
+        if failure is not None and metrics.samples:
+            print("\nwhat each sample had reached:")
+        for i, sample in enumerate(metrics.samples):
+            print(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
+    if failure is None:
+        if not args.json:
+            print("\n" + format_report(metrics))
+        _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
+
+
+def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
+    """What --time-run and --plots ask for; told on stderr, for stdout may be a program's."""
+    from mdi.cli import output_dir
+    from mdi.metrics import append_time_run, tokens_over_time, write_tokens_csv
+
+    if args.time_run is not None:
+        append_time_run(
+            args.time_run,
+            n_samples=len(metrics.samples),
+            n_layers=max(node.layers[1] for node in metrics.nodes),
+            context_size=context_size,
+            gen_time_s=metrics.duration_s,
+        )
+    if args.plots:
+        from mdi.plots import plot_tokens_over_time
+
+        csv = write_tokens_csv(output_dir("logs"), metrics)
+        logger.info("wrote %s", csv)
+        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
+        series["all samples"] = tokens_over_time(metrics.samples)
+        image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
+        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
+        logger.info("wrote %s", image)
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """One object on stdout, in ASCII where its encoding demands that."""
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    json.dump(result, sys.stdout, ensure_ascii=not is_unicode)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
