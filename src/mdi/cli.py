@@ -19,6 +19,7 @@ from types import FrameType
 
 import mdi
 from mdi.errors import MdiError, UsageError
+from mdi.terminal import LineFormatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
@@ -101,7 +102,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     except MdiError as e:
         if is_debugging:
             logger.exception("failed")
-        print(f"error: {e}", file=sys.stderr)
+        show_error(e)
         return 2 if isinstance(e, UsageError) else 1
     except ModuleNotFoundError as e:
         if is_debugging or (e.name or "").startswith("mdi"):
@@ -119,7 +120,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         if is_debugging:
             raise
         reason = (str(e).splitlines() or [""])[0]
-        print(f"error: {type(e).__name__}: {reason} (-d shows where)", file=sys.stderr)
+        show_error(f"{type(e).__name__}: {reason} (-d shows where)")
         return 1
     except KeyboardInterrupt as e:
         handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
@@ -163,7 +164,7 @@ def default_nodes_config() -> Path:
 def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if is_verbose else "%(message)s", "%H:%M:%S"))
+    handler.setFormatter(LineFormatter("%(asctime)s %(message)s" if is_verbose else "%(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
     logger.propagate = False
@@ -175,7 +176,7 @@ def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet
         except OSError as e:
             logger.warning("no debug log: %s", e)
             return
-        file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+        file_handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
         logger.addHandler(file_handler)
         logger.info("debug log: %s", path)
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.terminal import show, show_error
+
 if TYPE_CHECKING:
     from mdi.node.starter import StarterNode
 
@@ -102,18 +104,19 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
 
     ids = _fit(node, history, question, params.n_tokens)
     if ids is None:
-        print(f"error: this message alone does not fit into {node.max_length} tokens", file=sys.stderr)
+        show_error(f"this message alone does not fit into {node.max_length} tokens")
         return ""
     try:
         node.check_prompt(ids)
     except UsageError as e:
-        print(f"error: {e}", file=sys.stderr)
+        show_error(e)
         return ""
     print(">> Reply: ", end="", flush=True)
     try:
-        sample = node.submit(question, ids, params, stop, lambda _, text: print(text or "\n", end="", flush=True))
+        sample = node.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
     except UsageError as e:  # the nodes' caches could never hold it
-        print(f"\nerror: {e}", file=sys.stderr)
+        print()
+        show_error(e)
         return ""
     try:
         while not sample.ended.wait(0.5) and not node.failed:

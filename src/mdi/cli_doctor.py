@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.terminal import show
+
 if TYPE_CHECKING:
     from mdi.config import ClusterConfig
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from mdi.node.doctor import examine
 
     report = examine(cluster, args.deadline, _needed_bytes(args, cluster), default_cache_dir())
-    print(json.dumps(report.to_json()) if args.json else report)
+    show(json.dumps(report.to_json()) if args.json else str(report))
     return 0 if report.is_well else 1
 
 

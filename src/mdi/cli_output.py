@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.terminal import show
+
 if TYPE_CHECKING:
     from mdi.metrics import RunMetrics
     from mdi.node.starter import StarterNode
@@ -40,10 +42,10 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
         if failure is not None and metrics.samples:
             print("\nwhat each sample had reached:")
         for i, sample in enumerate(metrics.samples):
-            print(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
+            show(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
     if failure is None:
         if not args.json:
-            print("\n" + format_report(metrics))
+            show("\n" + format_report(metrics))
         _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
 
 
@@ -73,8 +75,7 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """One object on stdout, in ASCII where its encoding demands that."""
+    """One object on stdout, in ASCII where its encoding demands that, and never with a control character."""
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    json.dump(result, sys.stdout, ensure_ascii=not is_unicode)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    text = json.dumps(result, ensure_ascii=not is_unicode)
+    print(text.translate({code: f"\\u{code:04x}" for code in range(127, 160)}), flush=True)

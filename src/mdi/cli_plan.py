@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.methods import DEFAULT_METHOD, METHODS
+from mdi.terminal import show
 
 if TYPE_CHECKING:
     from mdi.partition.model import ModelShape
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from mdi.partition.table import format_plan
 
-        print(format_plan(report))
+        show(format_plan(report))
     return 0
 
 

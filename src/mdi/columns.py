@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from mdi.terminal import one_line
+
 
 def width(text: str) -> int:
     """Columns on a terminal: wide East Asian characters take two, combining marks none."""
@@ -12,7 +14,7 @@ def width(text: str) -> int:
 
 def clip(text: str, columns: int) -> str:
     """One line of at most so many columns, without control characters: they would reach the terminal."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    text = " ".join(one_line(text).split())
     if width(text) <= columns:
         return text
     while width(text) > columns - 3:

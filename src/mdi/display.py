@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+from mdi.terminal import plain
+
 WIDTH = 88
-# What a model writes must not move the cursor or change the terminal.
-_INVISIBLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 
@@ -27,7 +27,7 @@ class Stream:
     def show(self, index: int, text: str) -> None:
         """A piece of sample `index`; "" when it has ended."""
         if text and self._is_terminal:
-            text = text.translate(_INVISIBLE)
+            text = plain(text)
             if not text:
                 return
         if self._n_samples == 1:

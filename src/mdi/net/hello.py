@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.errors import WireError
+from mdi.terminal import one_line
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ class Fault:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:
         try:
             fields = json.loads(bytes(data))
-            return cls(*(_printable(fields[key]) for key in ("node", "message", "reporter")))
+            return cls(*(one_line(fields[key]) for key in ("node", "message", "reporter")))
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls("", "an error report that cannot be read", "")
-
-
-def _printable(value: Any) -> str:
-    """Text of a peer for one line of a terminal."""
-    return "".join(c if c.isprintable() else " " for c in str(value))

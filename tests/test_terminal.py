@@ -1,0 +1,111 @@
+"""What others wrote cannot speak to the terminal, whichever way it leaves: texts, errors, log lines."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mdi import cli_chat, cli_output
+from mdi.cli import launch
+from mdi.errors import ControlError
+from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.terminal import one_line, plain, show
+
+HOSTILE = "before \x1b]0;owned\x07\x1b[31m\x9b2J\x08after\n\tnext"
+HARMLESS = "before ]0;owned[31m2Jafter\n\tnext"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Takes the place of stdout; not a fixture, because pytest sets its own again before the test."""
+    out = Screen()
+    monkeypatch.setattr(sys, "stdout", out)
+    return out
+
+
+def test_texts_and_lines() -> None:
+    assert plain(HOSTILE) == HARMLESS
+    assert plain("caf\u00e9 \u4f60\u597d \U0001f600\r\n") == "caf\u00e9 \u4f60\u597d \U0001f600\n"
+    assert one_line("a\x1b[0m\nb\u202ec\udc80") == "a [0m b c "
+
+
+def test_a_program_gets_the_text_as_it_is() -> None:
+    pipe, terminal = io.StringIO(), Screen()
+    show(HOSTILE, out=pipe)
+    show(HOSTILE, out=terminal)
+    assert (pipe.getvalue(), terminal.getvalue()) == (HOSTILE + "\n", HARMLESS + "\n")
+
+
+def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = watched(monkeypatch)
+
+    def submit(question: str, ids: list[int], params: Any, stop: list[str], on_text: Any) -> Any:
+        on_text(None, HOSTILE)
+        on_text(None, "")
+        ended = threading.Event()
+        ended.set()
+        return SimpleNamespace(ended=ended, text=HOSTILE)
+
+    codec = SimpleNamespace(encode_chat=lambda history, question: [1])
+    node = SimpleNamespace(
+        codec=codec,
+        max_length=100,
+        failed=False,
+        check_prompt=lambda ids: None,
+        submit=submit,
+        raise_failure=lambda: None,
+    )
+    reply = cli_chat._answer(node, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
+    assert reply == HOSTILE, "what the model said goes back to the model"
+    assert HARMLESS in screen.getvalue()
+    assert not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")
+
+
+@pytest.mark.parametrize("failure", [None, ControlError("lost")])
+def test_texts_that_are_shown_when_they_are_complete(
+    monkeypatch: pytest.MonkeyPatch, failure: ControlError | None
+) -> None:
+    screen = watched(monkeypatch)
+    sample = SampleMetrics.from_times(HOSTILE, HOSTILE, [1], [1], "length", [0.1])
+    metrics = RunMetrics.from_parts(HOSTILE, [sample], [], 1.0)
+    node = SimpleNamespace(metrics=lambda: metrics, context_length=10, config=SimpleNamespace(block_size=10))
+    args = argparse.Namespace(json=False, seed=1, time_run=None, plots=False)
+    cli_output.report(args, node, failure, False)  # type: ignore[arg-type]
+    assert "owned" in screen.getvalue() and not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")
+
+
+def test_json_is_harmless_and_still_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = watched(monkeypatch)
+    cli_output.print_json({"text": HOSTILE})
+    assert json.loads(screen.getvalue()) == {"text": HOSTILE}
+    assert screen.getvalue().strip().isprintable()
+
+
+def test_errors_and_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a peer answers, how it calls its version, what a stranger names the fields of its config: all end up here."""
+
+    def run(args: argparse.Namespace) -> int:
+        logging.getLogger("mdi").warning("secondary0: %s", HOSTILE)
+        logging.getLogger("mdi").info(HOSTILE)
+        raise ControlError(f"secondary0 at 127.0.0.1:1: {HOSTILE}")
+
+    module = ModuleType("hostile_command")
+    module.add_arguments = lambda parser: None  # type: ignore[attr-defined]
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hostile_command", module)
+    assert launch("hostile", [], module_name="hostile_command") == 1
+    said = capsys.readouterr().err
+    assert said.count("owned") == 3 and all(line.isprintable() for line in said.splitlines())
+    assert len(said.splitlines()) == 3, "nobody writes a line of its own"
