@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import textwrap
@@ -115,11 +116,39 @@ def test_what_is_no_hash(tmp_path: Path, sha: str) -> None:
 def test_a_file_damaged_later(tmp_path: Path) -> None:
     store = BlockStore(tmp_path)
     store.receive(INFO, 0, io.BytesIO(DATA).read)
-    store.path(INFO.sha256).write_bytes(DATA[:-10])
-    with pytest.raises(CheckpointError, match="cut short"):
-        store.tensors(INFO.sha256)
-    with pytest.raises(CheckpointError, match="no such file"):
+    path = store.path(INFO.sha256)
+    for damaged in (DATA[:-10], DATA[:-1] + bytes([DATA[-1] ^ 0x80])):
+        assert store.has(INFO.sha256)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError):
+            store.tensors(INFO.sha256)
+        assert not store.has(INFO.sha256) and not path.exists(), "it can come again"
+        store.receive(INFO, 0, io.BytesIO(DATA).read)
+    with pytest.raises(CheckpointError):
         store.tensors("ab" * 32)
+
+
+def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
+    """Same size, same time: only the hash tells."""
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    store = BlockStore(tmp_path)
+    path = store.path(INFO.sha256)
+    before = path.stat()
+    path.write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 0x80]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    asked: list[int] = []
+    assert not store.has(INFO.sha256, lambda: asked.append(1)) and not path.exists()
+    assert len(asked) == -(-len(DATA) // PIECE_BYTES), "whoever waits is asked between the pieces"
+
+
+def test_a_part_is_hashed_once_by_each_process(tmp_path: Path) -> None:
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    store = BlockStore(tmp_path)
+    assert store.has(INFO.sha256)
+    for _ in range(3):
+        asked: list[int] = []
+        assert store.has(INFO.sha256, lambda asked=asked: asked.append(1)) and store.tensors(INFO.sha256)
+        assert not asked
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:

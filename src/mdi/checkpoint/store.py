@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from mdi.errors import CheckpointError
 PIECE_BYTES = 1 << 20
 ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
 
+logger = logging.getLogger("mdi")
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
@@ -30,8 +33,9 @@ _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 class BlockStore:
     """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
-    A file under its final name has been checked. Several parts can be received at a time, in as many threads; one that is
-    asked to come twice waits for the first to end. The directory is made when the first part comes.
+    A file under its final name was what it should be when it came; `has` looks whether it still is. Several parts can be
+    received at a time, in as many threads; one that is asked to come twice waits for the first to end. The directory is made
+    when the first part comes.
 
     Args:
         limit_bytes: what all files together may take, see `make_room`; None is no limit.
@@ -42,9 +46,37 @@ class BlockStore:
         self.limit_bytes = limit_bytes
         self._changed = threading.Condition()
         self._coming: set[str] = set()
+        self._checked: dict[str, tuple[int, ...]] = {}  # sha256 -> stamp of the file that was hashed by this process
 
-    def has(self, sha256: str) -> bool:
-        return self.path(sha256).is_file()
+    def has(self, sha256: str, check: Callable[[], None] = lambda: None) -> bool:
+        """Whether the part is here, and what its name says. A file that is not is removed, so that the part can come again.
+
+        Disks lose bits without a word. So each file is hashed once per process, and again when its size or time has changed.
+
+        Args:
+            check: called again and again while a file is hashed; what it raises goes through.
+        """
+        path = self.path(sha256)
+        digest = hashlib.sha256()
+        try:
+            with open(path, "rb", buffering=0) as file:
+                stamp = _stamp(file.fileno())
+                if self._checked.get(sha256) == stamp:
+                    return True
+                while piece := file.read(PIECE_BYTES):
+                    check()
+                    digest.update(piece)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as e:
+            logger.warning("%s cannot be read: %s", path, e.strerror or e)
+        if digest.hexdigest() == sha256:
+            self._checked[sha256] = stamp
+            return True
+        logger.warning("%s was damaged since it came, and is removed", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return False
 
     def path(self, sha256: str) -> Path:
         """Where the part is, or will be. Raises CheckpointError if this is no sha256 (it may come from the network)."""
@@ -169,19 +201,23 @@ class BlockStore:
             )
         with self._disk(info):
             os.replace(partial, self.path(info.sha256))
+            self._checked[info.sha256] = _stamp(self.path(info.sha256))
 
     def tensors(self, sha256: str) -> dict[str, torch.Tensor]:
         """The tensors of a part, mapped from the file.
 
         Raises:
-            CheckpointError: the part is not here, or its file was damaged since it came.
+            CheckpointError: the part is not here, or its file was damaged since it came; then it is not here any more.
         """
         from safetensors import SafetensorError, safe_open
 
         path = self.path(sha256)
+        if not self.has(sha256):
+            raise CheckpointError(f"{path} is not there, or was damaged: start the run again, and it is sent")
         read_header(path)
         with contextlib.suppress(OSError):
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems
+            self._checked[sha256] = _stamp(path)
         try:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
@@ -242,3 +278,9 @@ class BlockStore:
 
     def _partial(self, sha256: str) -> Path:
         return self.path(sha256).with_suffix(".part")
+
+
+def _stamp(file: int | Path) -> tuple[int, ...]:
+    """What changes when somebody writes to a file, or puts another one in its place."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns, status.st_ino

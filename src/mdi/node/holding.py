@@ -138,7 +138,7 @@ class Holding:
                 check()
                 if part.name in source.part_names():
                     own.add(source.info(part.name).sha256)
-        return [p for p in request.parts if p.sha256 not in own and not self.store.has(p.sha256)]
+        return [p for p in request.parts if p.sha256 not in own and not self.store.has(p.sha256, check)]
 
     def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         """Make room for what is to come. Raises ControlError if there is too little."""
