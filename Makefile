@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller:
+# On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 PIP_FLAGS ?=
 # Most tests wait for processes that they start; two at a time take little more than half as long.
@@ -17,7 +17,7 @@ help:
 	@echo "make lint | types | bench | figures | clean"
 
 $(VENV)/.installed: requirements.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 13) else "Python 3.10 to 3.13 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 14) else "Python 3.10 to 3.14 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
 	touch $@

@@ -47,6 +47,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     """A session of training from where `begin` says; for models of other kinds, too."""
     import torch
 
+    from mdi.node.processor import warn_of_processor
     from mdi.training.interrupt import StopRequest
     from mdi.training.processes import Processes, joined
 
@@ -54,6 +55,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
         if args.threads < 1:
             raise UsageError(f"--threads {args.threads}: expected at least 1")
         torch.set_num_threads(args.threads)
+    warn_of_processor()
     processes = Processes.from_environment()
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest() as stop:

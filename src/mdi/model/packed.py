@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,11 @@ TINY = 1e-30  # what a row of zeros is divided by
 
 def has_fbgemm() -> bool:
     """Whether this build of torch has FBGEMM's packed kernels and this processor runs them (x86 with AVX2)."""
+    # builds for ARM list the engine as well, and processors with SVE have a capability
     return (
-        "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+        platform.machine().lower() in ("x86_64", "amd64")
+        and "fbgemm" in torch.backends.quantized.supported_engines
+        and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     )
 
 

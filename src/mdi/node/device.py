@@ -15,6 +15,7 @@ from mdi.blocks import block_span
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
+from mdi.node.processor import warn_of_processor
 from mdi.node.resources import device_free_bytes
 from mdi.partition.formats import weight_format
 
@@ -157,6 +158,7 @@ def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> No
         n_threads = n_threads or len(cores)
     if n_threads is not None:
         torch.set_num_threads(n_threads)
+    warn_of_processor()
     # The default of 5 ms is what a ring thread would wait for the interpreter each time.
     sys.setswitchinterval(0.0005)
 
