@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from litgpt.config import Config
@@ -27,7 +28,9 @@ from litgpt.config import Config
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from mdi.checkpoint.layout import TensorSpec  # noqa: E402
 from mdi.checkpoint.source import LitCheckpoint, WeightSource  # noqa: E402
+from mdi.checkpoint.tensors import as_array  # noqa: E402
 from mdi.compress.calibration import find_outliers  # noqa: E402
 from mdi.compress.sample_text import SAMPLE_TEXT  # noqa: E402
 from mdi.compress.source import QuantizedSource  # noqa: E402
@@ -46,10 +49,11 @@ class ChangedSource(WeightSource):
     def __init__(self, source: WeightSource, changed: Mapping[str, torch.Tensor]) -> None:
         self._source, self._changed = source, changed
         self.model, self.config_dict = source.model, source.config_dict
-        self.config_hash, self.dtype, self.specs = source.config_hash, source.dtype, source.specs
+        self.config_hash, self.dtype = source.config_hash, source.dtype
+        self.specs = {name: TensorSpec("F32", spec.shape) for name, spec in source.specs.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._changed[name] if name in self._changed else self._source.tensor(name).float()
+    def array(self, name: str) -> np.ndarray:
+        return as_array(self._changed[name] if name in self._changed else self._source.tensor(name).float())
 
     def part_names(self) -> list[str]:
         return self._source.part_names()

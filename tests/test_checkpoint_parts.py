@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.layout import read_header
+from mdi.checkpoint.layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
     PartInfo,
     part_of,
     serialize,
-    serialized_bytes,
     sha256_of,
+    spec_bytes,
     stage_parts,
-    write_part,
 )
 from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 
@@ -71,45 +73,76 @@ def test_stage_parts() -> None:
     ],
 )
 def test_canonical_bytes_are_a_safetensors_file(tensors: dict[str, torch.Tensor]) -> None:
-    data = b"".join(serialize(tensors))
+    specs, array = _given(tensors)
+    data = b"".join(serialize(specs, array))
     back = load(data)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor)
-    assert len(data) == serialized_bytes(tensors)
-    assert hashlib.sha256(data).hexdigest() == sha256_of(tensors)
+    assert len(data) == spec_bytes(specs)
+    assert hashlib.sha256(data).hexdigest() == sha256_of(specs, array)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert data == save(contiguous)  # the library happens to write the same bytes
 
 
+def _given(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
+    return {name: spec_of(tensor) for name, tensor in tensors.items()}, lambda name: as_array(tensors[name])
+
+
+def _sha(tensors: dict[str, torch.Tensor]) -> str:
+    return sha256_of(*_given(tensors))
+
+
 def test_bytes_do_not_depend_on_the_order_of_the_mapping() -> None:
     a, b = torch.ones(3), torch.zeros(2)
-    assert sha256_of({"a": a, "b": b}) == sha256_of({"b": b, "a": a})
-    assert sha256_of({"a": a, "b": b}) != sha256_of({"a": a, "c": b})
-    assert sha256_of({"a": a.reshape(3, 1)}) != sha256_of({"a": a})
-    assert sha256_of({"a": torch.zeros(4).half()}) != sha256_of({"a": torch.zeros(4).bfloat16()})
+    assert _sha({"a": a, "b": b}) == _sha({"b": b, "a": a})
+    assert _sha({"a": a, "b": b}) != _sha({"a": a, "c": b})
+    assert _sha({"a": a.reshape(3, 1)}) != _sha({"a": a})
+    assert _sha({"a": torch.zeros(4).half()}) != _sha({"a": torch.zeros(4).bfloat16()})
 
 
 def test_the_hash_never_changes() -> None:
-    """Chunks and caches of other machines hold these hashes."""
+    """Caches of other machines hold these hashes."""
     tensors = {"transformer.h.0.x": torch.arange(4, dtype=torch.float32), "transformer.h.0.b": torch.ones(1).bfloat16()}
-    assert sha256_of(tensors) == "94aee9a01a9a11be8ffe52f9b985ad1f2300e262a18b81be33b4ab38d136722b"
+    assert _sha(tensors) == "94aee9a01a9a11be8ffe52f9b985ad1f2300e262a18b81be33b4ab38d136722b"
 
 
 def test_pieces_are_small() -> None:
-    sizes = [len(piece) for piece in serialize({"a": torch.zeros(3 * PIECE_BYTES + 5, dtype=torch.uint8)})]
+    data = np.zeros(3 * PIECE_BYTES + 5, dtype=np.uint8)
+    sizes = [len(piece) for piece in serialize({"a": TensorSpec("U8", data.shape)}, lambda _: data)]
     assert max(sizes) == PIECE_BYTES
     assert len(sizes) == 5
 
 
-def test_write_part(tmp_path: Path) -> None:
-    tensors = {"b": torch.randn(4), "a": torch.randn(2, 2)}
-    info = write_part(tmp_path / "block.3.safetensors", tensors)
-    data = (tmp_path / "block.3.safetensors").read_bytes()
-    assert info == PartInfo("block.3", hashlib.sha256(data).hexdigest(), len(data))
-    assert torch.equal(load_file(tmp_path / "block.3.safetensors")["a"], tensors["a"])
-    assert [p.name for p in tmp_path.iterdir()] == ["block.3.safetensors"]
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.randn(4, 5).bfloat16().t(),
+        torch.randn(3).half(),
+        torch.randn(8).to(torch.float8_e4m3fn),
+        torch.randn(8).to(torch.float8_e5m2).reshape(2, 4),
+        torch.tensor(2.5).bfloat16(),
+        torch.tensor([True, False]),
+        torch.arange(3),
+        torch.empty(0, 4, dtype=torch.bfloat16),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
+)
+def test_tensors_become_arrays_and_back(tensor: torch.Tensor) -> None:
+    array, spec = as_array(tensor), spec_of(tensor)
+    assert array.dtype == TYPES[spec.dtype].numpy and array.shape == spec.shape
+    back = as_tensor(array, spec)
+    assert back.dtype == tensor.dtype and torch.equal(back.float(), tensor.float())
+    array.flags.writeable = False
+    copied = as_tensor(array, spec)
+    assert torch.equal(copied.float(), tensor.float()) and (not array.size or copied.data_ptr() != array.ctypes.data)
+
+
+def test_a_type_that_no_file_holds() -> None:
+    with pytest.raises(CheckpointError, match="complex64"):
+        spec_of(torch.zeros(2, dtype=torch.complex64))
 
 
 def test_a_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mdi.checkpoint import encoded
 from mdi.checkpoint.chunks import find_chunk, write_chunks
-from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.source import ChunkFile, LitCheckpoint
+from mdi.checkpoint.tensors import spec_of
 from mdi.cli import launch
 from mdi.compress.calibration import FILE, find_outliers, kept_outliers
 from mdi.compress.sample_text import SAMPLE_TEXT
@@ -169,6 +169,6 @@ def test_tensors_that_do_not_make_up_a_format_are_refused(planted: Path) -> None
 def test_the_two_places_that_know_the_formats_agree() -> None:
     weight = torch.randn(6, 300)
     for name in FORMATS:
-        found = {key: TensorSpec.of(tensor) for key, tensor in encode(weight, name, torch.tensor([1, 2])).items()}
+        found = {key: spec_of(tensor) for key, tensor in encode(weight, name, torch.tensor([1, 2])).items()}
         assert found == encoded.encoded_specs(name, (6, 300), 2)
     assert encoded.INT4_BLOCK == INT4_BLOCK

@@ -61,6 +61,12 @@ LIGHT = [
 ]
 
 
+# What a node without torch uses to get at its weights.
+ONLY_NUMPY = [
+    f"mdi.checkpoint.{name}" for name in ("chunks", "hashes", "mapping", "shapes", "source", "store", "weightfile")
+]
+
+
 def modules() -> list[Path]:
     return sorted((SRC / "mdi").rglob("*.py"))
 
@@ -171,6 +177,10 @@ def heavy_after(code: str) -> set[str]:
 
 def test_light_modules_do_not_import_torch() -> None:
     assert not heavy_after("\n".join(f"import {name}" for name in LIGHT))
+
+
+def test_files_of_weights_need_no_torch() -> None:
+    assert heavy_after("\n".join(f"import {name}" for name in ONLY_NUMPY)) == {"numpy"}
 
 
 def test_command_lines_do_not_import_torch() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
@@ -46,7 +45,7 @@ def parts_of(checkpoint: Path) -> tuple[dict[str, Any], dict[PartSpec, bytes]]:
     source = open_source(checkpoint)
     data = {}
     for i in range(source.config_dict["n_layer"]):
-        raw = b"".join(bytes(piece) for piece in serialize(source.tensors(f"block.{i}")))
+        raw = b"".join(bytes(piece) for piece in source.pieces(f"block.{i}"))
         data[PartSpec(f"block.{i}", hashlib.sha256(raw).hexdigest(), len(raw))] = raw
     fields = {"model": source.model, "config": source.config_dict, "config_hash": source.config_hash}
     source.close()

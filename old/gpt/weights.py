@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -71,10 +72,10 @@ class GPTSource(WeightSource):
     def __str__(self) -> str:
         return str(self.path)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def array(self, name: str) -> np.ndarray:
         file, stored = self._stored[name]
-        tensor = file.tensor(stored)
-        return tensor.t().contiguous() if self._turns(name) else tensor
+        array = file.array(stored)
+        return np.ascontiguousarray(array.T) if self._turns(name) else array
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)

@@ -77,18 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from mdi.checkpoint.cast import CastSource
     from mdi.checkpoint.source import LitCheckpoint
 
     _check_flags(args)
     directory = _convert(_find(args), args)
     source: WeightSource = LitCheckpoint(directory)
-    if args.dtype is not None and any(
-        spec.dtype.is_floating_point and spec.dtype != getattr(torch, args.dtype) for spec in source.specs.values()
-    ):
-        source = CastSource(source, getattr(torch, args.dtype))
+    if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
+        source = CastSource(source, args.dtype)
     if args.quantize or args.quantize_head:
         source = _quantized(source, directory, args)
     try:

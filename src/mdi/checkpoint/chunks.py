@@ -17,7 +17,7 @@ from typing import Any
 from mdi.checkpoint.files import replacing
 from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
-from mdi.checkpoint.parts import PartInfo, part_of, spec_bytes, stage_parts, tensor_bytes
+from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, spec_bytes, stage_parts
 from mdi.checkpoint.source import ChunkFile, WeightSource
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
@@ -126,7 +126,7 @@ def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> t
     with replacing(path) as file:
         file.write(head)
         for name in order:
-            for piece in tensor_bytes(source.tensor(name)):
+            for piece in array_bytes(source.array(name)):
                 digests[part_of(name)].update(piece)
                 file.write(piece)
                 tally.add(len(piece))
@@ -149,7 +149,7 @@ def _order(plan: Manifest, specs: dict[str, TensorSpec]) -> list[str]:
     Within a part that is the canonical order, so that its hash can be taken in passing.
     """
     place = {part.name: i for i, part in enumerate(plan.parts)}
-    return sorted(ordered(specs), key=lambda name: (-specs[name].dtype.itemsize, place[part_of(name)]))
+    return sorted(ordered(specs), key=lambda name: (-specs[name].itemsize, place[part_of(name)]))
 
 
 def _head(manifest: Manifest, specs: dict[str, TensorSpec], order: Sequence[str]) -> bytes:

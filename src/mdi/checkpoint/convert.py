@@ -23,6 +23,7 @@ from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.source import CONFIG_FILE, WEIGHT_FILES
+from mdi.checkpoint.tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
 
@@ -152,7 +153,7 @@ class _Reader:
 
     def tensor(self, name: str) -> torch.Tensor:
         file, stored = self._files[name]
-        return _own(file.tensor(stored).detach())
+        return _own(as_tensor(file.array(stored), file.specs[stored]))
 
     def groups(self) -> Iterator[_Group]:
         """Embedding, head and the like, then one block after the other, whole even where it lies in two files."""
@@ -284,7 +285,7 @@ def _indexed(index: Path) -> list[Path]:
 
 def _check_disk(directory: Path, reader: _Reader, dtype: str | None) -> None:
     specs = reader.specs.values()
-    needed = sum(spec.n_bytes * (DTYPES[dtype].itemsize / spec.dtype.itemsize if dtype else 1) for spec in specs)
+    needed = sum(spec.n_bytes * (DTYPES[dtype].itemsize / spec.itemsize if dtype else 1) for spec in specs)
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise CheckpointError(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from mdi.checkpoint.layout import TensorSpec
 from mdi.errors import CheckpointError
 
 INT4_BLOCK = 256  # weights that share a scale, as in model.int4
 SUFFIXES = ("weight_scale", "outliers", "outlier_weight")
-_STORED = {torch.int8: "int8", torch.uint8: "int4"}
+_STORED = {"I8": "int8", "U8": "int4"}
 
 
 def stored_format(spec: TensorSpec) -> str | None:
@@ -27,18 +25,18 @@ def encoded_specs(form: str, shape: tuple[int, ...], n_outliers: int) -> dict[st
     n_out, n_in = shape
     specs = {}
     if form == "fp16":
-        return {"weight": TensorSpec(torch.float16, shape)}
+        return {"weight": TensorSpec("F16", shape)}
     if form == "int8":
-        specs = {"weight": TensorSpec(torch.int8, shape), "weight_scale": TensorSpec(torch.float32, (n_out,))}
+        specs = {"weight": TensorSpec("I8", shape), "weight_scale": TensorSpec("F32", (n_out,))}
     else:
         n_blocks = -(-n_in // INT4_BLOCK)
         specs = {
-            "weight": TensorSpec(torch.uint8, (n_out, n_blocks, INT4_BLOCK // 2)),
-            "weight_scale": TensorSpec(torch.float16, (n_out, n_blocks)),
+            "weight": TensorSpec("U8", (n_out, n_blocks, INT4_BLOCK // 2)),
+            "weight_scale": TensorSpec("F16", (n_out, n_blocks)),
         }
     if n_outliers:
-        specs["outliers"] = TensorSpec(torch.int32, (n_outliers,))
-        specs["outlier_weight"] = TensorSpec(torch.float16, (n_out, n_outliers))
+        specs["outliers"] = TensorSpec("I32", (n_outliers,))
+        specs["outlier_weight"] = TensorSpec("F16", (n_out, n_outliers))
     return specs
 
 
@@ -62,8 +60,8 @@ def check_encoded(name: str, shape: tuple[int, ...], specs: Mapping[str, TensorS
     wanted = {path + suffix: spec for suffix, spec in encoded_specs(form, shape, n_outliers).items()}
     for key, spec in wanted.items():
         if specs.get(key) != spec:
-            found = f"{specs[key].dtype}, {list(specs[key].shape)}" if key in specs else "nothing"
+            found = f"{specs[key].name}, {list(specs[key].shape)}" if key in specs else "nothing"
             raise CheckpointError(
-                f"{where}: tensor {key}, for a weight in {form}: expected {spec.dtype}, {list(spec.shape)}, found {found}"
+                f"{where}: tensor {key}, for a weight in {form}: expected {spec.name}, {list(spec.shape)}, found {found}"
             )
     return set(wanted)

@@ -7,6 +7,7 @@ library wants all tensors in memory at once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -14,47 +15,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
+PAGE_BYTES = 4096  # what a header that has metadata is padded to
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+
+@dataclass(frozen=True)
+class NumberType:
+    """A type of numbers: its usual name, and the numpy type that holds it (of its bits, where numpy has no such type)."""
+
+    name: str
+    numpy: np.dtype[Any]
+    is_floating: bool = True
+
+
+# By the format's codes.
+TYPES = {
+    "F64": NumberType("float64", np.dtype(np.float64)),
+    "F32": NumberType("float32", np.dtype(np.float32)),
+    "F16": NumberType("float16", np.dtype(np.float16)),
+    "BF16": NumberType("bfloat16", np.dtype(np.uint16)),
+    "F8_E4M3": NumberType("float8_e4m3fn", np.dtype(np.uint8)),
+    "F8_E5M2": NumberType("float8_e5m2", np.dtype(np.uint8)),
+    "I64": NumberType("int64", np.dtype(np.int64), is_floating=False),
+    "I32": NumberType("int32", np.dtype(np.int32), is_floating=False),
+    "I16": NumberType("int16", np.dtype(np.int16), is_floating=False),
+    "I8": NumberType("int8", np.dtype(np.int8), is_floating=False),
+    "U8": NumberType("uint8", np.dtype(np.uint8), is_floating=False),
+    "BOOL": NumberType("bool", np.dtype(np.bool_), is_floating=False),
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {kind.name: code for code, kind in TYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Type and shape of a tensor that need not be in memory."""
+    """Type and shape of a tensor that need not be in memory; `dtype` is one of the format's codes."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tensor.dtype, tuple(tensor.shape))
+    @property
+    def itemsize(self) -> int:
+        return TYPES[self.dtype].numpy.itemsize
+
+    @property
+    def name(self) -> str:
+        """ "bfloat16" for BF16."""
+        return TYPES[self.dtype].name
+
+    @property
+    def is_floating(self) -> bool:
+        return TYPES[self.dtype].is_floating
 
     @property
     def n_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -66,43 +85,35 @@ class Header:
     offsets: dict[str, tuple[int, int]]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def main_dtype(specs: Iterable[TensorSpec]) -> str:
     """Name of the type that most bytes are stored in."""
-    totals: dict[torch.dtype, int] = {}
+    totals: dict[str, int] = {}
     for spec in specs:
-        totals[spec.dtype] = totals.get(spec.dtype, 0) + spec.n_bytes
-    return dtype_name(max(totals, key=lambda d: (totals[d], str(d)))) if totals else "float32"
+        totals[spec.name] = totals.get(spec.name, 0) + spec.n_bytes
+    return max(totals, key=lambda name: (totals[name], name)) if totals else "float32"
 
 
 def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
     """Names in the order of their data: wide types first, so that all data is aligned, then by name."""
-    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    return sorted(specs, key=lambda name: (-specs[name].itemsize, name))
 
 
 def header_bytes(
     specs: Mapping[str, TensorSpec], order: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The head of a file that holds the tensors in this order without gaps; a multiple of 8 bytes, always the same.
+    """The head of a file that holds the tensors in this order without gaps, always the same bytes for the same tensors.
 
-    Raises:
-        CheckpointError: a tensor is of a type that the format does not have.
+    A multiple of 8 bytes, and with metadata a multiple of 4096, so that data can begin on a page.
     """
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     position = 0
     for name in order:
         spec = specs[name]
-        if spec.dtype not in _CODES:
-            raise CheckpointError(f"tensor {name} is of type {dtype_name(spec.dtype)}, which cannot be stored")
         stop = position + spec.n_bytes
-        entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, stop]}
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % (PAGE_BYTES if metadata else 8))
     return struct.pack("<Q", len(text)) + text
 
 
@@ -140,9 +151,9 @@ def _parse(entries: dict[str, Any], data_start: int, size: int, path: Path) -> H
         shape = tuple(entry["shape"])
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"tensor {name} has the shape {shape}")
-        if entry["dtype"] not in DTYPES:
+        if entry["dtype"] not in TYPES:
             raise CheckpointError(f"{path}: tensor {name} is of type {entry['dtype']}, which is not supported")
-        spec = TensorSpec(DTYPES[entry["dtype"]], shape)
+        spec = TensorSpec(entry["dtype"], shape)
         start, stop = entry["data_offsets"]
         if type(start) is not int or type(stop) is not int or stop - start != spec.n_bytes:
             raise ValueError(f"tensor {name}: {spec.n_bytes} bytes by its shape, {stop} - {start} by its offsets")

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
+import numpy as np
 
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
 from mdi.errors import CheckpointError
 
@@ -66,17 +64,12 @@ def stage_parts(start: int, stop: int, *, starter: bool) -> list[str]:
     return ["embedding", *blocks, "head"] if starter else blocks
 
 
-def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The canonical bytes, in pieces of at most 4 MiB. Tensors are fetched from the mapping one after the other."""
-    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+def serialize(specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The canonical bytes, in pieces of at most 4 MiB. Tensors are asked for by name, one after the other."""
     order = ordered(specs)
     yield from _cut(memoryview(header_bytes(specs, order)))
     for name in order:
-        yield from tensor_bytes(tensors[name])
-
-
-def serialized_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return spec_bytes({name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+        yield from array_bytes(array(name))
 
 
 def spec_bytes(specs: Mapping[str, TensorSpec]) -> int:
@@ -84,34 +77,17 @@ def spec_bytes(specs: Mapping[str, TensorSpec]) -> int:
     return len(header_bytes(specs, ordered(specs))) + sum(spec.n_bytes for spec in specs.values())
 
 
-def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
+def sha256_of(specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for piece in serialize(tensors):
+    for piece in serialize(specs, array):
         digest.update(piece)
     return digest.hexdigest()
 
 
-def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+def array_bytes(array: np.ndarray) -> Iterator[memoryview]:
     """The raw data of one tensor, in pieces of at most 4 MiB."""
-    if tensor.numel():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data: Any = flat.view(torch.uint8).numpy()  # as bytes, because numpy has no bfloat16
-        yield from _cut(memoryview(data))
-
-
-def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> PartInfo:
-    """Write the canonical bytes to a file, which appears whole or not at all. The part's name is the file's stem.
-
-    Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
-    """
-    digest, n_bytes = hashlib.sha256(), 0
-    with replacing(path) as file:
-        for piece in serialize(tensors):
-            digest.update(piece)
-            file.write(piece)
-            n_bytes += len(piece)
-    return PartInfo(path.stem, digest.hexdigest(), n_bytes)
+    if array.size:
+        yield from _cut(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mdi.checkpoint.encoded import check_encoded, stored_format
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import part_of
@@ -83,6 +81,7 @@ def model_shapes(config: dict[str, Any], where: str) -> dict[str, tuple[int, ...
 
 @functools.lru_cache(maxsize=4)
 def _model_shapes(config_json: str) -> dict[str, tuple[int, ...]]:
+    import torch
     from litgpt.config import Config
     from litgpt.model import GPT
 

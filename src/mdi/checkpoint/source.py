@@ -9,19 +9,22 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from mdi.blocks import block_span
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest, config_hash
-from mdi.checkpoint.parts import PartInfo, part_of, sha256_of, spec_bytes, stage_parts
+from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes, stage_parts
 from mdi.checkpoint.shapes import check_tensors, read_config
 from mdi.checkpoint.weightfile import SafetensorsFile, WeightFile, open_weight_file
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
 CONFIG_FILE = "model_config.yaml"
@@ -47,8 +50,8 @@ class WeightSource(ABC):
     quantize_head: str | None = None
 
     @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU, as stored, mapped from the file where possible."""
+    def array(self, name: str) -> np.ndarray:
+        """One tensor as stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
 
     @abstractmethod
     def part_names(self) -> list[str]:
@@ -84,9 +87,19 @@ class WeightSource(ABC):
             raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self.part_names())}")
         return {name: spec for name, spec in self.specs.items() if part_of(name) == part}
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """`array` for torch: on the CPU, in the same memory."""
+        from mdi.checkpoint.tensors import as_tensor
+
+        return as_tensor(self.array(name), self.specs[name])
+
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part. Raises CheckpointError if the source does not have it or cannot be read."""
         return {name: self.tensor(name) for name in self.part_specs(part)}
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, in pieces of at most 4 MiB."""
+        return serialize(self.part_specs(part), self.array)
 
     def close(self) -> None:
         self.release()
@@ -119,10 +132,10 @@ class LitCheckpoint(WeightSource):
     def __str__(self) -> str:
         return str(self.path)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def array(self, name: str) -> np.ndarray:
         stored = self._stored[name]
-        tensor = self._file.tensor(stored)
-        return self._reassembled(tensor) if ".attn.attn." in stored else tensor
+        array = self._file.array(stored)
+        return self._reassembled(array, self.specs[name]) if ".attn.attn." in stored else array
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
@@ -136,13 +149,14 @@ class LitCheckpoint(WeightSource):
     def release(self) -> None:
         self._file.release()
 
-    def _reassembled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _reassembled(self, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
         """LitGPT before 0.5 interleaved query, key and value by group."""
         from litgpt.config import Config
         from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 
-        result: torch.Tensor = qkv_reassemble(tensor, Config(**self.config_dict))
-        return result
+        from mdi.checkpoint.tensors import as_array, as_tensor
+
+        return as_array(qkv_reassemble(as_tensor(array, spec), Config(**self.config_dict)))
 
 
 class ChunkFile(WeightSource):
@@ -171,16 +185,8 @@ class ChunkFile(WeightSource):
     def __str__(self) -> str:
         return str(self.path)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._file.tensor(name)
-
-    def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part, each mapped by itself: its memory goes when it goes."""
-        found = {}
-        for name in self.part_specs(part):
-            self.release()
-            found[name] = self.tensor(name)
-        return found
+    def array(self, name: str) -> np.ndarray:
+        return self._file.array(name)
 
     def part_names(self) -> list[str]:
         return list(self._infos)
@@ -221,25 +227,6 @@ class ChunkFile(WeightSource):
                 )
 
 
-class LazyPart(Mapping[str, torch.Tensor]):
-    """The tensors of a part as a mapping that fetches each when it is asked for, and lets go of what was mapped before."""
-
-    def __init__(self, source: WeightSource, part: str) -> None:
-        self._source = source
-        self._names = list(source.part_specs(part))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if isinstance(self._source, ChunkFile):
-            self._source.release()
-        return self._source.tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def open_source(path: str | Path) -> WeightSource:
     """A checkpoint's directory, its weight file, or a chunk. Raises CheckpointError."""
     path = Path(path)
@@ -252,7 +239,8 @@ def open_source(path: str | Path) -> WeightSource:
 
 def compute_info(source: WeightSource, part: str) -> PartInfo:
     """Read a part and hash it."""
-    info = PartInfo(part, sha256_of(LazyPart(source, part)), spec_bytes(source.part_specs(part)))
+    specs = source.part_specs(part)
+    info = PartInfo(part, sha256_of(specs, source.array), spec_bytes(specs))
     source.release()
     return info
 

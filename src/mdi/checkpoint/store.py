@@ -12,14 +12,15 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-
-from mdi.checkpoint.layout import read_header
 from mdi.checkpoint.parts import Part
+from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE_BYTES = 1 << 20
 ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
@@ -209,25 +210,16 @@ class BlockStore:
         Raises:
             CheckpointError: the part is not here, or its file was damaged since it came; then it is not here any more.
         """
-        from safetensors import SafetensorError, safe_open
+        from mdi.checkpoint.tensors import as_tensor
 
         path = self.path(sha256)
         if not self.has(sha256):
             raise CheckpointError(f"{path} is not there, or was damaged: start the run again, and it is sent")
-        read_header(path)
+        file = SafetensorsFile(path)
         with contextlib.suppress(OSError):
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems
             self._checked[sha256] = _stamp(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-            found = {}
-            for name in names:  # each mapped by itself: its memory goes when it goes
-                with safe_open(path, framework="pt") as file:
-                    found[name] = file.get_tensor(name)
-            return found
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"cannot read {path}: {e}") from None
+        return {name: as_tensor(file.array(name), spec) for name, spec in file.specs.items()}
 
     def _receive(
         self,

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
 
-from mdi.checkpoint.layout import TensorSpec, read_header
+from mdi.checkpoint.layout import TYPES, TensorSpec, read_header
+from mdi.checkpoint.mapping import map_bytes
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightFile(Protocol):
@@ -25,11 +29,11 @@ class WeightFile(Protocol):
     path: Path
     specs: dict[str, TensorSpec]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU, mapped from the file where possible."""
+    def array(self, name: str) -> np.ndarray:
+        """A tensor as it is stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
 
     def release(self) -> None:
-        """Let go of the mapping, so that pages read so far do not count as ours; the next `tensor` maps anew."""
+        """Let go of what is mapped as a whole, so that pages read so far do not count as ours; `array` maps it anew."""
 
 
 def open_weight_file(path: Path) -> WeightFile:
@@ -47,33 +51,32 @@ class SafetensorsFile:
         header = read_header(path)
         self.metadata = header.metadata
         self.specs = header.specs
-        self._file: Any = None
+        self._offsets = header.offsets
 
-    def tensor(self, name: str) -> torch.Tensor:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            # held in a variable of our own: another thread may release it meanwhile
-            file = self._file = self._file or safe_open(self.path, framework="pt")
-            tensor: torch.Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"cannot read {name} from {self.path}: {e}") from None
-        return tensor
+    def array(self, name: str) -> np.ndarray:
+        """Mapped by itself: its memory goes when it goes."""
+        spec = self.specs[name]
+        data = map_bytes(self.path, *self._offsets[name], is_writable=True)
+        return data.view(TYPES[spec.dtype].numpy).reshape(spec.shape)
 
     def release(self) -> None:
-        self._file = None
+        """Nothing is mapped as a whole."""
 
 
 class PickledFile:
     """torch.save's format, with torch's restricted unpickler, which builds tensors and containers only."""
 
     def __init__(self, path: Path) -> None:
+        from mdi.checkpoint.tensors import spec_of
+
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None
-        self.specs = {name: TensorSpec.of(tensor) for name, tensor in self._load().items()}
+        self.specs = {name: spec_of(tensor) for name, tensor in self._load().items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._load()[name]
+    def array(self, name: str) -> np.ndarray:
+        from mdi.checkpoint.tensors import as_array
+
+        return as_array(self._load()[name])
 
     def release(self) -> None:
         self._tensors = None
@@ -89,6 +92,8 @@ class PickledFile:
             state = state["model"]
         if not isinstance(state, dict) or not state:
             raise CheckpointError(f"{self.path} holds no state dict but a {type(state).__name__}")
+        import torch
+
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 raise CheckpointError(f"{self.path}: {name!r} is no plain tensor but a {type(value).__name__}")
@@ -113,6 +118,8 @@ def _torch_load(path: Path) -> Any:
 
 
 def _mapped_if_possible(path: Path) -> Any:
+    import torch
+
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError as e:

@@ -70,7 +70,7 @@ def kept_outliers(
     source: WeightSource, directory: Path, ids: Sequence[int], progress: Progress | None = None
 ) -> tuple[dict[str, list[int]], str]:
     """`find_outliers`, remembered in the checkpoint's directory, and a label that says what they were found with."""
-    shas = [[name, str(spec.dtype), list(spec.shape)] for name, spec in source.specs.items()]
+    shas = [[name, spec.dtype, list(spec.shape)] for name, spec in source.specs.items()]
     text = json.dumps([source.config_hash, list(ids), OUTLIER_RATIO, shas, _stamp(directory)])
     label = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = directory / FILE

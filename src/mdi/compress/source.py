@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from mdi.checkpoint.encoded import encoded_specs
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import PartInfo, part_of
 from mdi.checkpoint.source import LitCheckpoint, WeightSource
+from mdi.checkpoint.tensors import as_array
 from mdi.model.formats import Encoded, encode
 from mdi.model.packed import pack_int8
 from mdi.model.quantize import is_quantizable
@@ -60,9 +62,10 @@ class QuantizedSource(WeightSource):
     def __str__(self) -> str:
         return f"{self._source} in {self.quantize or 'plain weights'}"
 
-    def tensor(self, name: str) -> torch.Tensor:
-        if name not in self._owner:
-            return self._source.tensor(name)
+    def array(self, name: str) -> np.ndarray:
+        return as_array(self._encoded_tensor(name)) if name in self._owner else self._source.array(name)
+
+    def _encoded_tensor(self, name: str) -> torch.Tensor:
         if name in self._small:
             return self._small.pop(name)
         owner = self._owner[name]

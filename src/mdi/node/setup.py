@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mdi
-from mdi.checkpoint.parts import serialize
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
@@ -148,7 +147,7 @@ class SecondarySetup:
 
     def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
         """The bytes of a part from `skip` on, until the set-up is broken off."""
-        for piece in serialize(self._weights.tensors(part.name)):
+        for piece in self._weights.pieces(part.name):
             if skip >= len(piece):
                 skip -= len(piece)
                 continue

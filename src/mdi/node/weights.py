@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -174,6 +174,12 @@ class StarterWeights:
         source = self._source_of(part)
         source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
         return source.tensors(part)
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, to be sent."""
+        source = self._source_of(part)
+        source.release()
+        return source.pieces(part)
 
     def verified_tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         """`tensors`, for use on this node: a chunk's are hashed first. CheckpointError if they are damaged."""

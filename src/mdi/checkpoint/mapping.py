@@ -1,0 +1,35 @@
+"""Files of weights mapped into memory: the system brings pages when they are touched, and processes share them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mdi.errors import CheckpointError
+
+
+def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -> np.ndarray:
+    """Bytes [start, stop) of a file, (stop - start) of uint8; the mapping goes with the last array that looks into it.
+
+    Args:
+        is_writable: what is written stays in memory and never gets to the file; for those that know no read-only memory.
+
+    Raises:
+        CheckpointError: the file cannot be opened, or is shorter.
+    """
+    if start == stop:
+        return np.empty(0, dtype=np.uint8)
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < stop:
+                raise CheckpointError(f"{path} was cut short: {size} bytes, {stop} expected at least")
+            access = mmap.ACCESS_COPY if is_writable else mmap.ACCESS_READ
+            mapped = mmap.mmap(file.fileno(), stop - first, access=access, offset=first)
+    except OSError as e:
+        raise CheckpointError(f"cannot map {path} into memory: {e.strerror or e}") from None
+    return np.frombuffer(mapped, dtype=np.uint8, count=stop - start, offset=start - first)
