@@ -67,7 +67,9 @@ def test_one_line_feeds_sixteen_outputs() -> None:
     """The order of bytes that the kernels rely on."""
     w = np.arange(16, dtype=np.float32)[:, None] + 100 * np.arange(128, dtype=np.float32)[None]
     assert list(pack("float32", w).data.view(np.float32)[:18]) == [*range(16), 100, 101]
-    assert list(pack("fp16", w).data.view(np.float16)[:4]) == [0, 100, 1, 101]
+    assert list(pack("fp16", w).data.view(np.float16)[:18]) == [*range(16), 100, 101]
+    assert list(unpack(pack("bf16", w))[:2, 1]) == [100, 101]
+    assert list(float32_from_bf16(pack("bf16", w).data.view(np.uint16)[:4])) == [0, 100, 1, 101]
     int8 = pack("int8", w / 12715 * 127)  # the largest of the second group; its scale is about one
     scales = int8.data[:64].view(np.float16)
     assert scales[16] == scales[31] or abs(float(scales[31]) - 1) < 1e-2

@@ -7,7 +7,7 @@ sixteen sums. Outputs are padded to whole panels, inputs to whole records, both 
 format   record                                                               inputs of a record
 float32  1 line: 16 outputs                                                   1
 bf16     1 line: 16 outputs x 2 inputs                                        2
-fp16     the same, in half precision                                          2
+fp16     1 line: 2 inputs x 16 outputs                                        2
 int8     1 line of scales, 32 lines of 16 outputs x 4 inputs                  128, in two groups of 64
 int4     1 line of scales, 8 lines of 16 outputs x 8 inputs                   64, in two groups of 32
 
@@ -175,7 +175,7 @@ def _pack_bf16(block: np.ndarray) -> Bytes:
 def _pack_fp16(block: np.ndarray) -> Bytes:
     """A weight that half precision cannot hold becomes its largest number, not infinity."""
     half = block if block.dtype == np.float16 else np.clip(floats(block), -65504, 65504).astype(np.float16)
-    return _bytes(_lines(half, 2))
+    return _bytes(_lines(half, 1))
 
 
 def _pack_int8(block: np.ndarray) -> Bytes:
@@ -263,7 +263,7 @@ def _unpack_bf16(data: Bytes, n_rows: int, n_in: int) -> Floats:
 
 
 def _unpack_fp16(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    return _rows(data.view(np.float16).reshape(n_rows // PANEL, n_in // 2, PANEL, 2), n_rows, n_in).astype(np.float32)
+    return _rows(data.view(np.float16).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in).astype(np.float32)
 
 
 def _unpack_int8(data: Bytes, n_rows: int, n_in: int) -> Floats:

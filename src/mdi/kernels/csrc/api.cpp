@@ -1,0 +1,87 @@
+// The C interface. Lengths and pointers were checked by Python: nothing here looks at data that came from elsewhere.
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+
+std::vector<const InstructionSet*> instruction_sets();
+
+static const InstructionSet* g_set = nullptr;
+
+static const InstructionSet* chosen() {
+  if (!g_set) g_set = instruction_sets().front();
+  return g_set;
+}
+
+struct MdiContext {  // the threads and the memory with which one stage computes
+  const InstructionSet* set;
+  Team team;
+  void* scratch;
+  MdiContext(int n_threads, int spins) : set(chosen()), team(n_threads, spins), scratch(set->new_scratch()) {}
+  ~MdiContext() { set->delete_scratch(scratch); }
+};
+
+#define MDI_API extern "C" __attribute__((visibility("default")))
+
+MDI_API int mdi_abi_version(void) { return 1; }
+
+MDI_API const char* mdi_instruction_set(void) { return chosen()->name; }
+
+// Names of all that this machine can run, best first, with blanks between them.
+MDI_API const char* mdi_instruction_sets(void) {
+  static std::string names;
+  if (names.empty())
+    for (const InstructionSet* set : instruction_sets()) names += (names.empty() ? "" : " ") + std::string(set->name);
+  return names.c_str();
+}
+
+// Contexts made from now on use the best set whose name begins so. Returns 0, or -1 if this machine has none.
+MDI_API int mdi_force(const char* name) {
+  for (const InstructionSet* set : instruction_sets())
+    if (std::strncmp(set->name, name, std::strlen(name)) == 0) {
+      g_set = set;
+      return 0;
+    }
+  return -1;
+}
+
+MDI_API void* mdi_context_new(int n_threads, int spins) {
+  try {
+    return new MdiContext(n_threads, spins);
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+MDI_API void mdi_context_delete(void* context) { delete (MdiContext*)context; }
+
+// 0, or -1 if there was not enough memory.
+template <class Work>
+static int guarded(const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+MDI_API int mdi_forward(void* context, const MdiStage* stage, const MdiFrame* frame) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->forward(*stage, *frame, c.team, c.scratch); });
+}
+
+MDI_API int mdi_half(void* context, const MdiStage* stage, int block, int half, const MdiFrame* frame, float* y) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->half(*stage, block, half, *frame, y, c.team, c.scratch); });
+}
+
+MDI_API int mdi_linear(void* context, const MdiModel* model, const MdiNorm* norm, const MdiMatrix* matrix, const float* x, int n,
+                       float* y) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->linear(*model, *norm, *matrix, x, n, y, c.team, c.scratch); });
+}
+
+MDI_API void mdi_function(int which, const float* x, int64_t n, float* y) { chosen()->function(which, x, n, y); }

@@ -1,0 +1,197 @@
+// Attention over caches that lie in pages of 32 positions, counted from position 0. Page after page, each query updates its
+// maximum, its sum and its result (online softmax, Milakov and Gimelshein 2018), in an order that only its position decides.
+//
+// A page has, for each block of its class and each group of heads: keys with positions side by side (head_size, 32), values
+// (32, head_size rounded up to 16), and for int8 the scales of 32 keys and of 32 values.
+#pragma once
+
+namespace MDI_NS {
+
+constexpr int kPage = 32;
+constexpr int kQueries = 4;    // that share keys and values while these are in registers
+constexpr int kRowBlock = 16;  // rows of a prompt that one task takes through all pages
+
+inline int cache_item_bytes(int type) { return type == kCacheFloat32 ? 4 : type == kCacheInt8 ? 1 : 2; }
+
+// Where the keys and values of one block and group lie in a page.
+struct PageView {
+  uint8_t* keys;
+  uint8_t* values;
+  float* key_scales;    // int8 only
+  float* value_scales;
+};
+
+inline int64_t slot_bytes(const MdiModel& model) {
+  int64_t numbers = (int64_t)(model.head_size + padded(model.head_size, 16)) * kPage;
+  int64_t bytes = numbers * cache_item_bytes(model.cache_type) + (model.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+  return (bytes + 63) / 64 * 64;
+}
+
+inline PageView view(const MdiModel& model, uint8_t* page, int layer, int group) {
+  uint8_t* slot = page + ((int64_t)layer * model.n_groups + group) * slot_bytes(model);
+  int64_t key_bytes = (int64_t)model.head_size * kPage * cache_item_bytes(model.cache_type);
+  uint8_t* values = slot + key_bytes;
+  uint8_t* scales = values + (int64_t)padded(model.head_size, 16) * kPage * cache_item_bytes(model.cache_type);
+  return {slot, values, (float*)scales, (float*)scales + kPage};
+}
+
+inline uint16_t to_bf16(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline uint16_t to_half(float x) {
+  uint16_t out[16];
+  store_half(out, splat(x));
+  return out[0];
+}
+
+// Writes number i of a key or value at element `at` of the cache; `inverse` is 127 / largest for int8.
+inline void put(int type, uint8_t* to, int64_t at, float x, float inverse) {
+  if (type == kCacheFloat32) ((float*)to)[at] = x;
+  else if (type == kCacheBf16) ((uint16_t*)to)[at] = to_bf16(x);
+  else if (type == kCacheFp16) ((uint16_t*)to)[at] = to_half(x);
+  else ((int8_t*)to)[at] = (int8_t)__builtin_nearbyintf(x * inverse);
+}
+
+inline float largest_of(const float* x, int n) {
+  float most = 0;
+  for (int i = 0; i < n; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
+  return most;
+}
+
+// Brings key and value of one row, (head_size) each, to its place in a page.
+inline void append(const MdiModel& model, const PageView& page, int place, const float* key, const float* value) {
+  int n = model.head_size, wide = padded(n, 16), type = model.cache_type;
+  float key_inverse = 0, value_inverse = 0;
+  if (type == kCacheInt8) {
+    float most_key = largest_of(key, n), most_value = largest_of(value, n);
+    page.key_scales[place] = most_key / 127.0f, page.value_scales[place] = most_value / 127.0f;
+    key_inverse = most_key > 1e-35f ? 127.0f / most_key : 0, value_inverse = most_value > 1e-35f ? 127.0f / most_value : 0;
+  }
+  for (int i = 0; i < n; i++) put(type, page.keys, (int64_t)i * kPage + place, key[i], key_inverse);
+  for (int i = 0; i < wide; i++) put(type, page.values, (int64_t)place * wide + i, i < n ? value[i] : 0.0f, value_inverse);
+}
+
+template <int kType>
+inline F load_cached(const uint8_t* from, int64_t at) {
+  if constexpr (kType == kCacheFloat32) return load((const float*)from + at);
+  if constexpr (kType == kCacheBf16) return load_bf16((const uint16_t*)from + at);
+  if constexpr (kType == kCacheFp16) return load_half((const uint16_t*)from + at);
+  if constexpr (kType == kCacheInt8) return load_bytes((const int8_t*)from + at);
+}
+
+// Queries of one slice and group, row after row, the heads of a row side by side.
+struct Queries {
+  const float* const* q;  // (n) pointers to head_size numbers
+  const int32_t* position;
+  float* weights;         // (n, 32) of the page at hand
+  float* most;            // (n) largest score so far
+  float* total;           // (n) sum of e^(score - most)
+  float* result;          // (n, wide)
+  int n;
+};
+
+// Scores of up to kQueries queries against a page, made weights; sums and results so far are brought to the new maximum.
+template <int kType, int kN>
+inline void score(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at) {
+  F s[kN][2];
+  for (int i = 0; i < kN; i++) s[i][0] = s[i][1] = splat(0.0f);
+  for (int d = 0; d < model.head_size; d++) {
+    F low = load_cached<kType>(page.keys, (int64_t)d * kPage), high = load_cached<kType>(page.keys, (int64_t)d * kPage + 16);
+    for (int i = 0; i < kN; i++) {
+      F q = splat(queries.q[at + i][d]);
+      s[i][0] = fma(q, low, s[i][0]), s[i][1] = fma(q, high, s[i][1]);
+    }
+  }
+  int wide = padded(model.head_size, 16);
+  F none = splat(-__builtin_inff());
+  for (int i = 0; i < kN; i++) {
+    int position = queries.position[at + i] - first_position;
+    int last = position < kPage - 1 ? position : kPage - 1, first = window ? position - window + 1 : 0;
+    if (last < 0 || first > last) continue;
+    for (int half = 0; half < 2; half++) {
+      F x = mul(s[i][half], splat(model.scale));
+      if constexpr (kType == kCacheInt8) x = mul(x, load(page.key_scales + 16 * half));
+      if (model.softcap != 0) x = mul(tanh(div(x, splat(model.softcap))), splat(model.softcap));
+      int end = last + 1 - 16 * half, start = first - 16 * half;
+      if (end < 16) x = first_lanes(x, end > 0 ? end : 0, none);
+      if (start > 0) x = first_lanes(none, start < 16 ? start : 16, x);
+      s[i][half] = x;
+    }
+    float before = queries.most[at + i];
+    float most = __builtin_fmaxf(before, largest(max(s[i][0], s[i][1])));
+    F low = exp(sub(s[i][0], splat(most))), high = exp(sub(s[i][1], splat(most)));
+    store(queries.weights + (at + i) * kPage, low);
+    store(queries.weights + (at + i) * kPage + 16, high);
+    F change = exp(splat(before - most));
+    float shrink;
+    { alignas(64) float lanes[16]; store(lanes, change); shrink = lanes[0]; }
+    queries.most[at + i] = most;
+    queries.total[at + i] = queries.total[at + i] * shrink + sum(add(low, high));
+    float* result = queries.result + (int64_t)(at + i) * wide;
+    for (int d = 0; d < wide; d += 16) store(result + d, mul(load(result + d), change));
+  }
+}
+
+template <int kType, int kN>
+inline void add_values(const MdiModel& model, const PageView& page, int first, int end, const Queries& queries, int at) {
+  int wide = padded(model.head_size, 16);
+  for (int d = 0; d < wide; d += 16) {
+    F sums[kN];
+    for (int i = 0; i < kN; i++) sums[i] = load(queries.result + (int64_t)(at + i) * wide + d);
+    for (int p = first; p < end; p++) {
+      F v = load_cached<kType>(page.values, (int64_t)p * wide + d);
+      if constexpr (kType == kCacheInt8) v = mul(v, splat(page.value_scales[p]));
+      for (int i = 0; i < kN; i++) sums[i] = fma(splat(queries.weights[(at + i) * kPage + p]), v, sums[i]);
+    }
+    for (int i = 0; i < kN; i++) store(queries.result + (int64_t)(at + i) * wide + d, sums[i]);
+  }
+}
+
+struct Range { int first, end; };
+
+inline Range visible(int position, int first_position, int window) {  // places of the page that a row at `position` sees
+  int last = position - first_position, first = window && last - window + 1 > 0 ? last - window + 1 : 0;
+  return {first, last < kPage - 1 ? last + 1 : kPage};
+}
+
+template <int kType, int kN>
+inline void attend_page(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at) {
+  score<kType, kN>(model, page, first_position, window, queries, at);
+  Range all = visible(queries.position[at], first_position, window);
+  bool same = true;
+  for (int i = 1; i < kN; i++) {
+    Range other = visible(queries.position[at + i], first_position, window);
+    same = same && other.first == all.first && other.end == all.end;
+  }
+  if (same) return add_values<kType, kN>(model, page, all.first, all.end, queries, at);
+  for (int i = 0; i < kN; i++) {
+    Range own = visible(queries.position[at + i], first_position, window);
+    add_values<kType, 1>(model, page, own.first, own.end, queries, at + i);
+  }
+}
+
+// All queries against all pages that any of them sees. `page_at(p)` is the view of the positions from 32 p on.
+template <int kType, class PageAt>
+void attend(const MdiModel& model, int window, const Queries& queries, const PageAt& page_at) {
+  int wide = padded(model.head_size, 16), lowest = queries.position[0], highest = queries.position[queries.n - 1];
+  for (int i = 0; i < queries.n; i++) queries.most[i] = -__builtin_inff(), queries.total[i] = 0;
+  std::memset(queries.result, 0, sizeof(float) * (size_t)queries.n * wide);
+  int first = window && lowest - window + 1 > 0 ? (lowest - window + 1) / kPage : 0;
+  for (int p = first; p <= highest / kPage; p++) {
+    PageView page = page_at(p);
+    int at = 0;
+    for (; at + kQueries <= queries.n; at += kQueries) attend_page<kType, kQueries>(model, page, p * kPage, window, queries, at);
+    for (; at < queries.n; at++) attend_page<kType, 1>(model, page, p * kPage, window, queries, at);
+  }
+  for (int i = 0; i < queries.n; i++) {
+    F inverse = splat(1.0f / queries.total[i]);
+    float* result = queries.result + (int64_t)i * wide;
+    for (int d = 0; d < wide; d += 16) store(result + d, mul(load(result + d), inverse));
+  }
+}
+
+}  // namespace MDI_NS

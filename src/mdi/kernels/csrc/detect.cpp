@@ -1,0 +1,54 @@
+// Which instruction sets this processor and its system can run, best first.
+#include "isa.h"
+
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static bool system_saves(unsigned mask) {  // XGETBV: the system keeps these registers when it switches processes
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & mask) == mask;
+}
+
+std::vector<const InstructionSet*> instruction_sets() {
+  std::vector<const InstructionSet*> found;
+  unsigned a, b, c, d;
+  if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (c & bit_FMA) && (c & bit_F16C) && system_saves(6)) {
+    unsigned b7 = 0, c7 = 0, d7 = 0, a71 = 0;
+    __get_cpuid_count(7, 0, &a, &b7, &c7, &d7);
+    if (a >= 1) {
+      unsigned b71, c71, d71;
+      __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71);
+    }
+    const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    if ((b7 & avx512) == avx512 && (c7 & bit_AVX512VNNI) && system_saves(0xe6)) found.push_back(kAvx512);
+    if ((b7 & bit_AVX2) && (a71 & (1u << 4))) found.push_back(kAvx2Vnni);
+    if (b7 & bit_AVX2) found.push_back(kAvx2);
+  }
+  found.push_back(kPlain);
+  return found;
+}
+
+#elif defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+std::vector<const InstructionSet*> instruction_sets() {
+  std::vector<const InstructionSet*> found;
+#if defined(__linux__)
+  const unsigned long has_dot_product = 1ul << 20;  // HWCAP_ASIMDDP
+  if (getauxval(AT_HWCAP) & has_dot_product) found.push_back(kNeonDot);
+#elif defined(__APPLE__)
+  found.push_back(kNeonDot);  // all of Apple's 64-bit processors that run macOS
+#endif
+  found.push_back(kNeon);
+  found.push_back(kPlain);
+  return found;
+}
+
+#else
+std::vector<const InstructionSet*> instruction_sets() { return {kPlain}; }
+#endif

@@ -1,0 +1,24 @@
+// What each instruction set offers to api.cpp.
+#pragma once
+#include "model.h"
+#include "team.h"
+
+struct InstructionSet {
+  const char* name;
+  void* (*new_scratch)();
+  void (*delete_scratch)(void*);
+  void (*forward)(const MdiStage&, const MdiFrame&, Team&, void* scratch);
+  // One half of one block: 0 is attention, 1 the MLP. The frame's rows stay as they are; y is (n_rows, n_embd).
+  void (*half)(const MdiStage&, int block, int half, const MdiFrame&, float* y, Team&, void* scratch);
+  // Norm, if it has a weight, then a matrix: x (n, n_in) -> y (n, n_out).
+  void (*linear)(const MdiModel&, const MdiNorm&, const MdiMatrix&, const float* x, int n, float* y, Team&, void* scratch);
+  // functions.h over n numbers: 0 exp, 1 tanh, 2 erf, 3 to 5 the activations. For tests.
+  void (*function)(int which, const float* x, int64_t n, float* y);
+};
+
+extern const InstructionSet* const kPlain;
+#if defined(__x86_64__)
+extern const InstructionSet *const kAvx512, *const kAvx2Vnni, *const kAvx2;
+#elif defined(__aarch64__)
+extern const InstructionSet *const kNeonDot, *const kNeon;
+#endif

@@ -1,0 +1,57 @@
+// Included once per instruction set, with MDI_NS, MDI_NAME and MDI_TABLE defined and its vec_*.h included.
+#include "isa.h"
+#include "stage.h"
+
+namespace MDI_NS {
+
+static void* new_scratch() { return new Scratch; }
+static void delete_scratch(void* scratch) { delete (Scratch*)scratch; }
+
+static void forward(const MdiStage& stage, const MdiFrame& frame, Team& team, void* scratch) {
+  FloatMode mode;
+  Runner(stage, frame, team, *(Scratch*)scratch).forward();
+}
+
+static void half(const MdiStage& stage, int block, int which, const MdiFrame& frame, float* y, Team& team, void* scratch) {
+  FloatMode mode;
+  Runner runner(stage, frame, team, *(Scratch*)scratch);
+  if (which == 0) runner.attention_half(stage.blocks[block], frame.rows, y);
+  else runner.mlp_half(stage.blocks[block], frame.rows, y);
+}
+
+static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& w, const float* x, int n, float* y, Team& team,
+                   void* scratch) {
+  FloatMode mode;
+  Scratch& own = *(Scratch*)scratch;
+  MdiStage stage{};
+  stage.model = &model;
+  MdiFrame frame{};
+  if (norm.weight) {
+    float* normed = own.normed.of((size_t)n * w.n_in);
+    for (int m = 0; m < n; m++) normalize(model, norm, x + (int64_t)m * w.n_in, w.n_in, normed + (int64_t)m * w.n_in);
+    x = normed;
+  }
+  Runner(stage, frame, team, own).multiply(w, x, n, y, own.bytes);
+  if (model.softcap != 0)  // of logits
+    for (int64_t i = 0; i < (int64_t)n * w.n_out; i += 16) {
+      int rest = (int)((int64_t)n * w.n_out - i < 16 ? (int64_t)n * w.n_out - i : 16);
+      F capped = mul(tanh(div(load_part(y + i, rest), splat(model.softcap))), splat(model.softcap));
+      store_part(y + i, capped, rest);
+    }
+}
+
+static void function(int which, const float* x, int64_t n, float* y) {
+  FloatMode mode;
+  for (int64_t i = 0; i < n; i += 16) {
+    int rest = (int)(n - i < 16 ? n - i : 16);
+    F a = load_part(x + i, rest);
+    F b = which == 0 ? exp(a) : which == 1 ? tanh(a) : which == 2 ? erf(a) : activate(a, which - 3);
+    store_part(y + i, b, rest);
+  }
+}
+
+static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, linear, function};
+
+}  // namespace MDI_NS
+
+const InstructionSet* const MDI_TABLE = &MDI_NS::kSet;

@@ -1,0 +1,73 @@
+// What Python tells the kernels of a model: plain structures, the same for all instruction sets (library.py has their twins).
+#pragma once
+#include <cstdint>
+
+enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4 };  // of weights; layout.py says how they lie
+enum MdiCacheType { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheFp16 = 2, kCacheInt8 = 3 };
+enum MdiNormType { kRmsNorm = 0, kLayerNorm = 1 };
+enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+struct MdiMatrix {
+  const uint8_t* data;  // null: there is no such layer
+  const float* bias;    // n_out floats, or null
+  int32_t format, n_out, n_in, reserved;
+};
+
+struct MdiNorm {
+  const float* weight;  // null: no norm
+  const float* bias;    // or null
+};
+
+// One gated or plain MLP: act(fc_1 x) * (fc_2 x), or act(fc_1 x) where fc_2 is missing; then proj.
+struct MdiMlp {
+  MdiMatrix fc_1, fc_2, proj;
+};
+
+struct MdiBlock {
+  MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm, norm_q, norm_k;
+  MdiMatrix qkv, attention_proj;
+  MdiMlp mlp;              // also the shared expert, where there are experts
+  MdiMatrix router;        // float32; null without experts
+  const MdiMlp* experts;   // n_expert of them
+  int32_t n_expert;
+  int32_t window;          // positions that a row sees, itself included; 0 is all
+  int32_t cache_class;     // which of the tables of a sequence
+  int32_t cache_layer;     // number of the block within its class
+  int32_t rope_table;      // which of the tables of positions
+  int32_t reserved;
+};
+
+struct MdiModel {
+  int32_t n_embd, n_head, n_groups, head_size;
+  int32_t rope_n_elem, rope_interleave;
+  int32_t norm_type, unit_offset;  // unit_offset: norms multiply by 1 + weight
+  int32_t parallel_residual, shared_attention_norm;
+  int32_t qk_norm_all_heads;       // norms of q and k go over all heads together (OLMo 2)
+  int32_t activation, n_expert_per_token, cache_type;
+  float norm_eps, scale, softcap, expert_scale;  // softcap 0: none
+};
+
+// A run of blocks.
+struct MdiStage {
+  const MdiModel* model;
+  const MdiBlock* blocks;
+  const float* cos;  // per table (max_length, rope_n_elem), one table after the other
+  const float* sin;
+  int64_t rope_table_floats;  // of one table
+  int32_t n_blocks, n_classes;
+};
+
+// Rows of one sequence: positions start, start + 1, ... Tables have one entry per cache class.
+struct MdiSlice {
+  int32_t start, n_rows;
+  const int32_t* const* pages;  // numbers of pages
+  const int32_t* first;         // which 32 positions the first page has
+};
+
+struct MdiFrame {
+  float* rows;  // (n_rows, n_embd), changed in place
+  const MdiSlice* slices;
+  uint8_t* const* pool;        // base of the pages, per class
+  const int64_t* page_bytes;   // per class
+  int32_t n_slices, n_rows;
+};

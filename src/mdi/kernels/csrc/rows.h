@@ -1,0 +1,107 @@
+// Rows of activations as the matrix kernels take them: floats, or bytes in groups of 64 with a scale each.
+#pragma once
+#include "buffer.h"
+
+namespace MDI_NS {
+
+constexpr int kPanel = 16;         // outputs that lie side by side in a packed weight
+constexpr int kGroup = 64;         // inputs of a row that share a scale
+constexpr int kMostLarge = 4;      // numbers of a group that may be left out of the bytes
+constexpr float kLargeRatio = 8.0f;  // a number is large if it is so many times the mean of its group
+
+inline int padded(int n, int to) { return (n + to - 1) / to * to; }
+
+// One vector of a row, zeros behind its end.
+inline F load_part(const float* p, int n) {
+  if (n >= 16) return load(p);
+  alignas(64) float part[16] = {0};
+  std::memcpy(part, p, (size_t)n * sizeof(float));
+  return load(part);
+}
+inline void store_part(float* p, F x, int n) {
+  if (n >= 16) return store(p, x);
+  alignas(64) float part[16];
+  store(part, x);
+  std::memcpy(p, part, (size_t)n * sizeof(float));
+}
+
+// A number that is far larger than the rest of its group: multiplied beside, so that the rest keeps its precision
+// (LLM.int8(), Dettmers et al. 2022, section 3, does so for whole columns).
+struct Large {
+  int32_t input;
+  float value;
+};
+
+// Rows in bytes: q stays within +-127, row m is about q * scale group by group, plus its large numbers.
+struct ByteRows {
+  int n_in = 0, width = 0;       // inputs; the same in whole records of any format
+  Buffer<int8_t> q;          // (n_rows, width)
+  Buffer<float> scale;       // (n_rows, width / 64)
+  Buffer<int32_t> sum;       // (n_rows, width / 32): sums of q
+  Buffer<Large> large;       // (n_rows, kMostLarge * width / 64)
+  Buffer<int32_t> n_large;   // (n_rows)
+
+  void reserve(int n_rows, int inputs) {
+    n_in = inputs;
+    width = padded(inputs, 128);
+    q.of((size_t)n_rows * width);
+    scale.of((size_t)n_rows * (width / 64));
+    sum.of((size_t)n_rows * (width / 32));
+    large.of((size_t)n_rows * kMostLarge * (width / 64));
+    n_large.of((size_t)n_rows);
+  }
+  const int8_t* bytes(int m) const { return q.data() + (size_t)m * width; }
+  const float* scales(int m) const { return scale.data() + (size_t)m * (width / 64); }
+  const int32_t* sums(int m) const { return sum.data() + (size_t)m * (width / 32); }
+  const Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
+};
+
+// Takes the largest numbers out of a group of 64 as long as they stand out, and returns the largest that is left.
+inline float take_large(float* group, int first, Large* large, int32_t& n_large) {
+  for (int taken = 0;; taken++) {
+    F top = splat(0.0f), total = splat(0.0f);
+    for (int i = 0; i < kGroup; i += 16) {
+      F a = abs(load(group + i));
+      top = max(top, a);
+      total = add(total, a);
+    }
+    float biggest = largest(top);
+    // written so that a group with a number that is not finite ends here
+    if (taken == kMostLarge || !(biggest * kGroup > kLargeRatio * sum(total))) return biggest;
+    for (int i = 0; i < kGroup; i++) {
+      if (__builtin_fabsf(group[i]) == biggest) {
+        large[n_large++] = {first + i, group[i]};
+        group[i] = 0;
+        break;
+      }
+    }
+  }
+}
+
+// One row (n_in) into bytes.
+inline void quantize_row(const float* row, int m, ByteRows& to) {
+  int8_t* q = to.q.data() + (size_t)m * to.width;
+  float* scale = to.scale.data() + (size_t)m * (to.width / 64);
+  int32_t* sums = to.sum.data() + (size_t)m * (to.width / 32);
+  Large* large = to.large.data() + (size_t)m * kMostLarge * (to.width / 64);
+  int32_t n_large = 0;
+  alignas(64) float group[kGroup];
+  for (int first = 0; first < to.width; first += kGroup) {
+    int n = to.n_in - first < kGroup ? to.n_in - first : kGroup;
+    if (n < kGroup) std::memset(group, 0, sizeof group);
+    if (n > 0) std::memcpy(group, row + first, (size_t)n * sizeof(float));
+    float biggest = take_large(group, first, large, n_large);
+    F inverse = splat(biggest > 0 ? 127.0f / biggest : 0.0f);
+    if (!(biggest > 1e-35f)) inverse = splat(0.0f);
+    scale[first / 64] = biggest / 127.0f;
+    for (int half = 0; half < 2; half++) {
+      I low = to_int(mul(load(group + 32 * half), inverse)), high = to_int(mul(load(group + 32 * half + 16), inverse));
+      store_bytes(q + first + 32 * half, low);
+      store_bytes(q + first + 32 * half + 16, high);
+      sums[first / 32 + half] = sum_int(low) + sum_int(high);
+    }
+  }
+  to.n_large.data()[m] = n_large;
+}
+
+}  // namespace MDI_NS

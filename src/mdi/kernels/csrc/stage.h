@@ -1,0 +1,284 @@
+// A run of blocks over the rows of a frame, in two halves a block: attention and MLP.
+#pragma once
+#include "functions.h"
+#include "rows.h"
+#include "matmul.h"
+#include "norm.h"
+#include "rotary.h"
+#include "attention.h"
+
+namespace MDI_NS {
+
+constexpr int kMostThreads = 256;
+
+// Memory of a stage that every frame uses again. Grows with the largest frame.
+struct Scratch {
+  struct PerThread {
+    Buffer<float> weights, most, total, result;
+    Buffer<const float*> q;
+    Buffer<int32_t> position;
+  };
+  Buffer<float> normed, heads, attended, gate, up, result, chosen, expert;
+  Buffer<float> router, probability;
+  Buffer<int32_t> choice;
+  ByteRows bytes, hidden_bytes;
+  PerThread threads[kMostThreads];
+};
+
+class Runner {
+ public:
+  Runner(const MdiStage& stage, const MdiFrame& frame, Team& team, Scratch& scratch)
+      : stage_(stage), model_(*stage.model), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
+
+  void forward() {
+    size_t n_floats = (size_t)n_ * model_.n_embd;
+    for (int b = 0; b < stage_.n_blocks; b++) {
+      const MdiBlock& block = stage_.blocks[b];
+      float* y = scratch_.result.of(2 * n_floats);
+      attention_half(block, frame_.rows, y);
+      if (model_.parallel_residual) {
+        float* z = y + n_floats;
+        mlp_half(block, frame_.rows, z);
+        add_normed(block.post_attention_norm, y);
+        add_normed(block.post_mlp_norm, z);
+      } else {
+        add_normed(block.post_attention_norm, y);
+        mlp_half(block, frame_.rows, y);
+        add_normed(block.post_mlp_norm, y);
+      }
+    }
+  }
+
+  // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.
+  void attention_half(const MdiBlock& block, const float* x, float* y) {
+    const float* normed = normalized(block.norm_1, x);
+    int width = (model_.n_head + 2 * model_.n_groups) * model_.head_size, wide = model_.n_head * model_.head_size;
+    float* heads = scratch_.heads.of((size_t)n_ * width);
+    multiply(block.qkv, normed, n_, heads, scratch_.bytes);
+    prepare_heads(block, heads, width);
+    float* attended = scratch_.attended.of((size_t)n_ * wide);
+    attend_slices(block, heads, width, attended, wide);
+    multiply(block.attention_proj, attended, n_, y, scratch_.hidden_bytes);
+  }
+
+  // x (n, n_embd) -> y: what the MLP, or the chosen experts, make of the normed rows.
+  void mlp_half(const MdiBlock& block, const float* x, float* y) {
+    const float* normed = normalized(model_.shared_attention_norm ? block.norm_1 : block.norm_2, x);
+    if (!block.n_expert) return mlp(block.mlp, normed, n_, y);
+    experts(block, normed, y);
+  }
+
+  // rows += norm(y); rows is the frame's.
+  void add_normed(const MdiNorm& norm, float* y) {
+    int width = model_.n_embd;
+    team_.run(n_, [&](int m, int) {
+      float* row = y + (int64_t)m * width;
+      if (norm.weight) normalize(model_, norm, row, width, row);
+      float* to = frame_.rows + (int64_t)m * width;
+      for (int i = 0; i < width; i++) to[i] = row[i] + to[i];
+    });
+  }
+
+  // Rows (n, n_in) times a packed weight -> (n, n_out).
+  void multiply(const MdiMatrix& w, const float* x, int n, float* y, ByteRows& bytes) {
+    multiply_prepared(w, prepared(w, x, n, bytes), y);
+  }
+
+ private:
+  Rows prepared(const MdiMatrix& w, const float* x, int n, ByteRows& bytes) {
+    if (wants_bytes(w)) {
+      bytes.reserve(n, w.n_in);
+      team_.run(n, [&](int m, int) { quantize_row(x + (int64_t)m * w.n_in, m, bytes); });
+    }
+    return {x, w.n_in, n, &bytes};
+  }
+
+  void multiply_prepared(const MdiMatrix& w, const Rows& rows, float* y) {
+    int n_panels = padded(w.n_out, kPanel) / kPanel;
+    int n_tasks = team_.size() == 1 ? 1 : (n_panels + 3) / 4;  // four panels each: what a single row wants at once
+    int each = n_tasks == 1 ? n_panels : 4;
+    team_.run(n_tasks, [&](int task, int) {
+      int first = task * each, last = first + each < n_panels ? first + each : n_panels;
+      multiply_panels(w, first, last, rows, {y, w.n_out});
+    });
+  }
+
+  const float* normalized(const MdiNorm& norm, const float* x) {
+    if (!norm.weight) return x;
+    int width = model_.n_embd;
+    float* y = scratch_.normed.of((size_t)n_ * width);
+    team_.run(n_, [&](int m, int) { normalize(model_, norm, x + (int64_t)m * width, width, y + (int64_t)m * width); });
+    return y;
+  }
+
+  // Norms and positions of queries and keys; keys and values go to their pages.
+  void prepare_heads(const MdiBlock& block, float* heads, int width) {
+    int size = model_.head_size, n_head = model_.n_head, n_groups = model_.n_groups;
+    const float* cos = stage_.cos + block.rope_table * stage_.rope_table_floats;
+    const float* sin = stage_.sin + block.rope_table * stage_.rope_table_floats;
+    int row0 = 0;
+    for (int s = 0; s < frame_.n_slices; row0 += frame_.slices[s].n_rows, s++) {
+      const MdiSlice& slice = frame_.slices[s];
+      team_.run(slice.n_rows, [&](int r, int) {
+        float* row = heads + (int64_t)(row0 + r) * width;
+        int position = slice.start + r;
+        if (block.norm_q.weight && model_.qk_norm_all_heads) {
+          normalize(model_, block.norm_q, row, n_head * size, row);
+          normalize(model_, block.norm_k, row + n_head * size, n_groups * size, row + n_head * size);
+        }
+        for (int h = 0; h < n_head + n_groups; h++) {
+          float* head = row + h * size;
+          const MdiNorm& norm = h < n_head ? block.norm_q : block.norm_k;
+          if (norm.weight && !model_.qk_norm_all_heads) normalize(model_, norm, head, size, head);
+          int64_t at = (int64_t)position * model_.rope_n_elem;
+          rotate(head, cos + at, sin + at, model_.rope_n_elem, model_.rope_interleave);
+        }
+        for (int g = 0; g < n_groups; g++)
+          append(model_, page_of(block, slice, position / kPage, g), position % kPage, row + (n_head + g) * size,
+                 row + (n_head + n_groups + g) * size);
+      });
+    }
+  }
+
+  PageView page_of(const MdiBlock& block, const MdiSlice& slice, int page, int group) const {
+    int c = block.cache_class;
+    int64_t number = slice.pages[c][page - slice.first[c]];
+    return view(model_, frame_.pool[c] + number * frame_.page_bytes[c], block.cache_layer, group);
+  }
+
+  void attend_slices(const MdiBlock& block, const float* heads, int width, float* attended, int wide) {
+    int row0 = 0;
+    for (int s = 0; s < frame_.n_slices;) {
+      // Slices of one row each, side by side, are the tasks of one round; a longer one is cut into blocks of rows.
+      int end = s;
+      while (end < frame_.n_slices && frame_.slices[end].n_rows == 1) end++;
+      if (end > s) {
+        int n_groups = model_.n_groups;
+        team_.run((end - s) * n_groups, [&](int task, int thread) {
+          const MdiSlice& slice = frame_.slices[s + task / n_groups];
+          attend_rows(block, slice, 0, 1, row0 + task / n_groups, task % n_groups, heads, width, attended, wide, thread);
+        });
+        row0 += end - s, s = end;
+        continue;
+      }
+      const MdiSlice& slice = frame_.slices[s++];
+      int n_blocks = (slice.n_rows + kRowBlock - 1) / kRowBlock;
+      team_.run(n_blocks * model_.n_groups, [&](int task, int thread) {
+        int first = task / model_.n_groups * kRowBlock;
+        int n = slice.n_rows - first < kRowBlock ? slice.n_rows - first : kRowBlock;
+        attend_rows(block, slice, first, n, row0 + first, task % model_.n_groups, heads, width, attended, wide, thread);
+      });
+      row0 += slice.n_rows;
+    }
+  }
+
+  // Rows [first, first + n) of a slice, which are rows row0, ... of the frame, in one group of heads.
+  void attend_rows(const MdiBlock& block, const MdiSlice& slice, int first, int n, int row0, int group, const float* heads,
+                   int width, float* attended, int wide, int thread) {
+    int size = model_.head_size, repeat = model_.n_head / model_.n_groups, padded_size = padded(size, 16);
+    int n_queries = n * repeat;
+    Scratch::PerThread& own = scratch_.threads[thread];
+    Queries queries{own.q.of((size_t)n_queries), own.position.of((size_t)n_queries),
+                    own.weights.of((size_t)n_queries * kPage), own.most.of((size_t)n_queries),
+                    own.total.of((size_t)n_queries), own.result.of((size_t)n_queries * padded_size), n_queries};
+    for (int i = 0; i < n_queries; i++) {
+      own.q.data()[i] = heads + (int64_t)(row0 + i / repeat) * width + (group * repeat + i % repeat) * size;
+      own.position.data()[i] = slice.start + first + i / repeat;
+    }
+    auto page_at = [&](int p) { return page_of(block, slice, p, group); };
+    switch (model_.cache_type) {
+      case kCacheFloat32: attend<kCacheFloat32>(model_, block.window, queries, page_at); break;
+      case kCacheBf16: attend<kCacheBf16>(model_, block.window, queries, page_at); break;
+      case kCacheFp16: attend<kCacheFp16>(model_, block.window, queries, page_at); break;
+      default: attend<kCacheInt8>(model_, block.window, queries, page_at);
+    }
+    for (int i = 0; i < n_queries; i++)
+      std::memcpy(attended + (int64_t)(row0 + i / repeat) * wide + (group * repeat + i % repeat) * size,
+                  queries.result + (int64_t)i * padded_size, sizeof(float) * (size_t)size);
+  }
+
+  void mlp(const MdiMlp& mlp, const float* x, int n, float* y) {
+    int width = mlp.fc_1.n_out;
+    float* gate = scratch_.gate.of((size_t)n * width);
+    Rows rows = prepared(mlp.fc_1, x, n, scratch_.bytes);
+    multiply_prepared(mlp.fc_1, rows, gate);
+    float* up = nullptr;
+    if (mlp.fc_2.data) {
+      up = scratch_.up.of((size_t)n * width);
+      if (wants_bytes(mlp.fc_2) && !wants_bytes(mlp.fc_1)) rows = prepared(mlp.fc_2, x, n, scratch_.bytes);
+      multiply_prepared(mlp.fc_2, rows, up);
+    }
+    int kind = model_.activation;
+    team_.run(n, [&](int m, int) {
+      float* g = gate + (int64_t)m * width;
+      for (int i = 0; i < width; i += 16) {
+        F a = activate(load_part(g + i, width - i), kind);
+        if (up) a = mul(a, load_part(up + (int64_t)m * width + i, width - i));
+        store_part(g + i, a, width - i);
+      }
+    });
+    multiply(mlp.proj, gate, n, y, scratch_.hidden_bytes);
+  }
+
+  // The best experts of each row, weighted by a softmax over their scores, added in the order of their numbers.
+  void experts(const MdiBlock& block, const float* x, float* y) {
+    int width = model_.n_embd, n_expert = block.n_expert, k = model_.n_expert_per_token;
+    float* scores = scratch_.router.of((size_t)n_ * n_expert);
+    multiply(block.router, x, n_, scores, scratch_.bytes);
+    int32_t* choice = scratch_.choice.of((size_t)n_ * k);
+    float* probability = scratch_.probability.of((size_t)n_ * k);
+    for (int m = 0; m < n_; m++) choose(scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);
+    if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
+    float* sum = scratch_.expert.of((size_t)2 * n_ * width);
+    float* out = sum + (size_t)n_ * width;
+    std::memset(sum, 0, sizeof(float) * (size_t)n_ * width);
+    float* chosen = scratch_.chosen.of((size_t)n_ * width);
+    for (int e = 0; e < n_expert; e++) {
+      int n = 0;
+      for (int m = 0; m < n_; m++)
+        for (int i = 0; i < k; i++)
+          if (choice[m * k + i] == e) std::memcpy(chosen + (int64_t)n++ * width, x + (int64_t)m * width, sizeof(float) * (size_t)width);
+      if (!n) continue;
+      mlp(block.experts[e], chosen, n, out);
+      n = 0;
+      for (int m = 0; m < n_; m++)
+        for (int i = 0; i < k; i++)
+          if (choice[m * k + i] == e) {
+            float p = probability[m * k + i] * model_.expert_scale;
+            const float* from = out + (int64_t)n++ * width;
+            for (int j = 0; j < width; j++) sum[(int64_t)m * width + j] += p * from[j];
+          }
+    }
+    for (int64_t i = 0; i < (int64_t)n_ * width; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
+  }
+
+  // The k largest scores, in falling order, the lower number first among equals; and a softmax over them.
+  static void choose(const float* score, int n, int k, int32_t* choice, float* probability) {
+    for (int i = 0; i < k; i++) {
+      int best = -1;
+      for (int e = 0; e < n; e++) {
+        bool taken = false;
+        for (int j = 0; j < i; j++) taken = taken || choice[j] == e;
+        if (!taken && (best < 0 || score[e] > score[best])) best = e;
+      }
+      choice[i] = best;
+    }
+    alignas(64) float e[16];
+    float total = 0;
+    for (int i = 0; i < k; i++) {
+      store(e, exp(splat(score[choice[i]] - score[choice[0]])));
+      probability[i] = e[0];
+      total += e[0];
+    }
+    for (int i = 0; i < k; i++) probability[i] /= total;
+  }
+
+  const MdiStage& stage_;
+  const MdiModel& model_;
+  const MdiFrame& frame_;
+  Team& team_;
+  Scratch& scratch_;
+  int n_;
+};
+
+}  // namespace MDI_NS
