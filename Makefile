@@ -30,7 +30,7 @@ venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(PY) src/local_ring.py --nodes 3 --ckpt assets/nano-llama --prompt "ROMEO:" --prompt "JULIET:" \
-	  --prompt "First Citizen:" --n-tokens 200 --plots
+	  --prompt "First Citizen:" --n-tokens 200 --plots --compare
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal

@@ -395,6 +395,16 @@ def test_time_run_file_that_cannot_be_written(
     assert status == 0 or "runs.csv" in printed.err
 
 
+def test_a_local_ring_compares_itself_with_one_node(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--nodes", "1", "--ckpt", str(checkpoint), "--n-samples", "2", "--n-tokens", "5", "--compare"]
+    assert launch("local-ring", argv) == 0
+    printed = capsys.readouterr()
+    ring, alone, gain = printed.out.splitlines()[-3:]
+    assert ring.startswith("1 node:") and alone.startswith("1 node:") and "token for token" in alone and gain
+    assert printed.err.count("--seed") == 1, "one seed for both"
+    assert launch("local-ring", [*argv, "--json"]) == 2
+
+
 def test_the_seed_is_new_each_time_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*flags: str) -> tuple[int, list[int], str]:
         assert launch("sample", ["--ckpt", str(checkpoint), "--n-tokens", "12", "--json", *flags]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.display import WIDTH, Stream
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.model.stage import Stage
@@ -265,46 +263,6 @@ def test_free_ports() -> None:
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):
             pass
-
-
-# Display
-
-
-def shown(n_samples: int, *pieces: tuple[int, str]) -> str:
-    out = io.StringIO()
-    stream = Stream(n_samples, out)
-    for index, text in pieces:
-        stream.show(index, text)
-    return out.getvalue()
-
-
-def test_one_sample_flows() -> None:
-    assert shown(1, (0, "Who"), (0, " are\nyou"), (0, "")) == "Who are\nyou\n"
-
-
-def test_several_samples_take_turns_line_by_line() -> None:
-    pieces = [(0, "one\ntw"), (1, "eins\n\nz"), (0, "o"), (0, ""), (1, "wei\n"), (1, "")]
-    assert shown(2, *pieces) == "[0] one\n[1] eins\n[1] \n[0] two\n[1] zwei\n"
-
-
-@pytest.mark.parametrize("n_piece", [1, 7, 1000])
-def test_long_lines_are_wrapped_at_spaces(n_piece: int) -> None:
-    text = " ".join(f"word{i}" for i in range(60)) + " " + "x" * (2 * WIDTH + 5)
-    pieces = [(0, text[i : i + n_piece]) for i in range(0, len(text), n_piece)]
-    lines = shown(2, *pieces, (0, "")).splitlines()
-    assert all(line.startswith("[0] ") and len(line) <= WIDTH + 4 for line in lines) and len(lines) >= 6
-    assert "".join(line[4:] for line in lines).replace(" ", "") == text.replace(" ", ""), "nothing is lost"
-    assert all(len(line) > WIDTH // 2 for line in lines[:-1])
-
-
-def test_colours_on_a_terminal_only() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    Stream(2, out).show(1, "a\n")
-    assert out.getvalue().startswith("\033[") and "\033" not in shown(2, (1, "a\n"))
 
 
 # A secondary's life, in this process

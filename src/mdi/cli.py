@@ -138,6 +138,11 @@ def ignore_interrupts() -> None:
     _on_signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def heed_interrupts() -> None:
+    """After `ignore_interrupts`, where a command goes on with something else."""
+    _on_signal(signal.SIGINT, _raise_interrupted)
+
+
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """-v and -d, which every command has."""
     parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
@@ -202,6 +207,8 @@ def _raise_terminated(signum: int, frame: FrameType | None) -> None:
 
 def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
     _ignore_both()
+    with contextlib.suppress(OSError):  # not by way of a stream: its lock may be held by what was interrupted
+        os.write(2, b"\ninterrupted: ending ...\n")
     raise KeyboardInterrupt
 
 

@@ -29,7 +29,7 @@ CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, littl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
-    from mdi.cli_starter import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
+    from mdi.cli_flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
 
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")

@@ -4,6 +4,7 @@ Every other flag goes to the starter; see starter.py --help.
 
 examples:
   local_ring.py --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
+  local_ring.py --nodes 3 --ckpt checkpoints/org/model --compare
   local_ring.py --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
   local_ring.py --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
 """
@@ -12,14 +13,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mdi.config import ClusterConfig
+    from mdi.metrics import RunMetrics
     from mdi.node.kind import ModelKind
     from mdi.node.local import LocalRing
+
+logger = logging.getLogger("mdi")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
     parser.add_argument(
         "--pin", action="store_true", help="keep each node on cores of its own: its share of --cores, else of all"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
     )
     parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
     cli_starter.add_arguments(parser)
@@ -43,12 +52,24 @@ def run(args: argparse.Namespace) -> int:
 
 def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKind | None = None) -> int:
     """One run on a ring of child processes; `kind` is of the model, None is litgpt's."""
-    from mdi.cli import ignore_interrupts
-    from mdi.cli_starter import run_on
     from mdi.errors import UsageError
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+    if args.compare and (args.json or args.ckpt is None):
+        raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
+    as_given = copy.copy(args)
+    metrics = _run_ring(args, make_ring, kind)
+    if args.compare:
+        as_given.seed = args.seed
+        _compare(as_given, metrics, kind)
+    return 0
+
+
+def _run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKind | None) -> RunMetrics:
+    from mdi.cli import ignore_interrupts
+    from mdi.cli_starter import generate_on
+
     if args.placement is None and args.devices is None:
         args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
     with contextlib.ExitStack() as stack:
@@ -62,9 +83,38 @@ def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKi
             stack.callback(ignore_interrupts)
             args.threads = ring.threads_of_starter
             args.cores = None  # the nodes file has each node's share
+            _tell_processes(ring)
             return ring.cluster
 
-        return run_on(args, open_ring, lambda: rings[0].check(), kind)
+        return generate_on(args, open_ring, lambda: rings[0].check(), kind)
+
+
+def _tell_processes(ring: LocalRing) -> None:
+    from mdi.node.local import available_cores
+
+    nodes = ring.cluster.nodes
+    processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
+    logger.info("starting %s on this machine (CPU cores: %d; threads each: %d)", processes, available_cores(),
+                ring.threads_of_starter)  # fmt: skip
+    for node, pid in zip(nodes, [None, *ring.pids], strict=True):
+        what = "this process" if pid is None else f"process {pid}"
+        logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
+
+
+def _compare(args: argparse.Namespace, ring: RunMetrics, kind: ModelKind | None) -> None:
+    """The same texts on one node with all cores, and the difference in words."""
+    from mdi.cli import heed_interrupts
+    from mdi.cli_starter import generate_on
+    from mdi.config import standalone
+    from mdi.node.local import available_cores
+    from mdi.report import format_comparison
+
+    for name in ("layers", "placement", "chunk", "frames"):  # these say how a ring is laid out
+        setattr(args, name, None)
+    print("\nthe same on one node ...", flush=True)
+    heed_interrupts()
+    alone = generate_on(args, standalone, kind=kind, is_reported=False)
+    print(format_comparison(ring, alone, available_cores()))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int] | None:

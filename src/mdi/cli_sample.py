@@ -12,8 +12,8 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
+    from mdi.cli_flags import add_generation_flags, add_model_flags
     from mdi.cli_output import add_output_flags
-    from mdi.cli_starter import add_generation_flags, add_model_flags
 
     add_model_flags(parser)
     parser.add_argument("--chunk", type=Path, help=argparse.SUPPRESS)

@@ -16,6 +16,7 @@ import argparse
 import logging
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mdi.config import ClusterConfig, NodeConfig
+    from mdi.metrics import RunMetrics
     from mdi.node.kind import ModelKind
     from mdi.node.starter import StarterNode
-
-DEFAULT_PROMPT = "Who are you?"
-DEFAULT_N_SAMPLES = 3
 
 logger = logging.getLogger("mdi")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli_flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
     from mdi.cli_output import add_output_flags
 
     add_model_flags(parser)
@@ -64,33 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_flags(parser)
 
 
-def add_wire_flags(group: argparse._ActionsContainer) -> None:
-    """How rows travel over a ring; also of chat.py."""
-    from mdi.net.wire import WIRE_DTYPES
-
-    group.add_argument(
-        "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
-        "half precision, or 8 bits with a scale per 64 values (%(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes, or one more where the "
-        "links were measured and take long beside computing)",
-    )  # fmt: skip
-
-
-def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    from mdi.partition.methods import METHODS
-
-    parser.add_argument(
-        "--placement", choices=METHODS, help="who gets how many blocks. throughput: most tokens/s, by what the nodes measure "
-        "of themselves; latency: the shortest way of one token; opa, gma: by left-over memory (and cores), as LLaMPS; even: "
-        "nothing is measured (default: the cut of chunks that lie there, else MDI_PLACEMENT, else throughput)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prefer-memory", type=float, metavar="X", help="for opa: how much more memory counts than cores, 1/9 to 9 (5)"
-    )
-
-
 def chosen_placement(args: argparse.Namespace) -> str | None:
     """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
     from mdi.errors import UsageError
@@ -100,77 +73,6 @@ def chosen_placement(args: argparse.Namespace) -> str | None:
     if named is not None and named not in METHODS:
         raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
     return getattr(args, "placement", None) or named
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import default_ckpt_folder
-    from mdi.control.messages import KV_DTYPES
-
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--ckpt", type=Path, metavar="DIR", help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()})"
-    )
-    model.add_argument(
-        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
-    )
-    model.add_argument(
-        "--dtype",
-        help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
-    )
-    model.add_argument(
-        "--quantize", metavar="FORMAT", help="hold the blocks' weights in fp16, int8 or int4 (CPU only): less memory "
-        "and faster; a secondary may choose its own. prepare_model.py --quantize stores them so",
-    )  # fmt: skip
-    model.add_argument(
-        "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
-    )
-    model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
-    model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    model.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
-        "nodes hold (%(default)s: as computed)",
-    )  # fmt: skip
-    model.add_argument(
-        "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits (default: "
-        "the nodes file, else what is free)",
-    )  # fmt: skip
-    model.add_argument(
-        "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
-        "reach, prompt included (default: what the model was made for)",
-    )  # fmt: skip
-    model.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
-
-
-def add_generation_flags(
-    parser: argparse.ArgumentParser, n_tokens: int, with_prompt: bool = True, n_samples: int | None = None
-) -> None:
-    generation = parser.add_argument_group("generation")
-    if with_prompt:
-        generation.add_argument(
-            "--prompt", action="append", metavar="TEXT", help="text to go on from, or FILE:path with one prompt per "
-            f"paragraph; may be repeated (default: {DEFAULT_PROMPT!r})",
-        )  # fmt: skip
-        generation.add_argument(
-            "--n-samples", type=int, default=n_samples, help="texts to generate at once (default: "
-            f"{n_samples or f'one per prompt; {DEFAULT_N_SAMPLES} of a single one'})",
-        )  # fmt: skip
-    generation.add_argument("--n-tokens", type=int, default=n_tokens, help="new tokens per sample (%(default)s)")
-    generation.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
-    generation.add_argument(
-        "--top-k", type=int, default=200, help="sample among the k best tokens; 0 is all (%(default)s)"
-    )
-    generation.add_argument("--top-p", type=float, default=1.0, help="... that have this probability (%(default)s)")
-    generation.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a sample here; repeatable")
-    generation.add_argument(
-        "--prompt-style", default="auto", metavar="auto|none|NAME", help="how a prompt is wrapped for the model (%(default)s: "
-        "as the checkpoint wants it)",
-    )  # fmt: skip
-    generation.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="of the random draws: the same seed gives the same texts (default: a new one, which is told)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -185,16 +87,29 @@ def run_on(
     check: Callable[[], None] = lambda: None,
     kind: ModelKind | None = None,
 ) -> int:
-    """One run on a cluster, from flags to report; also behind sample.py and local_ring.py.
+    """One run on a cluster, from flags to report; also behind sample.py. See `generate_on`."""
+    generate_on(args, cluster_of, check, kind)
+    return 0
+
+
+def generate_on(
+    args: argparse.Namespace,
+    cluster_of: Callable[[], ClusterConfig],
+    check: Callable[[], None] = lambda: None,
+    kind: ModelKind | None = None,
+    is_reported: bool = True,
+) -> RunMetrics:
+    """One run on a cluster, from flags to what it measured.
 
     Args:
         kind: of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
+        is_reported: show the texts as they grow, and tables and files at the end.
     """
     from mdi.cli_output import print_json
 
     try:
-        return _generate(args, cluster_of(), check, kind)
+        return _generate(args, cluster_of(), check, kind, is_reported)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
@@ -202,8 +117,14 @@ def run_on(
 
 
 def _generate(
-    args: argparse.Namespace, cluster: ClusterConfig, check: Callable[[], None], kind: ModelKind | None
-) -> int:
+    args: argparse.Namespace,
+    cluster: ClusterConfig,
+    check: Callable[[], None],
+    kind: ModelKind | None,
+    is_reported: bool,
+) -> RunMetrics:
+    if "torch" not in sys.modules:
+        logger.info("loading PyTorch ...")
     from mdi.cli import ignore_interrupts
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
@@ -214,7 +135,7 @@ def _generate(
         raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    prompts = read_prompts(args.prompt or [DEFAULT_PROMPT], args.n_samples, default=DEFAULT_N_SAMPLES)
+    prompts = read_prompts(args.prompt or [], args.n_samples)
     params = sampling_params(args)
     set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
     node = StarterNode(cluster, starter_options(args), kind)
@@ -224,7 +145,7 @@ def _generate(
         longest = max(map(len, encoded)) + args.n_tokens
         node.place(len(encoded), longest, check)
         node.prepare(longest, check)
-        return _run(args, node, prompts, encoded, params)
+        return _run(args, node, prompts, encoded, params, is_reported)
     finally:
         ignore_interrupts()
         node.close()
@@ -298,23 +219,30 @@ def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
     return encoded
 
 
-def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]], params: Any) -> int:
+def _run(
+    args: argparse.Namespace,
+    node: StarterNode,
+    prompts: list[str],
+    encoded: list[list[int]],
+    params: Any,
+    is_reported: bool,
+) -> RunMetrics:
     from mdi.cli import ignore_interrupts
     from mdi.cli_output import report
-    from mdi.display import Stream
+    from mdi.display import open_stream
     from mdi.errors import MdiError, NodeLostError
 
-    is_streaming = not (args.json or args.no_stream)
-    stream = Stream(len(prompts))
-    on_text = (lambda sample, text: stream.show(sample.index, text)) if is_streaming else None
+    is_streaming = is_reported and not (args.json or args.no_stream)
     failure: BaseException | None = None
     try:
         node.start()
-        if params.temperature > 0:
+        if is_reported and params.temperature > 0:
             logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)
+        stream = open_stream(len(prompts)) if is_streaming else None
+        on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
         for prompt, ids in zip(prompts, encoded, strict=True):
             sample = node.submit(prompt, ids, params, args.stop, on_text)
-            if is_streaming:
+            if stream is not None:
                 stream.show(sample.index, prompt + ("" if node.codec.prompt_style is None else "\n"))
         node.generate()
         node.end(leave=getattr(args, "stop_nodes", False))
@@ -324,8 +252,9 @@ def _run(args: argparse.Namespace, node: StarterNode, prompts: list[str], encode
         if isinstance(e, NodeLostError):
             node.mark_broken()
         node.end()
-    report(args, node, failure, is_streaming)
+    if is_reported or failure is not None:
+        report(args, node, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
         raise failure
-    return 0
+    return node.metrics()

@@ -9,7 +9,7 @@ from mdi.terminal import one_line
 
 def width(text: str) -> int:
     """Columns on a terminal: wide East Asian characters take two, combining marks none."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(_width_of(c) for c in text)
 
 
 def clip(text: str, columns: int) -> str:
@@ -20,3 +20,28 @@ def clip(text: str, columns: int) -> str:
     while width(text) > columns - 3:
         text = text[: min(len(text) - 1, columns)]
     return text + "..."
+
+
+def wrapped(line: str, columns: int) -> list[str]:
+    """A line cut at spaces into pieces of at most so many columns; always at least one piece."""
+    pieces = []
+    while (end := _n_fitting(line, columns)) < len(line):
+        cut = line.rfind(" ", 1, end + 1)
+        cut = cut if cut > 0 else end
+        pieces.append(line[:cut])
+        line = line[cut:].removeprefix(" ")
+    return [*pieces, line]
+
+
+def _width_of(character: str) -> int:
+    return 0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _n_fitting(line: str, columns: int) -> int:
+    """How many characters fit; at least one."""
+    taken = 0
+    for n, character in enumerate(line):
+        taken += _width_of(character)
+        if taken > columns:
+            return max(n, 1)
+    return len(line)

@@ -11,11 +11,12 @@ from mdi.config import nearest_existing
 from mdi.errors import UsageError
 
 DEFAULT_PROMPT = "Who are you?"
+DEFAULT_N_SAMPLES = 3  # of a single prompt
 
 _log = logging.getLogger(__name__)
 
 
-def read_prompts(values: Sequence[str], n_samples: int | None = None, default: int = 3) -> list[str]:
+def read_prompts(values: Sequence[str], n_samples: int | None = None, default: int = DEFAULT_N_SAMPLES) -> list[str]:
     """One prompt per sample.
 
     Args:

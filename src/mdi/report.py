@@ -22,6 +22,37 @@ def format_report(run: RunMetrics) -> str:
     return f"{head}\n\n{samples}\n\n{_table(_node_rows(run), left=(0,))}"
 
 
+def format_comparison(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
+    """What a ring on one machine brought against one node of it that did the same, in a few honest lines.
+
+    Args:
+        n_cores: of the machine, which all nodes of the ring share.
+    """
+    held = max(stop - start for start, stop in (node.layers for node in ring.nodes))
+    n_blocks = max(node.layers[1] for node in ring.nodes)
+    n_same = sum(a.token_ids == b.token_ids for a, b in zip(ring.samples, alone.samples, strict=True))
+    texts = "the same texts, token for token"
+    if n_same < len(ring.samples):
+        texts = f"{n_same} of {_n(len(ring.samples), 'text')} the same: another order of sums rounds differently"
+    return (
+        f"{_n(ring.n_nodes, 'node')}: {ring.tokens_per_s:.1f} tokens/s, at most {held} of {_n(n_blocks, 'block')} on a node\n"
+        f"1 node:  {alone.tokens_per_s:.1f} tokens/s, all blocks on it; {texts}\n"
+        f"{_gain(ring, alone, n_cores)}"
+    )
+
+
+def _gain(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
+    if not ring.tokens_per_s or not alone.tokens_per_s:
+        return "Too few tokens to compare the speed."
+    if ring.tokens_per_s >= alone.tokens_per_s:
+        return f"The ring was {ring.tokens_per_s / alone.tokens_per_s:.2f} times as fast."
+    why = "all nodes share one memory"
+    if ring.n_nodes > n_cores:
+        why = f"{_n(ring.n_nodes, 'node')} share {_n(n_cores, 'core')}"
+    slower = alone.tokens_per_s / ring.tokens_per_s
+    return f"The ring was {slower:.1f} times slower: {why}. It pays with a machine for each node."
+
+
 def _sample_rows(run: RunMetrics) -> list[list[str]]:
     rows = [["sample", "tokens", "tokens/s", "first token", "ended by", "prompt"]]
     for i, sample in enumerate(run.samples):

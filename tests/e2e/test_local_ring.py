@@ -46,6 +46,15 @@ def test_three_nodes(spawn: Spawn, checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path, number: int, status: int) -> None:
     process, children = started(spawn, endless, tmp_path / "ring")
+    begun = [
+        "starting 3 processes",
+        "control port",
+        "loading PyTorch",
+        "secondary0 is ready",
+        "the ring is closed: starter ->",
+    ]
+    places = [process.err.find(words) for words in begun]
+    assert places == sorted(places) and -1 not in places, "it tells what happens, from before the slow imports on"
     process.signal(number)
     assert process.wait(SOON_S) == status, process.story()
     wait_gone(children)
@@ -53,6 +62,7 @@ def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path,
         assert "what each sample had reached" in process.out
         assert not list((tmp_path / "ring").glob("mdi-ring-*"))
         assert "Traceback" not in process.err, process.err
+    assert ("interrupted: ending" in process.err) == (number == signal.SIGINT)
 
 
 def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:

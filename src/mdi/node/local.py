@@ -91,6 +91,11 @@ class LocalRing:
         if self._folder is not None:
             self._folder.cleanup()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers of the secondaries."""
+        return [child.pid for child in self._children]
+
     def check(self) -> None:
         """Raises NodeLostError if a child has ended: what it has printed itself says why."""
         for node, child in zip(self.cluster.secondaries, self._children, strict=True):

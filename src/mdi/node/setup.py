@@ -71,6 +71,7 @@ class SecondarySetup:
             self._watch.start()
             self._send(missing)
             self._wait_ready()
+            logger.info("%s is ready", self.name)
         except MdiError as e:
             self._fail(e)
         except Exception as e:

@@ -186,6 +186,8 @@ class StarterNode(StatusOnly):
         """
         assert self._weights is not None
         self._state = "LOADING"
+        if self._clients:
+            logger.info("loading %s on %d nodes", self._weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
         computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize)
         preparation = Preparation(
@@ -218,6 +220,7 @@ class StarterNode(StatusOnly):
             limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
             pinned = pinned_buffer if self._device.type == "cuda" else None
             self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
+            logger.info("the ring is closed: %s", " -> ".join([*self.names, self.names[0]]))
         scheduler = self._kind.scheduler(self.config, n_nodes)
         self.engine = StarterEngine(
             self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype,

@@ -1,0 +1,106 @@
+"""Flags that several commands have: the model, its placement, how rows travel, and what is generated."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import default_ckpt_folder
+    from mdi.control.messages import KV_DTYPES
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--ckpt", type=Path, metavar="DIR", help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()})"
+    )
+    model.add_argument(
+        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
+    )
+    model.add_argument(
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
+    )
+    model.add_argument(
+        "--quantize", metavar="FORMAT", help="hold the blocks' weights in fp16, int8 or int4 (CPU only): less memory "
+        "and faster; a secondary may choose its own. prepare_model.py --quantize stores them so",
+    )  # fmt: skip
+    model.add_argument(
+        "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
+    )
+    model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    model.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
+        "nodes hold (%(default)s: as computed)",
+    )  # fmt: skip
+    model.add_argument(
+        "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits (default: "
+        "the nodes file, else what is free)",
+    )  # fmt: skip
+    model.add_argument(
+        "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
+        "reach, prompt included (default: what the model was made for)",
+    )  # fmt: skip
+    model.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+
+
+def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    from mdi.partition.methods import METHODS
+
+    parser.add_argument(
+        "--placement", choices=METHODS, help="who gets how many blocks. throughput: most tokens/s, by what the nodes measure "
+        "of themselves; latency: the shortest way of one token; opa, gma: by left-over memory (and cores), as LLaMPS; even: "
+        "nothing is measured (default: the cut of chunks that lie there, else MDI_PLACEMENT, else throughput)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefer-memory", type=float, metavar="X", help="for opa: how much more memory counts than cores, 1/9 to 9 (5)"
+    )
+
+
+def add_wire_flags(group: argparse._ActionsContainer) -> None:
+    """How rows travel over a ring; also of chat.py."""
+    from mdi.net.wire import WIRE_DTYPES
+
+    group.add_argument(
+        "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
+        "half precision, or 8 bits with a scale per 64 values (%(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes, or one more where the "
+        "links were measured and take long beside computing)",
+    )  # fmt: skip
+
+
+def add_generation_flags(
+    parser: argparse.ArgumentParser, n_tokens: int, with_prompt: bool = True, n_samples: int | None = None
+) -> None:
+    from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
+
+    generation = parser.add_argument_group("generation")
+    if with_prompt:
+        generation.add_argument(
+            "--prompt", action="append", metavar="TEXT", help="text to go on from, or FILE:path with one prompt per "
+            f"paragraph; may be repeated (default: {DEFAULT_PROMPT!r})",
+        )  # fmt: skip
+        generation.add_argument(
+            "--n-samples", type=int, default=n_samples, help="texts to generate at once (default: "
+            f"{n_samples or f'one per prompt; {DEFAULT_N_SAMPLES} of a single one'})",
+        )  # fmt: skip
+    generation.add_argument("--n-tokens", type=int, default=n_tokens, help="new tokens per sample (%(default)s)")
+    generation.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
+    generation.add_argument(
+        "--top-k", type=int, default=200, help="sample among the k best tokens; 0 is all (%(default)s)"
+    )
+    generation.add_argument("--top-p", type=float, default=1.0, help="... that have this probability (%(default)s)")
+    generation.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a sample here; repeatable")
+    generation.add_argument(
+        "--prompt-style", default="auto", metavar="auto|none|NAME", help="how a prompt is wrapped for the model (%(default)s: "
+        "as the checkpoint wants it)",
+    )  # fmt: skip
+    generation.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the random draws: the same seed gives the same texts (default: a new one, which is told)",
+    )
