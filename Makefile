@@ -8,12 +8,14 @@ PIP_FLAGS ?=
 # Most tests wait for processes that they start; two at a time take little more than half as long.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test lint types check bench figures venv clean
+.PHONY: help demo test lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine generate three samples with the embedded model"
 	@echo "make test   the whole test suite"
 	@echo "make check  lint, types and tests, as the CI does"
+	@echo "make kernels    compiles the kernels now; otherwise their first use does"
+	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
 	@echo "make lint | types | bench | figures | clean"
 
 $(VENV)/.installed: requirements.txt
@@ -44,6 +46,16 @@ types: $(VENV)/.installed-dev
 
 check: lint types test
 
+# Both need a C++ compiler and nothing of .venv.
+kernels:
+	PYTHONPATH=src $(PYTHON) -m mdi.kernels
+
+sanitize:
+	mkdir -p build
+	for names in address,undefined thread; do \
+	  PYTHONPATH=src $(PYTHON) -m mdi.kernels --selftest build/selftest --sanitize $$names && build/selftest || exit 1; \
+	done
+
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/overheads.py
 
@@ -51,4 +63,4 @@ figures: $(VENV)/.installed
 	$(PY) benchmarks/draw_figures.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

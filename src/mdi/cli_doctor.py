@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--deadline must be from 0.1 to 600 seconds, got {args.deadline}")
     cluster = load_cluster(args.nodes_config)
 
-    from mdi.cli_secondary import default_cache_dir
+    from mdi.cache_dir import default_cache_dir
     from mdi.node.doctor import examine
 
     report = examine(cluster, args.deadline, _needed_bytes(args, cluster), default_cache_dir())

@@ -126,8 +126,8 @@ def _plan(args: argparse.Namespace) -> PlanReport:
 
 def _live(args: argparse.Namespace) -> ClusterProfile:
     """What the nodes of a nodes file measure of themselves."""
+    from mdi.cache_dir import default_cache_dir
     from mdi.checkpoint.manifest import config_hash
-    from mdi.cli_secondary import default_cache_dir
     from mdi.config import load_cluster
     from mdi.node.device import set_threads
     from mdi.node.planning import Model, measure_live

@@ -89,6 +89,7 @@ def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
 
 def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None = None) -> int:
     """Be this node until told to end; `kind` is of the models that it runs, None is litgpt's."""
+    from mdi.cache_dir import default_cache_dir
     from mdi.cli import ignore_interrupts
     from mdi.cli_starter import chosen_cores
     from mdi.config import parse_bytes
@@ -122,17 +123,6 @@ def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None =
         if weights is not None:
             weights.close()
     return 0
-
-
-def default_cache_dir() -> Path:
-    """MDI_CACHE_DIR, else the place where this system keeps what can be fetched again."""
-    if os.environ.get("MDI_CACHE_DIR"):
-        return Path(os.environ["MDI_CACHE_DIR"])
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "mdi-llm"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mdi-llm"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdi-llm"
 
 
 def _leave_with_stdin() -> None:

@@ -159,7 +159,7 @@ def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
 
 
 def starter_options(args: argparse.Namespace) -> Any:
-    from mdi.cli_secondary import default_cache_dir
+    from mdi.cache_dir import default_cache_dir
     from mdi.config import parse_bytes
     from mdi.control.messages import N_FRAMES_LIMIT
     from mdi.errors import UsageError

@@ -10,6 +10,7 @@
     |-- RingError             the ring could not be formed, or a link of it was lost
     |   `-- NodeLostError     ... and we know which node it was
     |-- ControlError          an HTTP exchange between two nodes
+    |-- KernelError           our own kernels cannot be had: no compiler, or it does not work
     `-- EngineError           the generation loop, e.g. a slice for a cache that is gone
 
 Low-level exceptions (OSError, struct.error, http.client's) become one of these in the module that touched them. A message
@@ -87,3 +88,7 @@ class ControlError(MdiError):
 
 class EngineError(MdiError):
     """The generation loop met a state that it cannot go on from."""
+
+
+class KernelError(MdiError):
+    """The library of kernels is not there and cannot be compiled. Whoever can compute without it goes on in plain torch."""

@@ -1,0 +1,93 @@
+"""Where the compiled library lies: beside this module, if it was installed with it, else in the cache folder, where the first
+process that needs it compiles it.
+
+Names hold a hash of the sources, so that a library of other sources is never taken for this one; in the cache, which machines
+may share, also one of the compiler and what it compiles for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mdi.cache_dir import default_cache_dir
+from mdi.errors import KernelError
+from mdi.kernels import build
+
+ANY_NAME = "_mdi_kernels-*.so"
+KEPT = 8  # libraries of other sources or compilers that stay in the cache
+PACKAGE = Path(__file__).parent
+
+logger = logging.getLogger("mdi")
+
+
+def packaged_name() -> str:
+    """What the library is called beside this module. Raises KernelError without sources."""
+    return _name(build.sources_hash(build.CSRC))
+
+
+def find_library() -> Path:
+    """The library for this machine, compiled now if it is not there. Raises KernelError."""
+    packaged = PACKAGE / packaged_name()
+    return packaged if packaged.is_file() else compiled_library()
+
+
+def compiled_library() -> Path:
+    """The library in the cache folder. Of several processes that find none one compiles it, and the others wait for that."""
+    if sys.platform == "win32":
+        raise KernelError("the kernels are not made for Windows: run MDI-LLM under WSL")
+    compiler = build.find_compiler()
+    if compiler.machine != build.this_machine():
+        raise KernelError(
+            f"{shlex.join(compiler.command)} compiles for {compiler.machine}, but this machine is {build.this_machine()}: "
+            "unset CXX, or set it to a compiler for this machine"
+        )
+    folder = default_cache_dir() / "kernels"
+    version = hashlib.sha256(compiler.version.encode()).hexdigest()[:8]
+    path = folder / _name(f"{build.sources_hash(build.CSRC)}-{version}")
+    try:
+        if _is_safe(path):
+            return path
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(folder):
+            if not _is_safe(path):
+                logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                build.remove_remains(folder)
+                build.compile_library(compiler, path, build.CSRC)
+                _remove_old(folder, path)
+    except OSError as e:
+        raise KernelError(f"{folder} cannot be used ({e.strerror or e}): set MDI_CACHE_DIR to another place") from e
+    return path
+
+
+def _name(made_from: str) -> str:
+    return ANY_NAME.replace("*", made_from)
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether it is there and nobody else but the administrator can have put it there: it is code that will run."""
+    return path.is_file() and path.stat().st_uid in (0, os.geteuid())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the lock ends with its process."""
+    import fcntl
+
+    with open(folder / "lock", "w") as file:
+        # Some network file systems have no locks. Then several processes may compile the same, each beside its name.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_old(folder: Path, newest: Path) -> None:
+    others = sorted(set(folder.glob(ANY_NAME)) - {newest}, key=lambda path: path.stat().st_mtime)
+    for path in others[:-KEPT]:
+        path.unlink(missing_ok=True)
