@@ -26,7 +26,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.model.stage import Stage
 from mdi.node.device import check_room, choose_device, choose_dtype
-from mdi.node.local import LocalRing, available_cores, free_ports
+from mdi.node.local import LocalRing, free_ports
+from mdi.node.machine import fair_threads
 from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
@@ -215,7 +216,7 @@ def test_local_ring_arguments(n_nodes: int, devices: str | None, n_threads: int 
 def test_local_ring_of_one_node() -> None:
     with LocalRing(1, "cpu", None, None, False, False) as ring:
         assert ring.cluster.n_nodes == 1 and ring.cluster.starter.device == "cpu"
-        assert ring.threads_of_starter == available_cores()
+        assert ring.threads_of_starter == fair_threads([])
         ring.check()
 
 
@@ -251,7 +252,7 @@ def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.node.local.available_cores", lambda: 7)
+    monkeypatch.setattr("mdi.node.machine._usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5

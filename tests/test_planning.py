@@ -28,13 +28,14 @@ from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, P
 from mdi.model.stage import Stage
 from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
+from mdi.node.machine import host_of
 from mdi.node.options import StarterOptions
 from mdi.node.profiler import Profiler, Subject
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
 from mdi.node.standin import standing_in
 from mdi.node.starter import StarterNode
-from mdi.node.survey import BROKEN_S, Survey, host_of
+from mdi.node.survey import BROKEN_S, Survey
 from mdi.node.weights import StarterWeights
 from mdi.partition.profile import NodeProfile
 from secondaries import cluster_of, entry_of, secondaries

@@ -40,6 +40,12 @@ COMMANDS = {
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan")
 
+# How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
+# or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait
+# for as soon as another program computes. Measured with benchmarks/thread_policies.py.
+WAIT_POLICY = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+WAIT_VARIABLES = (*WAIT_POLICY, "OMP_WAIT_POLICY")
+
 logger = logging.getLogger("mdi")
 
 
@@ -75,6 +81,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     Args:
         module_name: of a command that is not in COMMANDS: a module with add_arguments and run.
     """
+    set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -131,6 +138,15 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         for number, handler in handlers.items():
             _on_signal(number, handler)
         _take_down_logging()
+
+
+def set_wait_policy() -> None:
+    """Let idle compute threads sleep, here and in child processes; what the user has set himself stays.
+
+    OpenMP reads the environment when torch is imported; later it is too late.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAIT_VARIABLES):
+        os.environ.update(WAIT_POLICY)
 
 
 def ignore_interrupts() -> None:

@@ -48,11 +48,16 @@ def run(args: argparse.Namespace) -> int:
     from mdi.cli_starter import chosen_cores, sampling_params, starter_options
     from mdi.config import load_cluster, standalone
     from mdi.node.device import set_threads
+    from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
 
     params = sampling_params(args)
     cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
-    set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
+    set_threads(
+        args.threads or cluster.starter.threads,
+        chosen_cores(args.cores, cluster.starter),
+        threads_beside(cluster.starter, cluster.nodes),
+    )
     node = StarterNode(cluster, starter_options(args))
     try:
         node.open()

@@ -28,7 +28,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
     )
-    model.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    model.add_argument(
+        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
+    )
     model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
     model.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "

@@ -130,6 +130,7 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
     from mdi.checkpoint.manifest import config_hash
     from mdi.config import load_cluster
     from mdi.node.device import set_threads
+    from mdi.node.machine import threads_beside
     from mdi.node.planning import Model, measure_live
 
     if not 0 <= args.wait < float("inf"):
@@ -139,7 +140,7 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
-    set_threads(cluster.starter.threads, cluster.starter.cores)
+    set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
     return measure_live(cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh)
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mdi.config import NodeConfig
     from mdi.node.kind import ModelKind
 
@@ -53,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
     parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
-    parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: the nodes file, else all)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
+    )
     parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
     parser.add_argument(
         "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the nodes "
@@ -68,9 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.config import load_secondary
+    from mdi.config import load_nodes, load_secondary
 
-    return serve(args, load_secondary(*place_of(args)))
+    path, index = place_of(args)
+    return serve(args, load_secondary(path, index), nodes=load_nodes(path))
 
 
 def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
@@ -87,8 +92,15 @@ def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
     return args.nodes_config[0], index
 
 
-def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None = None) -> int:
-    """Be this node until told to end; `kind` is of the models that it runs, None is litgpt's."""
+def serve(
+    args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None = None, nodes: Sequence[NodeConfig] = ()
+) -> int:
+    """Be this node until told to end.
+
+    Args:
+        kind: of the models that it runs; None is litgpt's.
+        nodes: of the ring, as far as they are known: some may be on this machine.
+    """
     from mdi.cache_dir import default_cache_dir
     from mdi.cli import ignore_interrupts
     from mdi.cli_starter import chosen_cores
@@ -96,13 +108,14 @@ def serve(args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None =
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
     from mdi.node.kind import ModelKind
+    from mdi.node.machine import threads_beside
     from mdi.node.secondary import SecondaryNode
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
     kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
     cores = chosen_cores(args.cores, config)
-    set_threads(args.threads or config.threads, cores)
+    set_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
     path = args.chunk or args.ckpt
     kind = kind or ModelKind()
     weights = kind.open_source(path) if path is not None else None

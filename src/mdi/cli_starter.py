@@ -128,6 +128,7 @@ def _generate(
     from mdi.cli import ignore_interrupts
     from mdi.errors import UsageError
     from mdi.node.device import set_threads
+    from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
     from mdi.prompts import read_prompts
 
@@ -137,7 +138,11 @@ def _generate(
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
     prompts = read_prompts(args.prompt or [], args.n_samples)
     params = sampling_params(args)
-    set_threads(args.threads or cluster.starter.threads, chosen_cores(args.cores, cluster.starter))
+    set_threads(
+        args.threads or cluster.starter.threads,
+        chosen_cores(args.cores, cluster.starter),
+        threads_beside(cluster.starter, cluster.nodes),
+    )
     node = StarterNode(cluster, starter_options(args), kind)
     try:
         node.open()

@@ -45,18 +45,14 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, begin: Begin) -> int:
     """A session of training from where `begin` says; for models of other kinds, too."""
-    import torch
-
-    from mdi.node.processor import warn_of_processor
+    from mdi.node.device import set_threads
     from mdi.training.interrupt import StopRequest
     from mdi.training.processes import Processes, joined
 
-    if args.threads is not None:
-        if args.threads < 1:
-            raise UsageError(f"--threads {args.threads}: expected at least 1")
-        torch.set_num_threads(args.threads)
-    warn_of_processor()
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads {args.threads}: expected at least 1")
     processes = Processes.from_environment()
+    set_threads(args.threads, beside=[None] * (processes.local_count - 1))
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest() as stop:
         _run(args, device, processes, begin, lambda: bool(stop))

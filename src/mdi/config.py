@@ -116,6 +116,11 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
     return secondaries[index]
 
 
+def load_nodes(path: str | Path) -> tuple[NodeConfig, ...]:
+    """All nodes that a nodes file lists; none where it describes one secondary alone. Raises UsageError."""
+    return load_cluster(path).nodes if "nodes" in read_json(path) else ()
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file that must hold an object; UsageError says what is wrong and where."""
     try:

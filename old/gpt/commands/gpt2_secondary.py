@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli_secondary import place_of, serve
-    from mdi.config import load_secondary
+    from mdi.config import load_nodes, load_secondary
 
-    config = load_secondary(*place_of(args))
+    path, index = place_of(args)
+    config = load_secondary(path, index)
     from gpt.kinds import GPT2Kind
 
-    return serve(args, config, GPT2Kind())
+    return serve(args, config, GPT2Kind(), load_nodes(path))

@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpt.nodes_file import load_nano_node
+    from gpt.nodes_file import load_nano_cluster, load_nano_node
     from mdi.cli_secondary import place_of, serve
 
     path, index = place_of(args)
     config = load_nano_node(path, "finisher", index)
     from gpt.kinds import NanoKind
 
-    return serve(args, config, NanoKind("finisher"))
+    return serve(args, config, NanoKind("finisher"), load_nano_cluster(path).nodes)

@@ -15,9 +15,12 @@ from mdi.blocks import block_span
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
+from mdi.node.machine import fair_threads
 from mdi.node.processor import warn_of_processor
 from mdi.node.resources import device_free_bytes
 from mdi.partition.formats import weight_format
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which a user chooses for all programs
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
@@ -145,10 +148,14 @@ def held_bytes(
     return int(sum(parts) * bits / stored_bits + extra)
 
 
-def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> None:
+def set_threads(n_threads: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:
     """Limit torch to `n_threads` and to `cores`; and let the ring's threads in quickly while Python computes.
 
-    With cores and no number of threads, as many threads as cores.
+    Without a number of threads: as many as cores; without those, what OMP_NUM_THREADS or MKL_NUM_THREADS say; else this
+    node's share of its machine.
+
+    Args:
+        beside: threads of the other nodes on this machine, see `mdi.node.machine`.
 
     Raises:
         UsageError: a core that this process does not have, or a system that cannot pin.
@@ -156,6 +163,8 @@ def set_threads(n_threads: int | None, cores: Sequence[int] | None = None) -> No
     if cores is not None:
         pin_to_cores(cores)
         n_threads = n_threads or len(cores)
+    if n_threads is None and not any(os.environ.get(name) for name in THREAD_VARIABLES):
+        n_threads = fair_threads(beside)
     if n_threads is not None:
         torch.set_num_threads(n_threads)
     warn_of_processor()

@@ -16,6 +16,7 @@ from typing import Any
 
 from mdi.config import ClusterConfig, load_cluster
 from mdi.errors import NodeLostError, UsageError
+from mdi.node.machine import fair_threads
 
 END_S = 5.0  # for what a child still has to tidy up; a stopped one will not
 
@@ -53,8 +54,9 @@ class LocalRing:
         self._n_nodes = n_nodes
         self._cores = cores
         self._kv_memory = kv_memory
-        n_cores = available_cores() if cores is None else len(cores)
-        self.threads_of_starter = n_threads or max(1, n_cores // n_nodes)
+        self.threads_of_starter = n_threads or fair_threads(
+            [None] * (n_nodes - 1), None if cores is None else len(cores)
+        )
         self._ckpt = ckpt
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self._children: list[subprocess.Popen[bytes]] = []
@@ -162,13 +164,6 @@ def _named_devices(text: str, n_nodes: int) -> list[str | None]:
     if len(names) != n_nodes:
         raise UsageError(f"--devices names {len(names)} devices for {n_nodes} nodes")
     return [*names]
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def pinnable_cores() -> list[int]:

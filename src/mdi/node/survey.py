@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import Route, try_node
 from mdi.errors import ControlError, MdiError, UsageError
+from mdi.node.machine import host_of
 from mdi.node.setup import BUSY_S, reach_node
 from mdi.partition.profile import LinkProfile, NodeProfile
 from mdi.partition.sharing import share_memory
@@ -206,12 +206,3 @@ class Survey:
         if not route.control.bytes_s:
             return None
         return LinkProfile(source.name, target.name, route.control.round_trip_s, route.control.bytes_s)
-
-
-def host_of(addr: str) -> str:
-    """The machine behind an address, as far as that can be told: nodes of one machine share its cores."""
-    try:
-        found = str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError):
-        return addr
-    return "loopback" if found.startswith("127.") or found == "::1" else found
