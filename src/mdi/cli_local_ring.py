@@ -90,11 +90,11 @@ def _run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelK
 
 
 def _tell_processes(ring: LocalRing) -> None:
-    from mdi.node.local import available_cores
+    from mdi.node.machine import fair_threads
 
     nodes = ring.cluster.nodes
     processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
-    logger.info("starting %s on this machine (CPU cores: %d; threads each: %d)", processes, available_cores(),
+    logger.info("starting %s on this machine (CPU cores: %d; threads each: %d)", processes, fair_threads([]),
                 ring.threads_of_starter)  # fmt: skip
     for node, pid in zip(nodes, [None, *ring.pids], strict=True):
         what = "this process" if pid is None else f"process {pid}"
@@ -106,7 +106,7 @@ def _compare(args: argparse.Namespace, ring: RunMetrics, kind: ModelKind | None)
     from mdi.cli import heed_interrupts
     from mdi.cli_starter import generate_on
     from mdi.config import standalone
-    from mdi.node.local import available_cores
+    from mdi.node.machine import fair_threads
     from mdi.report import format_comparison
 
     for name in ("layers", "placement", "chunk", "frames"):  # these say how a ring is laid out
@@ -114,7 +114,7 @@ def _compare(args: argparse.Namespace, ring: RunMetrics, kind: ModelKind | None)
     print("\nthe same on one node ...", flush=True)
     heed_interrupts()
     alone = generate_on(args, standalone, kind=kind, is_reported=False)
-    print(format_comparison(ring, alone, available_cores()))
+    print(format_comparison(ring, alone, fair_threads([])))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int] | None:
