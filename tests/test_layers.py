@@ -61,6 +61,7 @@ LIGHT = [
     "mdi.memory",
     "mdi.token_times",
     "mdi.partition.profile",
+    "mdi.node.local",
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mdi.cli import WAIT_POLICY, launch
 from mdi.config import NodeConfig, load_nodes
-from mdi.node import device, machine, resources
+from mdi.node import device, machine
 from mdi.node.device import THREAD_VARIABLES, set_threads
 from mdi.node.machine import fair_threads, threads_beside
 from mdi.node.resources import n_cores
@@ -80,7 +80,7 @@ def test_a_quota_limits_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         membership.write_text(line)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
         monkeypatch.setattr("psutil.cpu_count", lambda logical=True: 64)
-        monkeypatch.setattr(resources, "n_cores", lambda root=root, own=membership: n_cores(root, own))
+        monkeypatch.setattr(machine, "n_cores", lambda root=root, own=membership: n_cores(root, own))
         assert fair_threads([]) == 2, version
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+import psutil
+
 from mdi.config import NodeConfig
+from mdi.node.resources import n_cores
 
 
 def host_of(addr: str) -> str:
@@ -45,9 +48,6 @@ def fair_threads(beside: Sequence[int | None], cores: float | None = None) -> in
 
 
 def _usable_cores() -> float:
-    import psutil
-
-    from mdi.node.resources import n_cores  # imports torch, which is slow
-
+    """Cores that this process may use; two that are one core of the hardware count once."""
     usable = n_cores()
     return min(usable, psutil.cpu_count(logical=False) or usable)
