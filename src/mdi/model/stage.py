@@ -19,6 +19,7 @@ from mdi.errors import CheckpointError, EngineError
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheShape, CacheStore
+from mdi.model.few_rows import pad_few_rows
 from mdi.model.huge_pages import use_huge_pages
 from mdi.model.packed import ByteLinear, Fp16Linear
 from mdi.model.quantize import Quantizer
@@ -87,6 +88,7 @@ class Stage(nn.Module):
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
         self.requires_grad_(False)
+        pad_few_rows(self)
 
     def _check(self, part: str, given: Tensors) -> None:
         wanted = self.state_dict()

@@ -21,7 +21,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.errors import CheckpointError, MdiError
 from mdi.node.device import computing_threads
-from mdi.node.profiling import SPAN_S, Bench, Speeds
+from mdi.node.profiling import ROWS, SPAN_S, Bench, Speeds
 from mdi.node.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
 from mdi.partition.profile import NodeProfile
 
@@ -159,6 +159,7 @@ class Profiler:
             "memory": psutil.virtual_memory().total,
             "device": _device_name(subject.device),
             "threads": torch.get_num_threads(),
+            "rows": ROWS,
             "model": subject.config_hash,
             "dtype": str(subject.dtype),
             "quantize": subject.quantize,
