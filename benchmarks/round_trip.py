@@ -71,6 +71,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
+    from mdi.errors import RingEndedError
     from mdi.net.handshake import join_ring
     from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits
@@ -103,8 +104,11 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     if sock is None:
         raise SystemExit("the first process did not connect")
     ring = join_ring(sock, seat, 2, Limits(max_cols=N_COLS))
-    while not ring.ended:
-        frame = ring.recv()
+    while True:
+        try:
+            frame = ring.recv()
+        except RingEndedError:
+            break
         if frame is not None:
             x = rows_of(frame, N_COLS, torch.device("cpu"), torch.float32).clone()
             ring.release(frame)

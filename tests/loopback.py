@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from litgpt.config import Config
@@ -16,7 +15,8 @@ from litgpt.model import GPT
 
 from families import CONTEXT
 from mdi.engine.memory import CacheMemory
-from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event
+from mdi.engine.requests import Request
+from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event, Scheduler
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
@@ -134,25 +134,47 @@ def nodes(n_nodes: int, **kwargs: int) -> Iterator[Nodes]:
         ring.close()
 
 
-@dataclass
 class Text:
-    """What the events said about one sequence."""
+    """What the events say about one sequence, as far as they have come."""
 
-    ids: list[int] = field(default_factory=list)
-    reason: str | None = None
-    n_events: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
-    then: Callable[[Event], None] | None = None
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._ids: list[int] = []
+        self._reason: str | None = None
+        self._n_events = 0
 
-    def take(self, event: Event, _now: float) -> None:
-        assert self.reason is None, "an event after the last one"
-        self.n_events += 1
-        self.ids += event.tokens
-        self.reason = event.finish_reason
-        if self.then is not None:
-            self.then(event)
-        if self.reason:
-            self.ended.set()
+    @property
+    def ids(self) -> list[int]:
+        self._take_all()
+        return self._ids
+
+    @property
+    def reason(self) -> str | None:
+        self._take_all()
+        return self._reason
+
+    @property
+    def n_events(self) -> int:
+        self._take_all()
+        return self._n_events
+
+    def wait(self) -> None:
+        """Until the last event is there."""
+        while self._reason is None:
+            self._take(self.request.events.get(timeout=DEADLINE_S))
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        self.request.cancel(reason)
+
+    def _take_all(self) -> None:
+        while not self.request.events.empty():
+            self._take(self.request.events.get_nowait())
+
+    def _take(self, event: Event) -> None:
+        assert self._reason is None, "an event after the last one"
+        self._n_events += 1
+        self._ids.extend(event.tokens)
+        self._reason = event.finish_reason
 
 
 class InProcessRing:
@@ -175,7 +197,6 @@ class InProcessRing:
         self.wire = wire
         self.stages = stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
         self.nodes = Nodes(n_nodes, capacity=n_frames) if n_nodes > 1 else None
-        epoch = self.nodes.epoch if self.nodes else 1
         self.ring = self.nodes.rings[0] if self.nodes else LoopbackRing(n_frames or 1)
         self.endings: dict[int, BaseException | None] = {}
         self._threads = [
@@ -185,20 +206,20 @@ class InProcessRing:
             thread.start()
         starter = self.stages[0]
         assert isinstance(starter, StarterStage)
-        self.engine = StarterEngine(
-            starter, self.ring, epoch, n_nodes, max_length, CPU, torch.float32, chunk_rows, memory, decode_rows, n_frames, wire
-        )  # fmt: skip
+        scheduler = Scheduler(chunk_rows=chunk_rows, memory=memory, decode_rows=decode_rows)
+        self.engine = StarterEngine(starter, scheduler, max_length, CPU, torch.float32, wire)
 
-    def submit(
-        self, prompt_ids: list[int], params: SamplingParams, then: Callable[[Event], None] | None = None
-    ) -> Text:
-        text = Text(then=then)
-        text.seq_id = self.engine.submit(prompt_ids, params, text.take)  # type: ignore[attr-defined]
-        return text
+    def submit(self, prompt_ids: list[int], params: SamplingParams, then: Callable[[], object] | None = None) -> Text:
+        """`then` is called by the engine's thread for each token; True ends the text."""
+        ends = None if then is None else lambda _: then() is True
+        return Text(self.engine.submit(prompt_ids, params, ends))
+
+    def run(self) -> None:
+        self.engine.run(self.ring)
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Text]:
         texts = [self.submit(p, params) for p in prompts]
-        self.engine.run()
+        self.run()
         return texts
 
     def caches(self) -> list[int]:
@@ -221,13 +242,13 @@ class InProcessRing:
         assert self.nodes is not None
         ring, seat = self.nodes.rings[index], self.nodes.seats[index]
         is_last = index == seat.n_nodes - 1
-        loop = SecondaryLoop(self.stages[index], ring, seat.epoch, is_last, CPU, torch.float32, self.wire)
+        loop = SecondaryLoop(self.stages[index], ring, is_last, CPU, torch.float32, self.wire)
         self.endings[index] = None
         try:
             loop.run()
         except Exception as e:
             self.endings[index] = e
-            if not ring.ended:
+            if not ring.wait_end(0):
                 ring.fail(Fault(seat.name, f"it failed: {e}", seat.name))
 
 

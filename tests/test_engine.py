@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import DEADLINE_S, InProcessRing, Text, ring_of
 from mdi.engine.memory import CacheMemory, NodeCaches
-from mdi.engine.scheduler import Event
+from mdi.engine.requests import FAILED
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, NodeLostError, UsageError
 from mdi.model.stage import Stage
@@ -129,70 +131,196 @@ def test_any_number_of_frames_and_of_sequences_in_them(n_frames: int) -> None:
             assert [t.ids for t in ring.generate(prompts, GREEDY)] == expected
 
 
-def test_submit_and_cancel_from_a_callback_while_others_run() -> None:
+def test_submit_and_cancel_while_others_run() -> None:
+    """From the loop's own thread, where it is known when: commands are done before the next frame is made."""
     gpt = model_of(LLAMA)
     with ring_of(gpt, 3) as ring:
         later: list[Text] = []
+        seen: list[int] = []
 
-        def on_token(event: Event) -> None:
-            if len(first.ids) == 3:
+        def on_token() -> bool:
+            seen.append(1)
+            if len(seen) == 3:
                 later.append(ring.submit(prompt(6, 2), GREEDY))
-                ring.engine.cancel(second.seq_id)  # type: ignore[attr-defined]
-            if len(first.ids) == 6:
-                ring.engine.cancel(event.seq_id, "enough")
+                second.cancel()
+            return len(seen) == 6
 
         first = ring.submit(prompt(5, 0), SamplingParams(n_tokens=50, temperature=0), then=on_token)
         second = ring.submit(prompt(5, 1), SamplingParams(n_tokens=50, temperature=0))
         third = ring.submit(prompt(5, 3), GREEDY)
-        ring.engine.run()
+        ring.run()
         assert ring.caches() == [0, 0, 0]
-    assert (first.reason, second.reason, third.reason) == ("enough", "cancelled", "length")
-    assert first.ids == greedy(gpt, prompt(5, 0), 6)
+    assert (first.reason, second.reason, third.reason) == ("stop", "cancelled", "length")
+    assert first.ids == greedy(gpt, prompt(5, 0), 6), "nothing is generated beyond an end that the reader sees"
     assert second.ids == greedy(gpt, prompt(5, 1), 50)[: len(second.ids)] and len(second.ids) <= 6
     assert third.ids == greedy(gpt, prompt(5, 3), 12)
     assert later[0].ids == greedy(gpt, prompt(6, 2), 12)
 
 
-def test_a_callback_may_cancel_a_sequence_whose_token_came_in_the_same_frame() -> None:
-    with ring_of(model_of(LLAMA), 1) as ring:
-        first = ring.submit(prompt(5, 0), GREEDY, then=lambda _: ring.engine.cancel(second.seq_id))  # type: ignore[attr-defined]
-        second = ring.submit(prompt(5, 1), GREEDY)
-        ring.engine.run()
-        assert ring.caches() == [0]
-    assert second.reason == "cancelled" and second.ids == []
-    assert first.reason == "length" and len(first.ids) == 12
+def test_a_reader_that_raises_ends_its_own_sequence_alone() -> None:
+    def fail() -> bool:
+        raise RuntimeError("a tokenizer that cannot")
+
+    with ring_of(model_of(LLAMA), 2) as ring:
+        broken = ring.submit(prompt(5, 0), GREEDY, then=fail)
+        other = ring.submit(prompt(5, 1), GREEDY)
+        with pytest.raises(ValueError, match="mine"), ring.submit(prompt(5, 2), GREEDY).request:
+            raise ValueError("mine")
+        ring.run()
+        assert ring.caches() == [0, 0]
+    assert (broken.reason, len(broken.ids)) == (FAILED, 1)
+    assert other.ids == greedy(model_of(LLAMA), prompt(5, 1), 12)
+
+
+def test_a_reader_that_never_looks_holds_nobody_up() -> None:
+    with ring_of(model_of(LLAMA), 2) as ring:
+        unread = ring.engine.submit(prompt(5, 0), GREEDY)
+        text = ring.submit(prompt(5, 1), GREEDY)
+        ring.run()
+        assert text.reason == "length"
+    assert unread.events.qsize() == 12  # what it costs: the events of its own tokens
+
+
+@contextlib.contextmanager
+def running(ring: InProcessRing) -> Iterator[None]:
+    """The engine in a thread of its own, as in a node."""
+    worker = threading.Thread(target=ring.engine.run, args=(ring.ring, False), name="engine")
+    worker.start()
+    try:
+        yield
+    finally:
+        ring.engine.close()
+        worker.join(DEADLINE_S)
+        assert not worker.is_alive()
 
 
 def test_submit_and_cancel_from_another_thread_while_the_engine_waits_for_work() -> None:
     gpt = model_of(LLAMA)
+    with ring_of(gpt, 2) as ring, running(ring):
+        for seed in range(3):  # with pauses in which the ring is idle
+            text = ring.submit(prompt(4, seed), GREEDY)
+            text.wait()
+            assert text.ids == greedy(gpt, prompt(4, seed), 12)
+        begun = threading.Event()
+        endless = ring.submit(prompt(4, 9), SamplingParams(n_tokens=150, temperature=0), then=begun.set)
+        assert begun.wait(DEADLINE_S)
+        endless.cancel()
+        endless.wait()
+        endless.cancel()  # once more is harmless
+        ring.engine.cancel(12345)
+        again = ring.submit(prompt(4, 1), GREEDY)
+        again.wait()
+        assert again.ids == greedy(gpt, prompt(4, 1), 12)
+
+
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_submit_and_cancel_do_not_wait_while_the_engine_computes(n_nodes: int) -> None:
+    gpt = model_of(LLAMA)
+    with ring_of(gpt, n_nodes) as ring, running(ring):
+        computing, go_on = threading.Event(), threading.Event()
+
+        def hold(*_: object) -> None:
+            computing.set()
+            assert go_on.wait(DEADLINE_S)
+
+        ring.stages[0].register_forward_pre_hook(hold)
+        first = ring.submit(prompt(4, 0), GREEDY)
+        assert computing.wait(DEADLINE_S)
+        second, third = (ring.submit(prompt(4, seed), GREEDY) for seed in (1, 2))  # while the stage is being computed
+        third.cancel()
+        assert not go_on.is_set() and first.n_events == 0
+        go_on.set()
+        for text in (first, second, third):
+            text.wait()
+    assert [len(text.ids) for text in (first, second, third)] == [12, 12, 0]
+
+
+def test_many_threads_submit_and_cancel_at_once() -> None:
+    gpt = model_of(LLAMA)
+    expected = {seed: greedy(gpt, prompt(4, seed), 12) for seed in range(4)}
+    texts: list[tuple[int, Text]] = []
+
+    def client(seed: int) -> None:
+        for n in range(6):
+            text = ring.submit(prompt(4, seed), GREEDY)
+            texts.append((seed, text))
+            if n % 3 == 0:
+                text.cancel()
+            text.wait()
+
     with ring_of(gpt, 2) as ring:
-        worker = threading.Thread(target=ring.engine.run, args=(False,), name="engine")
-        worker.start()
-        try:
-            for seed in range(3):  # with pauses in which the ring is idle
-                text = ring.submit(prompt(4, seed), GREEDY)
-                assert text.ended.wait(DEADLINE_S)
-                assert text.ids == greedy(gpt, prompt(4, seed), 12)
-            begun = threading.Event()
-            endless = ring.submit(prompt(4, 9), SamplingParams(n_tokens=150, temperature=0), then=lambda _: begun.set())
-            assert begun.wait(DEADLINE_S)
-            ring.engine.cancel(endless.seq_id)  # type: ignore[attr-defined]
-            assert endless.ended.wait(DEADLINE_S)
-            ring.engine.cancel(endless.seq_id)  # type: ignore[attr-defined]  # once more is harmless
-            ring.engine.cancel(12345)
-            again = ring.submit(prompt(4, 1), GREEDY)
-            assert again.ended.wait(DEADLINE_S) and again.ids == greedy(gpt, prompt(4, 1), 12)
-        finally:
-            ring.engine.close()
-            worker.join(DEADLINE_S)
-        assert not worker.is_alive()
+        with running(ring):
+            clients = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+            for thread in clients:
+                thread.start()
+            for thread in clients:
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()
+        assert len({text.request.seq_id for _, text in texts}) == len(texts) == 24
+    for seed, text in texts:
+        assert text.ids == expected[seed][: len(text.ids)]
+        assert (text.reason, len(text.ids)) == ("length", 12) or text.reason == "cancelled"
+
+
+def test_an_engine_that_has_ended_tells_everybody_and_takes_nobody() -> None:
+    with ring_of(model_of(LLAMA), 2) as ring:
+        texts = [ring.submit(prompt(4, seed), GREEDY) for seed in range(2)]
+        ring.engine.end_all()
+        assert [text.reason for text in texts] == [FAILED, FAILED]
+        with pytest.raises(EngineError, match="the run is over"):
+            ring.submit(prompt(4, 0), GREEDY)
+        texts[0].cancel()  # harmless
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("n_after", [1, 2, 4])
+def test_texts_go_on_over_another_ring_as_if_nothing_had_happened(params: SamplingParams, n_after: int) -> None:
+    """The ring breaks in the middle; new nodes know nothing, and the number of nodes may be another one."""
+    gpt = model_of(LLAMA)
+    prompts = [prompt(n, n) for n in (4, 1, 30, 70, 9)]
+    with ring_of(gpt, 1) as whole:
+        expected = [text.ids for text in whole.generate(prompts, params)]
+    with ring_of(gpt, 3) as ring, ring_of(gpt, n_after) as following:
+        seen: list[int] = []
+
+        def on_token() -> None:
+            seen.append(1)
+            if len(seen) == 5:
+                assert ring.nodes is not None
+                ring.nodes.kill(1)
+                assert ring.nodes.rings[0].wait_end(DEADLINE_S)
+
+        texts = [ring.submit(p, params, then=on_token if i == 0 else None) for i, p in enumerate(prompts)]
+        with pytest.raises(NodeLostError, match="secondary0 is lost"):
+            ring.run()
+        assert all(text.reason is None for text in texts)
+        ring.engine._stage = following.stages[0]  # type: ignore[assignment]  # its own stage is that of another cut
+        ring.engine.run(following.ring)
+        assert following.caches() == [0] * n_after
+    assert [text.ids for text in texts] == expected
+    assert {text.reason for text in texts} == {"length"}
+
+
+def test_sequences_that_are_put_out_for_lack_of_memory_lose_nothing() -> None:
+    gpt = model_of(LLAMA)
+    prompts = [prompt(5, seed) for seed in range(3)]
+    params = SamplingParams(n_tokens=CONTEXT - 5, temperature=0.9, top_k=40, seed=3)
+    with ring_of(gpt, 2) as ring:
+        expected = [text.ids for text in ring.generate(prompts, params)]
+        limit = max(memory_of(ring, 0).needs(CONTEXT)) * 2
+    with ring_of(gpt, 2, memory=memory_of(ring, limit)) as ring:
+        n_freed = []
+        free = ring.stages[0].caches.free
+        ring.stages[0].caches.free = lambda seq_id: (n_freed.append(seq_id), free(seq_id))  # type: ignore
+        assert [text.ids for text in ring.generate(prompts, params)] == expected
+    assert len(n_freed) > 3, "nobody was put out: the test shows nothing"
 
 
 def test_a_sequence_cancelled_before_it_began_leaves_nothing() -> None:
     with ring_of(model_of(LLAMA), 2) as ring:
         text = ring.submit(prompt(100, 0), GREEDY)
-        ring.engine.cancel(text.seq_id)  # type: ignore[attr-defined]
-        ring.engine.run()
+        text.cancel()
+        ring.run()
         assert text.reason == "cancelled" and text.n_events == 1
         assert ring.caches() == [0, 0]
 
@@ -211,7 +339,7 @@ def test_eos_stop_sequences_and_length_end_a_sequence(n_nodes: int) -> None:
             prompt(5, 0), SamplingParams(n_tokens=30, temperature=0, stop_sequences=((1, 2, 3), stop))
         )
         one = ring.submit(prompt(5, 0), SamplingParams(n_tokens=1, temperature=0))
-        ring.engine.run()
+        ring.run()
         assert ring.caches() == [0] * n_nodes
     assert (eos.reason, eos.ids) == ("eos", ids[:cut])
     assert (stopped.reason, stopped.ids) == ("stop", ids[: cut - 2])
@@ -246,13 +374,16 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_by_name_everywhere(n_nodes:
         assert ring.nodes is not None
         nodes = ring.nodes
 
-        def on_token(_: Event) -> None:
-            if len(text.ids) == 4:
+        def on_token() -> None:
+            seen.append(1)
+            if len(seen) == 4:
                 nodes.kill(victim)
+
+        seen: list[int] = []
 
         text = ring.submit(prompt(5, 0), SamplingParams(n_tokens=100, temperature=0), then=on_token)
         with pytest.raises(NodeLostError, match="is lost") as caught:
-            ring.engine.run()
+            ring.run()
         assert caught.value.node == f"secondary{victim - 1}"
         assert 4 <= len(text.ids) < 100 and text.reason is None
         ring.ring.close()
@@ -266,7 +397,7 @@ def test_a_stage_that_fails_is_named_with_its_reason() -> None:
         ring.stages[1].prepare(20, ring.stages[1].cos.device, ring.stages[1].cos.dtype)
         ring.submit(prompt(15, 0), SamplingParams(n_tokens=30, temperature=0))
         with pytest.raises(NodeLostError, match="secondary0 is lost: it failed: .*sequences of this run end at 20"):
-            ring.engine.run()
+            ring.run()
     assert isinstance(ring.endings[2], NodeLostError)
 
 
@@ -276,13 +407,13 @@ def test_a_failure_while_the_starter_computes_is_not_taken_for_a_stop() -> None:
         assert ring.nodes is not None
         nodes = ring.nodes
 
-        def on_token(_: Event) -> None:
+        def on_token() -> None:
             nodes.kill(1)
             assert nodes.rings[0].wait_end(DEADLINE_S)
 
         ring.submit(prompt(5, 0), GREEDY, then=on_token)
         with pytest.raises(NodeLostError, match="secondary0 is lost"):
-            ring.engine.run()
+            ring.run()
 
 
 def test_a_ring_that_is_stopped_from_outside_says_so() -> None:
@@ -290,13 +421,13 @@ def test_a_ring_that_is_stopped_from_outside_says_so() -> None:
         assert ring.nodes is not None
         nodes = ring.nodes
 
-        def on_token(_: Event) -> None:
+        def on_token() -> None:
             nodes.rings[1].stop("someone asked")
             assert nodes.rings[0].wait_end(DEADLINE_S)
 
         ring.submit(prompt(5, 0), GREEDY, then=on_token)
         with pytest.raises(EngineError, match="stopped before its sequences were finished"):
-            ring.engine.run()
+            ring.run()
 
 
 def test_runs_one_after_the_other_on_the_same_ring() -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, seats_of
-from mdi.errors import NodeLostError, RingError
+from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net import ring as ring_module
@@ -84,7 +84,7 @@ def test_wake_ends_one_wait_and_takes_no_place() -> None:
     with nodes(2) as n:
         for _ in range(10):
             n.rings[0].wake()
-        assert n.rings[0].recv(DEADLINE_S) is None and not n.rings[0].ended
+        assert n.rings[0].recv(DEADLINE_S) is None
         assert n.rings[0].recv(0.01) is None
 
 
@@ -96,11 +96,12 @@ def test_the_ring_of_one_node() -> None:
     ring.send(frame)  # would wait for ever if the wakes took its place
     assert ring.recv() is frame
     ring.release(frame)
-    assert ring.n_frames == 1 and not ring.ended
+    assert ring.n_frames == 1
     ring.wake()
     assert ring.recv(DEADLINE_S) is None
     ring.stop("over")
-    assert ring.ended and ring.recv() is None
+    with pytest.raises(RingEndedError):
+        ring.recv()
     ring.close()
 
 
@@ -112,7 +113,8 @@ def test_stop_ends_every_node_though_no_engine_takes_a_frame(n_nodes: int) -> No
         n.rings[0].stop("the run is over")
         for ring in n.rings:
             assert ring.wait_end(DEADLINE_S)
-            assert ring.recv() is None and ring.ended
+            with pytest.raises(RingEndedError):
+                ring.recv()
             ring.send(batch(n.epoch))  # does nothing
 
 
@@ -218,7 +220,7 @@ def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
                 sock.sendall(data)
         n.rings[0].send(batch(n.epoch, 3))
         assert received(n.rings[1]).number == 3
-        assert not any(ring.ended for ring in n.rings)
+        assert not any(ring.wait_end(0) for ring in n.rings)
 
 
 def test_a_send_that_fails_is_reported_when_nobody_else_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mdi.detokenize import TextStream
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.node.sample import Sample
@@ -28,19 +29,18 @@ def generated(text: str, stop_ids: tuple[str, ...] = (), stop: tuple[str, ...] =
     """The sample of a model that writes `text`, and what its reader was shown after each token."""
     shown: list[str] = []
     scheduler = Scheduler(1)
-    sample = Sample(0, ">", [62], Letters(), stop, 0.0, lambda _, piece: shown.append(piece))  # type: ignore[arg-type]
+    stream = TextStream(Letters(), stop)  # type: ignore[arg-type]
+    sample = Sample(0, ">", [62], stream, 0.0, lambda _, piece: shown.append(piece))
     stops = tuple(tuple(map(ord, one)) for one in stop_ids)
     scheduler.submit(Sequence(1, (62,), SamplingParams(n_tokens=len(text), stop_sequences=stops), 1000))
-    cancelled: list[str] = []
-    sample.cancel = cancelled.append
 
     def events(letter: str) -> Iterator[str]:
         plan = scheduler.schedule()
         assert plan is not None
-        for event in scheduler.update(plan.number, {1: ord(letter)}):
-            sample.take(event, 0.0)
-        while cancelled and (event := scheduler.cancel(1, cancelled.pop())) is not None:
-            sample.take(event, 0.0)
+        for event in scheduler.update(plan.number, {1: [ord(letter)]}):
+            sample.take(event)
+        if stream.is_stopped and (event := scheduler.cancel(1, "stop")) is not None:  # as the engine does
+            sample.take(event)
         yield "".join(shown)
 
     seen = []

@@ -18,14 +18,16 @@ import mdi.node.preparation
 import mdi.node.resources
 import mdi.node.setup
 from mdi.cli import launch
+from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
-from mdi.model.stage import Stage
+from mdi.model.stage import Stage, StarterStage
 from mdi.node.holding import Holding
 from mdi.node.preparation import Preparation
+from mdi.node.sample import Sample, SampleReader
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
-from tiny_checkpoint import reference
+from tiny_checkpoint import encode, reference
 
 Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 
@@ -87,7 +89,70 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
     with pytest.raises(EngineError, match="not finite.*--dtype float32"):
         generate(starter)
     starter.close()
-    wait_state(secondary, "READY")
+    assert "not finite" in wait_state(secondary, "IDLE")["error"], "the others are told why"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit])
+def test_whatever_ends_the_engine_ends_every_wait(
+    ring: Ring,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    def head(self: StarterStage, x: torch.Tensor) -> torch.Tensor:
+        raise error("no more of it")
+
+    monkeypatch.setattr(StarterStage, "head", head)
+    starter, secondary = ring()
+    starter.open()
+    starter.prepare(60)
+    starter.start()
+    reader = SampleReader()
+    params = SamplingParams(6, temperature=0)
+    mine, other = (starter.submit("The ring", encode("The ring"), params, reader=r) for r in (None, reader))
+    with pytest.raises(EngineError, match=f"starter failed: {error.__name__}: no more of it"):
+        starter.generate()
+    reader.read()
+    assert (mine.finish_reason, other.finish_reason, mine.is_over, other.is_over) == (None, None, True, True)
+    assert starter.failed
+    with pytest.raises(EngineError):
+        starter.submit("The ring", encode("The ring"), params)
+    assert "no more of it" in wait_state(secondary, "IDLE")["error"], "nobody waits for a computation that has ended"
+
+
+def test_a_reader_that_raises_costs_nobody_else_anything(ring: Ring) -> None:  # noqa: F811
+    def show(_: Sample, text: str) -> None:
+        raise BrokenPipeError("nobody reads this")
+
+    starter, _ = ring()
+    starter.open()
+    starter.prepare(60)
+    starter.start()
+    params = SamplingParams(6, temperature=0)
+    with SampleReader() as reader:
+        broken = starter.submit("The ring", encode("The ring"), params, on_text=show, reader=reader)
+        with pytest.raises(BrokenPipeError):
+            reader.read()
+    whole = starter.submit("The ring", encode("The ring"), params)
+    starter.generate()
+    assert whole.token_ids == list(reference("The ring", 6)) and len(broken.token_ids) < 6
+    starter.end()
+
+
+def test_a_stop_string_ends_a_sample_where_the_engine_stops_computing(ring: Ring) -> None:  # noqa: F811
+    starter, _ = ring()
+    starter.open()
+    starter.prepare(60)
+    starter.start()
+    params = SamplingParams(12, temperature=0)
+    whole = starter.submit("The ring", encode("The ring"), params)
+    starter.generate()
+    assert len(whole.text) > 4
+    stop = whole.text[2:4]
+    cut = starter.submit("The ring", encode("The ring"), params, [stop])
+    starter.generate()
+    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < 12
+    starter.end()
 
 
 def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

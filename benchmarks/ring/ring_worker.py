@@ -27,8 +27,8 @@ import torch
 import mdi.node.starter
 from mdi import cli_starter
 from mdi.checkpoint.chunks import find_chunk
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter import StarterEngine
 from mdi.node.device import set_threads
 from mdi.node.local import LocalRing
 from mdi.node.starter import StarterNode
@@ -60,7 +60,7 @@ class RingSystem:
     def __init__(self, options: dict[str, Any]) -> None:
         ckpt, n_nodes = Path(options["ckpt"]), options["nodes"]
         if options.get("old_style"):
-            mdi.node.starter.StarterEngine = partial(StarterEngine, decode_rows=1)  # type: ignore
+            mdi.node.starter.Scheduler = partial(Scheduler, decode_rows=1)  # type: ignore
         self._quotas = Quotas()
         self._node: StarterNode | None = None
         # A ring of one node must not get both cores.

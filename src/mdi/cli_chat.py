@@ -14,7 +14,6 @@ import argparse
 import os
 import select
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,24 +63,13 @@ def run(args: argparse.Namespace) -> int:
         node.place(1, args.sequence_length or CONTEXT_LIMIT)
         node.prepare(args.sequence_length or CONTEXT_LIMIT)
         node.start()
-        engine = threading.Thread(target=_drive, args=(node,), name="engine", daemon=True)
-        engine.start()
-        try:
-            _talk(node, params, args.stop)
-        finally:
-            node.engine.close()
-            engine.join(10)
+        _talk(node, params, args.stop)
         node.raise_failure()
         node.end(leave=args.stop_nodes)
     finally:
         ignore_interrupts()
         node.close()
     return 0
-
-
-def _drive(node: StarterNode) -> None:
-    """The engine's thread: it waits for samples, and hands what breaks it to whoever waits for one."""
-    node.serve()
 
 
 def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
@@ -104,8 +92,8 @@ def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
 
 
 def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
-    """Stream one answer; its text."""
-    from mdi.errors import UsageError
+    """Stream one answer; its text. Raises MdiError if the ring broke."""
+    from mdi.errors import MdiError, UsageError
 
     ids = _fit(node, history, question, params.n_tokens)
     if ids is None:
@@ -124,13 +112,13 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
         show_error(e)
         return ""
     try:
-        while not sample.ended.wait(0.5) and not node.failed:
-            pass
+        node.generate()
     except KeyboardInterrupt:
-        sample.cancel("cancelled")
-        sample.ended.wait(5)
-    if node.failed:
+        sample.cancel()
+        node.generate()
+    except MdiError:
         print()
+        raise
     return sample.text
 
 

@@ -106,3 +106,33 @@ class StopMatcher:
         """The beginning of a stop string that was held back and did not become one."""
         rest, self._held = self._held, ""
         return rest
+
+
+class TextStream:
+    """The text of one sample, from ids that come one by one, up to a stop string.
+
+    Args:
+        stop: strings that end the text and are not part of it.
+
+    Attributes:
+        is_stopped: whether one has been met; nothing comes after it.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
+        self._detokenizer = Detokenizer(codec, continues=codec.prompt_style is None)
+        self._matcher = StopMatcher(stop)
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """Take the next id; returns the text that is now safe to show."""
+        return self._match(self._detokenizer.push([token]))
+
+    def flush(self) -> str:
+        """The rest, because no more ids come."""
+        text = self._match(self._detokenizer.flush())
+        return text if self.is_stopped else text + self._matcher.flush()
+
+    def _match(self, text: str) -> str:
+        shown, self.is_stopped = self._matcher.push(text)
+        return shown

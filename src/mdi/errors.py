@@ -9,6 +9,7 @@
     |-- WireError             bytes on a ring link that are no frame of ours
     |-- RingError             the ring could not be formed, or a link of it was lost
     |   `-- NodeLostError     ... and we know which node it was
+    |-- RingEndedError        the ring was ended in good order, here or by another node
     |-- ControlError          an HTTP exchange between two nodes
     |-- KernelError           our own kernels cannot be had: no compiler, or it does not work
     `-- EngineError           the generation loop, e.g. a slice for a cache that is gone
@@ -70,6 +71,10 @@ class NodeLostError(RingError):
     def __init__(self, node: str, message: str) -> None:
         super().__init__(message)
         self.node = node
+
+
+class RingEndedError(MdiError):
+    """The ring was ended in good order: nothing comes any more, and nothing is wrong."""
 
 
 class ControlError(MdiError):

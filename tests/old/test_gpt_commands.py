@@ -182,7 +182,7 @@ def test_three_nodes_take_turns_with_whole_texts() -> None:
         for part in plan.slices:
             assert part.start == 0 and part.n_logits == 1 and part.n_rows == len(part.ids)
             sent.append((part.seq_id, part.n_rows))
-        scheduler.update(plan.number, {part.seq_id: 7 for part in plan.slices})
+        scheduler.update(plan.number, {part.seq_id: [7] for part in plan.slices})
         if (following := scheduler.schedule()) is not None:
             plans.append(following)
     assert sent == [(0, 3), (1, CONTEXT), (2, 1), (0, 4), (1, CONTEXT), (2, 2)]

@@ -41,9 +41,9 @@ class CacheMemory:
         """Bytes on each node that a sequence of `length` positions takes at most."""
         return tuple(node.n_bytes(length) for node in self.nodes)
 
-    def admits(self, used: Sequence[int], more: Sequence[int]) -> bool:
-        """Whether `more` fits on every node beside what is `used`."""
-        return all(u + m <= node.limit_bytes for u, m, node in zip(used, more, self.nodes, strict=True))
+    def holds(self, n_bytes: Sequence[int]) -> bool:
+        """Whether every node can hold its share of `n_bytes`."""
+        return all(n <= node.limit_bytes for n, node in zip(n_bytes, self.nodes, strict=True))
 
     def refusal(self, length: int) -> str | None:
         """Why a sequence of `length` positions can never enter; None if it can."""

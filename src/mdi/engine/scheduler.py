@@ -14,8 +14,9 @@ compares both with the times that were measured (`mdi.partition.plan`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from mdi.engine.memory import CacheMemory
 from mdi.engine.sequence import Sequence
@@ -23,17 +24,19 @@ from mdi.errors import EngineError
 from mdi.model.room import CHUNK_ROWS as CHUNK_ROWS
 
 DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
+AHEAD_POSITIONS = 64  # by so much all sequences can grow after one was let in, before one has to be put out
 
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """Rows of one sequence that go into a frame; see net.wire.Slice."""
+    """Rows of one sequence that go into a frame; see net.wire.Slice. `life` is that of the sequence."""
 
     seq_id: int
     start: int
     n_rows: int
     n_logits: int
     ids: tuple[int, ...]
+    life: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,44 +54,49 @@ class Event:
 
     Attributes:
         tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
+        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or what it was ended with.
+        time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
     """
 
     seq_id: int
     tokens: tuple[int, ...]
     finish_reason: str | None
+    time_s: float = field(default=0.0, compare=False)
 
 
 class Scheduler:
     """Spreads sequences over frames.
 
+    Caches are reckoned with as they are used. A sequence enters if all that run, and it, have memory for AHEAD_POSITIONS
+    more tokens; when what they use has grown beyond what a node holds, the one that came last is put out: its caches are
+    freed, and it waits, before all others, to be let in again as a prompt of all its tokens. So those that run are always the
+    first that came, the first of all is never put out, and nobody starves.
+
     Args:
         n_frames: frames in flight at most; the number of nodes, or more where transfers take long (see the module).
         chunk_rows: prompt rows that one frame takes at most.
-        memory: what the nodes can hold; None is unlimited. A sequence enters only if all that it can reach fits beside all
-            that the others can reach.
+        memory: what the nodes can hold; None is unlimited.
         decode_rows: decoding sequences in a frame at most.
     """
 
     def __init__(
         self,
-        n_frames: int,
+        n_frames: int = 1,
         chunk_rows: int = CHUNK_ROWS,
         memory: CacheMemory | None = None,
         decode_rows: int = DECODE_ROWS,
     ) -> None:
-        self.n_frames = n_frames
         self.chunk_rows = chunk_rows
-        self.memory = memory
         self.decode_rows = decode_rows
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
         self._running: dict[int, Sequence] = {}
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
         self._prefilling: deque[Sequence] = deque()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
-        self._needs: dict[int, tuple[int, ...]] = {}  # of each admitted sequence, bytes on each node
-        self._reserved = [0] * (0 if memory is None else len(memory.nodes))  # their sums
+        self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
         self._number = 0
+        self._take_ring(n_frames, memory)
 
     @property
     def n_in_flight(self) -> int:
@@ -102,6 +110,11 @@ class Scheduler:
     def n_running(self) -> int:
         return len(self._running)
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Bytes of cache on each node that the running sequences take; () without a limit."""
+        return tuple(self._total)
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; it enters as soon as there is cache memory for it."""
         self._waiting.append(sequence)
@@ -109,11 +122,6 @@ class Scheduler:
     def refusal(self, sequence: Sequence) -> str | None:
         """Why the sequence could not be admitted even if it were alone; None if it could."""
         return None if self.memory is None else self.memory.refusal(sequence.n_positions)
-
-    @property
-    def reserved(self) -> tuple[int, ...]:
-        """Bytes on each node that the admitted sequences can come to need; () without a limit."""
-        return tuple(self._reserved)
 
     def cancel(self, seq_id: int, reason: str = "cancelled") -> Event | None:
         """End a sequence now; None if it has ended already."""
@@ -125,16 +133,35 @@ class Scheduler:
         if running is None:
             return None
         tokens = running.end(reason)
-        for queue in (self._ready, self._prefilling):
-            if running in queue:
-                queue.remove(running)
-        self._retire(running)
+        self._leave(running)
         return Event(seq_id, tokens, reason)
+
+    def rewind(self, n_frames: int, memory: CacheMemory | None) -> list[Event]:
+        """Go on over another ring, whose nodes have no caches: all that run begin again, each with all its tokens.
+
+        What the old ring had in flight is forgotten; frames are counted on, so that one that still comes is not taken for
+        one of the new ring.
+
+        Returns:
+            the ends of the sequences that the new ring could not hold even one by one, with the reason "memory".
+        """
+        self._in_flight.clear()
+        for sequence in self._running.values():
+            sequence.rewind()
+        self._prefilling = deque(self._running.values())
+        self._ready.clear()
+        self._take_ring(n_frames, memory)
+        every = [*self._running.values(), *self._waiting]
+        ended = [self.cancel(one.seq_id, "memory") for one in every if self.refusal(one) is not None]
+        self._freed.clear()
+        return [event for event in ended if event is not None]
 
     def schedule(self) -> Plan | None:
         """The next frame, or None if enough are in flight or nothing is ready."""
         if self.n_in_flight >= self.n_frames:
             return None
+        while self.memory is not None and not self.memory.holds(self._total):
+            self._preempt(next(reversed(self._running.values())))
         self._admit()
         slices = self._decode_slices() + self._prefill_slices()
         if not slices and not (self._freed and not self._in_flight):
@@ -145,12 +172,12 @@ class Scheduler:
         self._in_flight.append(plan)
         return plan
 
-    def update(self, number: int, tokens: Mapping[int, int]) -> list[Event]:
+    def update(self, number: int, tokens: Mapping[int, Iterable[int]]) -> list[Event]:
         """Take the tokens that were sampled from a returned frame.
 
         Args:
             number: of the frame; frames return in the order in which they left.
-            tokens: new token by seq_id, for each slice that wanted logits.
+            tokens: new tokens by seq_id, for each slice that wanted logits: at least one, at most as many as its logits.
 
         Raises:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
@@ -163,38 +190,75 @@ class Scheduler:
             raise EngineError(f"frame {number} came back with the rows of other sequences than it left with")
         events = []
         for part in plan.slices:
-            sequence = self._running.get(part.seq_id)
-            if sequence is None or not part.n_logits:
-                continue  # cancelled meanwhile, or the middle of a prompt
-            new = sequence.append(tokens[part.seq_id])
+            if not part.n_logits or not self._is_current(part):
+                continue  # the middle of a prompt; or cancelled or put out meanwhile
+            sequence = self._running[part.seq_id]
+            new = sequence.extend(tokens[part.seq_id])
             if new or sequence.finish_reason:
                 events.append(Event(part.seq_id, new, sequence.finish_reason))
             if sequence.finish_reason:
-                self._retire(sequence)
+                self._leave(sequence)
             else:
+                self._use(sequence)
                 self._ready.append(sequence)
         return events
+
+    def _take_ring(self, n_frames: int, memory: CacheMemory | None) -> None:
+        self.n_frames = n_frames
+        self.memory = memory
+        self._total = [0] * (0 if memory is None else len(memory.nodes))  # the sums of `_used`
+        self._needs = _no_bytes if memory is None else lru_cache(1 << 16)(memory.needs)
+        self._used.clear()
+        for sequence in self._running.values():
+            self._use(sequence)
 
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            needs = () if self.memory is None else self.memory.needs(sequence.n_positions)
-            if self.memory is not None and not self.memory.admits(self._reserved, needs):
-                return  # first come, first served: nobody overtakes, so nobody starves
+            if self.memory is not None and not self.memory.holds(self._ahead([*self._running.values(), sequence])):
+                return  # first come, first served: nobody overtakes
             self._waiting.popleft()
-            self._reserve(needs)
-            self._needs[sequence.seq_id] = needs
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
+            self._use(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _ahead(self, sequences: list[Sequence]) -> list[int]:
+        """Bytes on each node that these take when all of them have grown by AHEAD_POSITIONS, or to their ends."""
+        needs = [self._needs(min(one.n_cached + AHEAD_POSITIONS, one.n_positions)) for one in sequences]
+        return [sum(node) for node in zip(*needs, strict=True)]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
+        self._leave(sequence)
+        sequence.rewind()
+        self._waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It runs no more; its caches are freed with the next frame."""
+        for queue in (self._ready, self._prefilling):
+            if sequence in queue:
+                queue.remove(sequence)
         del self._running[sequence.seq_id]
-        self._reserve(tuple(-n for n in self._needs.pop(sequence.seq_id)))
+        self._add(self._used.pop(sequence.seq_id), -1)
         self._freed.append(sequence.seq_id)
 
-    def _reserve(self, needs: tuple[int, ...]) -> None:
-        for node, n_bytes in enumerate(needs):
-            self._reserved[node] += n_bytes
+    def _use(self, sequence: Sequence) -> None:
+        """Reckon with all tokens that are known: they are sent before anything else can come of the sequence."""
+        before, now = self._used.get(sequence.seq_id), self._needs(sequence.n_cached)
+        if before != now:
+            if before is not None:
+                self._add(before, -1)
+            self._add(now, 1)
+            self._used[sequence.seq_id] = now
+
+    def _add(self, n_bytes: tuple[int, ...], sign: int) -> None:
+        for node, n in enumerate(n_bytes):
+            self._total[node] += sign * n
+
+    def _is_current(self, part: PlannedSlice) -> bool:
+        """Whether the sequence still runs, and with the caches that this slice was meant for."""
+        sequence = self._running.get(part.seq_id)
+        return sequence is not None and sequence.life == part.life
 
     def _decode_slices(self) -> list[PlannedSlice]:
         share = self._share()
@@ -224,7 +288,7 @@ class Scheduler:
 
     def _n_returning(self, plan: Plan) -> int:
         """Sequences of a frame that go on when it is back."""
-        return sum(part.n_logits > 0 and part.seq_id in self._running for part in plan.slices)
+        return sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices)
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         slices: list[PlannedSlice] = []
@@ -242,4 +306,9 @@ class Scheduler:
         start = sequence.n_sent
         sequence.n_sent += n_rows
         ids = tuple(sequence.ids[start : start + n_rows])
-        return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids)
+        return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)
+
+
+def _no_bytes(length: int) -> tuple[int, ...]:
+    """What a sequence takes of a memory without limits."""
+    return ()

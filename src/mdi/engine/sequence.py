@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mdi.errors import UsageError
@@ -40,7 +41,7 @@ class SamplingParams:
             raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}")
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """State of one sequence on the starter.
 
@@ -48,6 +49,7 @@ class Sequence:
         ids: prompt and generated tokens so far.
         n_sent: positions whose rows have gone into the ring.
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
+        life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
     """
 
@@ -58,6 +60,7 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     n_sent: int = 0
     n_held: int = 0
+    life: int = 0
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -78,12 +81,32 @@ class Sequence:
 
     @property
     def in_prefill(self) -> bool:
-        return self.n_sent < self.n_prompt
+        """Whether rows of tokens that are known are still to be sent; a rewound text is a prompt as a whole."""
+        return self.n_sent < len(self.ids)
 
     @property
     def n_positions(self) -> int:
         """Cache positions that it can come to need: the last token is never sent."""
         return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
+
+    @property
+    def n_cached(self) -> int:
+        """Cache positions that it takes once all tokens that are known have been sent."""
+        return min(len(self.ids), self.n_positions)
+
+    def rewind(self) -> None:
+        """Its caches are gone: from now on it is a prompt of all its tokens so far."""
+        self.n_sent = 0
+        self.life += 1
+
+    def extend(self, tokens: Iterable[int]) -> tuple[int, ...]:
+        """Take new tokens, up to the one that ends the sequence; those that are now part of the text."""
+        new: list[int] = []
+        for token in tokens:
+            if self.finish_reason is None:
+                new.extend(self.append(token))
+        self.n_sent = min(self.n_sent, len(self.ids) - 1)  # rows beyond the last token were guesses
+        return tuple(new)
 
     def append(self, token: int) -> tuple[int, ...]:
         """Take a new token. Sets `finish_reason` when this ends the sequence.

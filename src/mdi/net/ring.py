@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Protocol
 
-from mdi.errors import NodeLostError, RingError
+from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.channel import Channel
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, SILENCE_S, Allocate, ReceiveLink, SendLink
@@ -63,16 +63,26 @@ class Seat:
 
 
 class Ring(Protocol):
-    """What the engine loops need of a ring."""
+    """What the engine loops need of a ring. `capacity` is how many frames it holds: no more may be in flight."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def n_nodes(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
 
     def send(self, frame: Frame) -> None:
-        """Hand a frame to the next node; does nothing once the ring is broken (recv tells)."""
+        """Hand a frame to the next node; does nothing once the ring is over (recv tells)."""
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
-        """The next frame; None when the run was stopped, or after `timeout_s` (see `ended`).
+        """The next frame; None after `wake`, or after `timeout_s`.
 
         Raises:
-            NodeLostError, RingError: the ring broke.
+            RingEndedError: the ring was ended in good order.
+            NodeLostError, RingError: it broke.
         """
 
     def release(self, frame: Frame) -> None:
@@ -81,15 +91,14 @@ class Ring(Protocol):
     def wake(self) -> None:
         """Let a waiting recv() return None once."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over: stopped or broken."""
-
 
 class LoopbackRing:
     """The ring of a single node: what it sends comes back, by reference. `capacity`: frames in flight at most."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.n_nodes = 1
+        self.capacity = capacity
         self.inbox: Channel[Frame] = Channel(capacity + 1)
         self.send_s = 0.0
         self.bytes_sent = 0
@@ -100,7 +109,10 @@ class LoopbackRing:
         self.inbox.put(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
-        return self.inbox.get(timeout_s)
+        frame = self.inbox.get(timeout_s)
+        if frame is None and self.inbox.closed:
+            raise RingEndedError("the ring was ended")
+        return frame
 
     def release(self, frame: Frame) -> None:
         pass  # the payload belongs to a tensor
@@ -117,10 +129,6 @@ class LoopbackRing:
     def close(self) -> None:
         self.inbox.close()
 
-    @property
-    def ended(self) -> bool:
-        return self.inbox.closed
-
 
 class TcpRing:
     """The two links of a node among others, and what happens when one of them ends."""
@@ -135,6 +143,7 @@ class TcpRing:
         allocate: Allocate | None = None,
     ) -> None:
         self._seat = seat
+        self.capacity = capacity
         self._fault: Fault | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -156,16 +165,20 @@ class TcpRing:
         return self._out.n_frames
 
     @property
-    def ended(self) -> bool:
-        return self._over.is_set()
+    def epoch(self) -> int:
+        return self._seat.epoch
+
+    @property
+    def n_nodes(self) -> int:
+        return self._seat.n_nodes
 
     def send(self, frame: Frame) -> None:
         self._out.put(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
         frame = self.inbox.get(timeout_s)
-        if frame is None and self._over.is_set() and self._fault is not None:
-            raise _error_of(self._fault)
+        if frame is None and self._over.is_set():
+            raise RingEndedError("the ring was ended") if self._fault is None else _error_of(self._fault)
         return frame
 
     def release(self, frame: Frame) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
-from mdi.detokenize import Detokenizer, StopMatcher
+from mdi.detokenize import TextStream
+from mdi.engine.requests import FAILED, Events, Request, wait_for_event
 from mdi.engine.scheduler import Event
 from mdi.metrics import SampleMetrics
-from mdi.text import TextCodec
 
 OnText = Callable[["Sample", str], None]
 
@@ -17,14 +18,18 @@ class Sample:
     """Collects the events of one sequence.
 
     Args:
-        codec: turns ids into text.
-        stop: strings that end the text and are not part of it.
+        stream: makes text of its ids.
         begin: time.perf_counter() when the run was ready.
-        on_text: called with each piece of text that is final; with "" when the sample has ended.
+        on_text: called by the reader's thread with each piece of text that is final; with "" when the sample has ended.
+
+    Attributes:
+        request: set once it has been submitted.
+        finish_reason: None until it has ended, and when it could not be finished.
+        is_over: whether its last event has been taken.
     """
 
     def __init__(
-        self, index: int, prompt: str, prompt_ids: Sequence[int], codec: TextCodec, stop: Sequence[str], begin: float,
+        self, index: int, prompt: str, prompt_ids: Sequence[int], stream: TextStream, begin: float,
         on_text: OnText | None = None,
     ) -> None:  # fmt: skip
         self.index = index
@@ -33,54 +38,75 @@ class Sample:
         self.token_ids: list[int] = []
         self.token_times_s: list[float] = []
         self.finish_reason: str | None = None
-        self.cancel: Callable[[str], None] = lambda reason: None
-        self.ended = threading.Event()
+        self.request: Request | None = None
+        self.is_over = False
+        self._stream = stream
         self._begin = begin
         self._on_text = on_text
-        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
-        self._detokenizer = Detokenizer(codec, continues=codec.prompt_style is None)
-        self._matcher = StopMatcher(stop)
         self._pieces: list[str] = []
-        self._stop_met = False
 
     @property
     def text(self) -> str:
         return "".join(self._pieces)
 
-    def take(self, event: Event, now: float) -> None:
-        """The engine's callback."""
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Have it ended soon."""
+        if self.request is not None:
+            self.request.cancel(reason)
+
+    def take(self, event: Event) -> None:
         for token in event.tokens:
-            if self._stop_met:
-                break
+            if self._stream.is_stopped:
+                break  # the engine stops at the same token; what was computed beside it is not shown
             self.token_ids.append(token)
-            self.token_times_s.append(now - self._begin)
-            self._show(self._detokenizer.push([token]))
+            self.token_times_s.append(event.time_s - self._begin)
+            self._show(self._stream.push(token))
         if event.finish_reason is not None:
-            self._end("stop" if self._stop_met else event.finish_reason)
-        elif self._stop_met:
-            self.cancel("stop")
+            self._show(self._stream.flush())
+            reason = "stop" if self._stream.is_stopped else event.finish_reason
+            self.finish_reason = None if reason == FAILED else reason
+            self.is_over = True
+            if self._on_text is not None:
+                self._on_text(self, "")
 
     def _show(self, text: str) -> None:
-        shown, self._stop_met = self._matcher.push(text)
-        self._pieces.append(shown)
-        if shown and self._on_text is not None:
-            self._on_text(self, shown)
-
-    def _end(self, reason: str) -> None:
-        if not self._stop_met:
-            self._show(self._detokenizer.flush())
-        if not self._stop_met:
-            rest = self._matcher.flush()
-            self._pieces.append(rest)
-            if rest and self._on_text is not None:
-                self._on_text(self, rest)
-        self.finish_reason = "stop" if self._stop_met else reason
-        if self._on_text is not None:
-            self._on_text(self, "")
-        self.ended.set()
+        self._pieces.append(text)
+        if text and self._on_text is not None:
+            self._on_text(self, text)
 
     def metrics(self) -> SampleMetrics:
         """What is known by now, of an unfinished sample too."""
         return SampleMetrics.from_times(
             self.prompt, self.text, self.token_ids, self.prompt_ids, self.finish_reason, self.token_times_s
         )
+
+
+class SampleReader:
+    """Reads any number of samples in one thread, each piece as it comes. Left early, it cancels those that go on."""
+
+    def __init__(self) -> None:
+        self.events: Events = queue.SimpleQueue()
+        self._samples: dict[int, Sample] = {}  # those that go on, by seq_id
+
+    def add(self, sample: Sample, request: Request) -> None:
+        """A sample whose request puts its events into `events`; from the thread that reads."""
+        sample.request = request
+        self._samples[request.seq_id] = sample
+
+    def read(self) -> None:
+        """Return when all samples have ended. What one's `on_text` raises passes through; reading can go on after it."""
+        while self._samples:
+            event = wait_for_event(self.events)
+            sample = self._samples[event.seq_id]
+            if event.finish_reason is not None:
+                del self._samples[event.seq_id]
+            sample.take(event)
+
+    def __enter__(self) -> SampleReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sample in self._samples.values():
+            sample.cancel()

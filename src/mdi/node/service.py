@@ -134,7 +134,7 @@ class Service:
 
     def _compute(self, stage: Stage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
         is_last = seat.index == seat.n_nodes - 1
-        loop = SecondaryLoop(stage, ring, seat.epoch, is_last, computing.device, computing.dtype, seat.wire)
+        loop = SecondaryLoop(stage, ring, is_last, computing.device, computing.dtype, seat.wire)
         try:
             loop.run()
         except RingError:

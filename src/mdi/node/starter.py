@@ -1,11 +1,13 @@
 """The starter node: cuts the model, configures the secondaries, closes the ring and drives the generation.
 
 One `StarterNode` is one run: `open`, `prepare`, `start`, then `submit` and `generate` as often as one likes, `end`, `close`.
-A ring of one node goes the same way, only without ports.
+From `start` to `end` the engine runs in a thread of its own; texts are read by whoever asked for them. A ring of one node
+goes the same way, only without ports.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
@@ -18,12 +20,15 @@ from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.detokenize import TextStream
 from mdi.engine.memory import CacheMemory
+from mdi.engine.requests import Ends
 from mdi.engine.sampling import seed_of
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.engine.tensors import pinned_buffer
-from mdi.errors import ControlError, EngineError, MdiError, UsageError
+from mdi.errors import ControlError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format
 from mdi.net.handshake import close_starter_ring
@@ -31,12 +36,13 @@ from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.driver import EngineThread
 from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
 from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
 from mdi.node.preparation import Preparation
-from mdi.node.sample import OnText, Sample
+from mdi.node.sample import OnText, Sample, SampleReader
 from mdi.node.weights import StarterWeights
 from mdi.partition.methods import DEFAULT_METHOD
 
@@ -66,7 +72,9 @@ class StarterNode(StatusOnly):
         self._state = "IDLE"
         self.samples: list[Sample] = []
         self.secondary_metrics: list[dict[str, Any]] = []
-        self._failure: MdiError | None = None
+        self._indices = itertools.count()
+        self._reader = SampleReader()
+        self._driver: EngineThread | None = None
         self._memory: CacheMemory | None = None
         self._begin = 0.0
         self._end = 0.0
@@ -210,7 +218,7 @@ class StarterNode(StatusOnly):
                 "%d frames in flight over %d nodes (--frames N chooses; more hide transfers)", *(n_frames, n_nodes)
             )
         if self._listener is None or not self.cluster.secondaries:  # none there, or all left out
-            self._ring = LoopbackRing(n_frames)
+            self._ring = LoopbackRing(n_frames, self._epoch)
         else:
             first = self.cluster.secondaries[0]
             wire = self._options.wire_dtype
@@ -221,60 +229,65 @@ class StarterNode(StatusOnly):
             pinned = pinned_buffer if self._device.type == "cuda" else None
             self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
             logger.info("the ring is closed: %s", " -> ".join([*self.names, self.names[0]]))
-        scheduler = self._kind.scheduler(self.config, n_nodes)
+        scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
         self.engine = StarterEngine(
-            self._stage, self._ring, self._epoch, n_nodes, self.max_length, self._device, self._dtype,
-            memory=self._memory, n_frames=n_frames, wire=self._options.wire_dtype, scheduler=scheduler,
-        )  # fmt: skip
+            self._stage, scheduler, self.max_length, self._device, self._dtype, self._options.wire_dtype
+        )
         self._state = "RUNNING"
         self._begin = time.perf_counter()
+        self._driver = EngineThread(self.engine, self._ring, self.cluster.starter.name)
 
     def submit(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
-        on_text: OnText | None = None,
+        on_text: OnText | None = None, reader: SampleReader | None = None,
     ) -> Sample:  # fmt: skip
-        """Queue a sample; its own generator is seeded by params.seed and its number in this run."""
+        """Queue a sample; its own random numbers follow from params.seed and its number in this run. From any thread.
+
+        Args:
+            stop: strings that end the text and are not part of it.
+            reader: who reads it, in this thread; None leaves that to `generate`.
+
+        Raises:
+            UsageError: the prompt cannot be continued, or the nodes could never hold the text.
+            EngineError: the run is over.
+        """
         self.check_prompt(prompt_ids)
-        index = len(self.samples)
-        sample = Sample(index, prompt, prompt_ids, self.codec, stop, self._begin, on_text)
+        reader = self._reader if reader is None else reader
+        index = next(self._indices)
         params = replace(
             params,
             seed=seed_of(params.seed, index),
             eos_ids=self.codec.eos_ids,
             stop_sequences=tuple(tuple(s) for s in self.codec.stop_sequences),
         )
-        seq_id = self.engine.submit(prompt_ids, params, sample.take)
-        sample.cancel = lambda reason: self.engine.cancel(seq_id, reason)
+        sample = Sample(index, prompt, prompt_ids, TextStream(self.codec, stop), self._begin, on_text)
+        ends = _stops_at(TextStream(self.codec, stop)) if stop else None
+        reader.add(sample, self.engine.submit(prompt_ids, params, ends, reader.events))
         self.samples.append(sample)
         return sample
 
     def generate(self) -> None:
-        """Run until all submitted samples have ended; RingError if the ring breaks before."""
+        """Read all samples that were submitted without a reader, until they have ended.
+
+        Raises:
+            MdiError: what ended the engine before: a lost node, out of memory.
+        """
         try:
-            self.engine.run()
-        except MdiError:
-            raise
-        except Exception as e:  # out of memory, say: what the samples have reached is still to be told
-            raise EngineError(f"starter failed: {type(e).__name__}: {e}") from e
+            self._reader.read()
         finally:
             self._end = time.perf_counter()
-
-    def serve(self) -> None:
-        """Run until `engine.close()`, whatever comes in between; a failure is kept for `raise_failure`."""
-        try:
-            self.engine.run(until_idle=False)
-        except MdiError as e:
-            self._failure = e
+        self.raise_failure()
 
     @property
     def failed(self) -> bool:
-        return self._failure is not None
+        """Whether the engine has ended by an error: no text goes on, and none begins."""
+        return self._driver is not None and self._driver.failure is not None
 
     def raise_failure(self) -> None:
-        """Raise what ended `serve`, if it was an error."""
-        if self._failure is not None:
+        """Raise what ended the engine, if it was an error."""
+        if self._driver is not None and self._driver.failure is not None:
             self.mark_broken()
-            raise self._failure
+            raise self._driver.failure
 
     def end(self, leave: bool = False) -> None:
         """End the run on all nodes and collect what they measured.
@@ -283,6 +296,8 @@ class StarterNode(StatusOnly):
         """
         ring, self._ring = self._ring, None
         if ring is not None:
+            if self._driver is not None:
+                self._driver.close()
             ring.stop("the run is over")
             ring.close()
             self._own = (self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames)
@@ -342,3 +357,13 @@ class StarterNode(StatusOnly):
         own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)
         measured = self.secondary_metrics or [{}] * len(self._clients)
         return [own, *metrics_of(self.names[1:], blocks[1:], measured)]
+
+
+def _stops_at(stream: TextStream) -> Ends:
+    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it."""
+
+    def ends(token: int) -> bool:
+        stream.push(token)
+        return stream.is_stopped
+
+    return ends
