@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,8 @@ INSTRUCTION_SETS = (
 # Every result is the same to the bit on every machine: the compiler must not fuse a product and a sum by itself.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread")
 OPTIMIZED = ("-O3",)
+# A library that lacks something is refused when it is made, as Apple's linker does anyway, and not when it is loaded.
+_COMPLETE = () if sys.platform == "darwin" else ("-Wl,-z,defs",)
 SELFTEST = "selftest.cpp"
 _ISA_SOURCES = "isa_*.cpp"
 
@@ -129,9 +132,9 @@ def sources_hash(csrc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: Compiler, output: Path, csrc: Path, link_flags: Sequence[str] = ()) -> None:
+def compile_library(compiler: Compiler, output: Path, csrc: Path) -> None:
     """Compile the library and put it to `output`, in one step. Raises KernelError."""
-    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *link_flags))
+    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *_COMPLETE))
 
 
 def compile_selftest(
@@ -143,7 +146,7 @@ def compile_selftest(
 
 def sanitizing(names: str) -> tuple[str, ...]:
     """Flags for a program that ends at the first error of these (as -fsanitize takes them)."""
-    return ("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={names}", "-fno-sanitize-recover=all")
+    return ("-Og", "-g", "-fno-omit-frame-pointer", f"-fsanitize={names}", "-fno-sanitize-recover=all")
 
 
 def remove_remains(folder: Path) -> None:

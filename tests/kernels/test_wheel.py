@@ -15,7 +15,7 @@ import pytest
 from mdi.kernels import build
 from tiny_kernels import write_tiny_kernels
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CROSS = "aarch64-linux-gnu-g++"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux wheels")

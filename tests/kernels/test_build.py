@@ -16,7 +16,7 @@ from mdi.errors import KernelError, UsageError
 from mdi.kernels import build, library, place
 from tiny_kernels import write_tiny_kernels
 
-SRC = Path(__file__).resolve().parents[1] / "src"
+SRC = Path(__file__).resolve().parents[2] / "src"
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here"
@@ -185,6 +185,15 @@ def test_a_compiler_that_does_not_start(
 def test_the_first_error_of_the_compiler_is_told(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tiny / "stage.h").write_text("#error these are\n#error two errors\n")
     assert "these are" in _is_missing(caplog)
+    assert not list((tmp_path / "cache" / "kernels").glob("*.so"))
+
+
+@needs_compiler
+def test_a_library_that_lacks_something_is_not_made(tiny: Path, tmp_path: Path) -> None:
+    with (tiny / "api.cpp").open("a") as file:
+        file.write("int elsewhere(); API int mdi_more() { return elsewhere(); }\n")
+    with pytest.raises(KernelError):
+        place.compiled_library()
     assert not list((tmp_path / "cache" / "kernels").glob("*.so"))
 
 
