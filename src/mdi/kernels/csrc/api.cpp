@@ -37,13 +37,14 @@ MDI_API const char* mdi_instruction_sets(void) {
   return names.c_str();
 }
 
-// Contexts made from now on use the best set whose name begins so. Returns 0, or -1 if this machine has none.
+// Contexts made from now on use this set, or the best one whose name begins so. Returns 0, or -1 if this machine has none.
 MDI_API int mdi_force(const char* name) {
-  for (const InstructionSet* set : instruction_sets())
-    if (std::strncmp(set->name, name, std::strlen(name)) == 0) {
-      g_set = set;
-      return 0;
-    }
+  for (size_t length : {std::strlen(name) + 1, std::strlen(name)})
+    for (const InstructionSet* set : instruction_sets())
+      if (std::strncmp(set->name, name, length) == 0) {
+        g_set = set;
+        return 0;
+      }
   return -1;
 }
 

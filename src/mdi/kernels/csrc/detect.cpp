@@ -22,10 +22,16 @@ std::vector<const InstructionSet*> instruction_sets() {
       unsigned b71, c71, d71;
       __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71);
     }
-    const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    [[maybe_unused]] const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+#ifdef MDI_HAS_AVX512
     if ((b7 & avx512) == avx512 && (c7 & bit_AVX512VNNI) && system_saves(0xe6)) found.push_back(kAvx512);
+#endif
+#ifdef MDI_HAS_AVX2VNNI
     if ((b7 & bit_AVX2) && (a71 & (1u << 4))) found.push_back(kAvx2Vnni);
+#endif
+#ifdef MDI_HAS_AVX2
     if (b7 & bit_AVX2) found.push_back(kAvx2);
+#endif
   }
   found.push_back(kPlain);
   return found;
@@ -38,13 +44,17 @@ std::vector<const InstructionSet*> instruction_sets() {
 
 std::vector<const InstructionSet*> instruction_sets() {
   std::vector<const InstructionSet*> found;
+#ifdef MDI_HAS_NEON_DOT
 #if defined(__linux__)
   const unsigned long has_dot_product = 1ul << 20;  // HWCAP_ASIMDDP
   if (getauxval(AT_HWCAP) & has_dot_product) found.push_back(kNeonDot);
 #elif defined(__APPLE__)
   found.push_back(kNeonDot);  // all of Apple's 64-bit processors that run macOS
 #endif
+#endif
+#ifdef MDI_HAS_NEON
   found.push_back(kNeon);
+#endif
   found.push_back(kPlain);
   return found;
 }

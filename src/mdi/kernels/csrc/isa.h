@@ -16,9 +16,5 @@ struct InstructionSet {
   void (*function)(int which, const float* x, int64_t n, float* y);
 };
 
-extern const InstructionSet* const kPlain;
-#if defined(__x86_64__)
-extern const InstructionSet *const kAvx512, *const kAvx2Vnni, *const kAvx2;
-#elif defined(__aarch64__)
-extern const InstructionSet *const kNeonDot, *const kNeon;
-#endif
+// Those that were compiled: the build defines MDI_HAS_... for each.
+extern const InstructionSet *const kAvx512, *const kAvx2Vnni, *const kAvx2, *const kNeonDot, *const kNeon, *const kPlain;

@@ -1,0 +1,366 @@
+"""A run of transformer blocks in the kernels: one call computes a frame. Knows neither torch nor litgpt."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mdi.errors import EngineError, KernelError
+from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes
+from mdi.kernels.library import load
+from mdi.kernels.pages import CacheClass, CachePages, classes_of, slot_bytes
+from mdi.kernels.rope import n_tables, rope_n_elem, rope_tables, yarn_mscale
+from mdi.kernels.structures import (
+    ACTIVATIONS,
+    CACHE_TYPES,
+    NORM_TYPES,
+    SLICE,
+    MdiBlock,
+    MdiFrame,
+    MdiMatrix,
+    MdiMlp,
+    MdiModel,
+    MdiNorm,
+    MdiStage,
+)
+
+MOST_ROPE = 1024  # csrc/rotary.h
+MOST_THREADS = 256  # csrc/stage.h
+
+Tensors = Mapping[str, Matrix | np.ndarray]
+
+
+def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
+    """What of a model (litgpt's Config as a plain dict) the kernels do not know; None if they compute all of its blocks."""
+    if config["latent_attention"]:
+        return "latent attention"
+    if config["n_expert_groups"]:
+        return "experts in groups"
+    if config["norm_class_name"] not in NORM_TYPES:
+        return f"norms of type {config['norm_class_name']}"
+    if config["mlp_class_name"] not in _MLPS:
+        return f"MLPs of type {config['mlp_class_name']}"
+    if not 2 <= rope_n_elem(config) <= MOST_ROPE:
+        return f"rotary positions of {rope_n_elem(config)} numbers"
+    return None
+
+
+def _gelu(config: Mapping[str, Any]) -> str:
+    return "gelu_tanh" if config["gelu_approximate"] == "tanh" else "gelu"
+
+
+_MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "GptNeoxMLP": _gelu,
+    "GemmaMLP": _gelu,
+    "LLaMAMLP": lambda config: "silu",
+    "LLaMAMoE": lambda config: "silu",
+}
+
+
+def windows_of(config: Mapping[str, Any], start: int, stop: int) -> list[int | None]:
+    """How many positions back each block sees, itself included; None is all of them."""
+    size, indices = config["sliding_window_size"], config["sliding_window_indices"]
+    if size is None or indices is None:
+        return [None] * (stop - start)
+    return [size if indices[i] else None for i in range(start, stop)]
+
+
+def cache_classes(
+    config: Mapping[str, Any], start: int, stop: int, cache_type: str
+) -> tuple[list[CacheClass], list[tuple[int, int]]]:
+    """The classes of pages of the blocks [start, stop), and each block's class and number there."""
+    block_bytes = config["n_query_groups"] * slot_bytes(config["head_size"], config["head_size"], cache_type)
+    return classes_of(windows_of(config, start, stop), block_bytes)
+
+
+def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
+    """What all blocks of a model share. The head's norm and linear layer take it as well."""
+    adjustments = config["rope_adjustments"] or {}
+    scales = adjustments.get("mscale_all_dim") and adjustments.get("factor")
+    mscale = yarn_mscale(adjustments["factor"], adjustments["mscale_all_dim"]) if scales else 1.0
+    return MdiModel(
+        n_embd=config["n_embd"],
+        n_head=config["n_head"],
+        n_groups=config["n_query_groups"],
+        head_size=config["head_size"],
+        rope_n_elem=rope_n_elem(config),
+        rope_interleave=bool(config["rope_interleave"]),
+        norm_type=NORM_TYPES[config["norm_class_name"]],
+        unit_offset=config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"],
+        parallel_residual=bool(config["parallel_residual"]),
+        shared_attention_norm=bool(config["shared_attention_norm"]),
+        qk_norm_all_heads=config["norm_qk_type"] == "olmo2",
+        activation=ACTIVATIONS[_MLPS[config["mlp_class_name"]](config)],
+        n_expert_per_token=config["n_expert_per_token"],
+        cache_type=CACHE_TYPES[cache_type],
+        norm_eps=config["norm_eps"],
+        scale=mscale**2 / math.sqrt(config["attention_scores_scalar"] or config["head_size"]),
+        softcap=config["attention_logit_softcapping"] or 0.0,
+        expert_scale=config["routed_scaling_factor"],
+    )
+
+
+def default_spins(n_threads: int) -> int:
+    """How often an idle thread looks for work before it sleeps: a few microseconds, which a neighbour hardly notices."""
+    return 0 if n_threads == 1 else 2000
+
+
+class Context:
+    """The threads and the working memory of one stage. One call computes at a time."""
+
+    def __init__(self, n_threads: int = 1, spins: int | None = None) -> None:
+        library = load()
+        if library is None:
+            raise KernelError("the kernels are not there")
+        self.library = library
+        library.mdi_context_new.restype = ctypes.c_void_p
+        n_threads = max(1, min(n_threads, MOST_THREADS))
+        self.n_threads = n_threads
+        handle = library.mdi_context_new(n_threads, default_spins(n_threads) if spins is None else spins)
+        if not handle:
+            raise KernelError(f"the system refused {n_threads} threads for the kernels: ask for fewer with --threads")
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        assert self._handle is not None, "closed"
+        return self._handle
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.library.mdi_context_delete(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Blocks:
+    """Blocks [start, stop) of a model.
+
+    Args:
+        config: litgpt's Config as a plain dict, with all defaults.
+        tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
+            norms and biases as float32 arrays. Their memory is used where it lies.
+        cache_type: what caches hold, one of pages.CACHE_TYPES.
+
+    Raises:
+        KernelError: a tensor is missing or of another shape, or there are no kernels.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
+        context: Context,
+    ) -> None:  # fmt: skip
+        self.config, self.start, self.stop = config, start, stop
+        self.context = context
+        self.n_embd = int(config["n_embd"])
+        self.classes, self._places = cache_classes(config, start, stop, cache_type)
+        self._model = model_of(config, cache_type)
+        self._kept: list[Any] = []  # what the structures refer to
+        self._blocks = (MdiBlock * (stop - start))()
+        for i in range(start, stop):
+            self._blocks[i - start] = self._block(i, tensors(i))
+        self.max_length = 0
+
+    def prepare(self, max_length: int, capacities: Sequence[int]) -> None:
+        """Build what a run needs: tables of positions, and pools of so many pages per class."""
+        self.max_length = max_length
+        self._cos, self._sin = rope_tables(self.config, max_length)
+        self.caches = CachePages(self.classes, capacities)
+        self._pool = np.array([pool.address for pool in self.caches.pools], dtype=np.uint64)
+        self._page_bytes = np.array([pool.page_bytes for pool in self.caches.pools], dtype=np.int64)
+        self._stage = MdiStage(
+            ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
+            self._cos[0].size, len(self._blocks), len(self.classes),
+        )  # fmt: skip
+
+    def forward(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+        """Run the blocks, in place.
+
+        Args:
+            rows: float32 (N, n_embd), contiguous: the rows of all slices.
+            slices: (seq_id, start position, n_rows) in row order; a sequence at most once.
+
+        Raises:
+            EngineError: a slice that fits neither the run's length nor its sequence's cache, or memory that has run out.
+        """
+        frame, kept = self._frame(rows, slices)
+        if self.context.library.mdi_forward(self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame)):
+            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
+        del kept
+
+    def half(self, block: int, half: int, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """What one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
+
+        Returns:
+            float32 (N, n_embd); `rows` stay as they are.
+        """
+        frame, kept = self._frame(rows, slices)
+        y = np.empty_like(rows)
+        done = self.context.library.mdi_half(
+            self.context.handle, ctypes.byref(self._stage), block - self.start, half, ctypes.byref(frame),
+            ctypes.c_void_p(y.ctypes.data),
+        )  # fmt: skip
+        if done:
+            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
+        del kept
+        return y
+
+    def _frame(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> tuple[MdiFrame, object]:
+        """The structure of a frame, and what it refers to."""
+        n_classes = len(self.classes)
+        filled = np.zeros(len(slices), dtype=SLICE)
+        pages = np.zeros((len(slices), n_classes), dtype=np.uint64)
+        first = np.zeros((len(slices), n_classes), dtype=np.int32)
+        n_rows = 0
+        for i, (seq_id, start, n) in enumerate(slices):
+            if start + n > self.max_length:
+                raise EngineError(
+                    f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
+                )
+            for c, table in enumerate(self.caches.extend(seq_id, start, n)):
+                pages[i, c], first[i, c] = table.address, table.first
+            filled[i] = (start, n, pages[i].ctypes.data, first[i].ctypes.data)
+            n_rows += n
+        if rows.shape != (n_rows, self.n_embd) or rows.dtype != np.float32 or not rows.flags.c_contiguous:
+            raise EngineError(
+                f"rows of shape {rows.shape}, but the slices of this frame have {n_rows} of {self.n_embd}"
+            )
+        frame = MdiFrame(
+            rows.ctypes.data,
+            filled.ctypes.data,
+            self._pool.ctypes.data,
+            self._page_bytes.ctypes.data,
+            len(slices),
+            n_rows,
+        )
+        return frame, (filled, pages, first)
+
+    def _block(self, index: int, tensors: Tensors) -> MdiBlock:
+        c = self.config
+        plain = c["norm_class_name"] == "LayerNorm" and "OLMo" in c["name"]
+        reader = _Reader(index, tensors, self._kept, plain)
+        size, n_embd = c["head_size"], c["n_embd"]
+        heads, groups = c["n_head"] * size, c["n_query_groups"] * size
+        over_heads = (heads, groups) if c["norm_qk_type"] == "olmo2" else (size, size)
+        block = MdiBlock(
+            norm_1=reader.norm("norm_1", n_embd, c["norm_1"]),
+            post_attention_norm=reader.norm("post_attention_norm", n_embd, c["post_attention_norm"]),
+            norm_2=reader.norm("norm_2", n_embd, c["norm_2"] and not c["shared_attention_norm"]),
+            post_mlp_norm=reader.norm("post_mlp_norm", n_embd, c["post_mlp_norm"]),
+            norm_q=reader.norm("attn.norm_q", over_heads[0], c["norm_qk"]),
+            norm_k=reader.norm("attn.norm_k", over_heads[1], c["norm_qk"]),
+            qkv=reader.matrix("attn.qkv", heads + 2 * groups, n_embd),
+            attention_proj=reader.matrix("attn.proj", n_embd, heads),
+            window=windows_of(c, index, index + 1)[0] or 0,
+            cache_class=self._places[index - self.start][0],
+            cache_layer=self._places[index - self.start][1],
+            rope_table=c["rope_indices"][index] if n_tables(c) > 1 and c["rope_indices"] else 0,
+        )
+        is_dense = c["first_k_dense_replace"] is not None and index < c["first_k_dense_replace"]
+        if c["mlp_class_name"] == "LLaMAMoE" and not is_dense:
+            self._experts(block, reader)
+        else:
+            block.mlp = reader.mlp("mlp", n_embd, c["intermediate_size"], c["mlp_class_name"] != "GptNeoxMLP")
+        return block
+
+    def _experts(self, block: MdiBlock, reader: _Reader) -> None:
+        c = self.config
+        n_embd, width = c["n_embd"], c["moe_intermediate_size"] or c["intermediate_size"]
+        block.router = reader.matrix("mlp.gate", c["n_expert"], n_embd)
+        experts = (MdiMlp * c["n_expert"])(
+            *(reader.mlp(f"mlp.experts.{e}", n_embd, width, True) for e in range(c["n_expert"]))
+        )
+        self._kept.append(experts)
+        block.experts, block.n_expert = experts, c["n_expert"]
+        if c["n_shared_expert"]:
+            block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c["n_shared_expert"], True)
+
+
+class _Reader:
+    """Takes the tensors of a block by name, checks their shapes, and keeps their memory.
+
+    Args:
+        norms_are_plain: the norms of this model have no weights (OLMo's first version).
+    """
+
+    def __init__(self, block: int, tensors: Tensors, kept: list[Any], norms_are_plain: bool) -> None:
+        self._block, self._tensors, self._kept = block, tensors, kept
+        self._norms_are_plain = norms_are_plain
+
+    def norm(self, name: str, size: int, is_there: bool) -> MdiNorm:
+        if not is_there:
+            return MdiNorm(None, None)
+        if f"{name}.weight" not in self._tensors and self._norms_are_plain:
+            ones = np.ones(size, dtype=np.float32)
+            self._kept.append(ones)
+            return MdiNorm(ones.ctypes.data, None)
+        weight = self._array(f"{name}.weight", size)
+        bias = self._array(f"{name}.bias", size) if f"{name}.bias" in self._tensors else None
+        return MdiNorm(weight.ctypes.data, None if bias is None else bias.ctypes.data)
+
+    def matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
+        matrix = self._tensors.get(f"{name}.weight")
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_out, n_in):
+            raise KernelError(f"block {self._block}: {name}.weight is no packed weight of {n_out} x {n_in}")
+        check_matrix(matrix)
+        bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
+        self._kept.append(matrix)
+        return MdiMatrix.of(matrix, bias)
+
+    def mlp(self, name: str, n_embd: int, width: int, is_gated: bool) -> MdiMlp:
+        if not is_gated:
+            return MdiMlp(
+                fc_1=self.matrix(f"{name}.fc", width, n_embd), proj=self.matrix(f"{name}.proj", n_embd, width)
+            )
+        return MdiMlp(
+            self.matrix(f"{name}.fc_1", width, n_embd),
+            self.matrix(f"{name}.fc_2", width, n_embd),
+            self.matrix(f"{name}.proj", n_embd, width),
+        )
+
+    def _array(self, name: str, size: int) -> np.ndarray:
+        array = self._tensors.get(name)
+        if not isinstance(array, np.ndarray) or array.shape != (size,):
+            raise KernelError(f"block {self._block}: {name} is no row of {size} numbers")
+        array = np.ascontiguousarray(array, dtype=np.float32)
+        self._kept.append(array)
+        return array
+
+
+def check_matrix(matrix: Matrix) -> None:
+    """Raises KernelError if its bytes are not just those of its shape: the kernels read them unchecked."""
+    if matrix.format not in LAYOUTS:
+        raise KernelError(f"unknown weight format {matrix.format!r}")
+    data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
+    if data.dtype != np.uint8 or data.shape != (n_bytes,) or not data.flags.c_contiguous:
+        raise KernelError(
+            f"a weight of {matrix.n_out} x {matrix.n_in} in {matrix.format} has {n_bytes} bytes, not {data.size}"
+        )
+
+
+def linear(
+    context: Context, model: MdiModel, norm: tuple[np.ndarray, np.ndarray | None] | None, matrix: Matrix,
+    bias: np.ndarray | None, x: np.ndarray, softcap: float | None = None,
+) -> np.ndarray:  # fmt: skip
+    """A norm, if there is one, and a linear layer: float32 (N, n_in) -> (N, n_out); with `softcap`, of the results."""
+    check_matrix(matrix)
+    assert x.shape[1] == matrix.n_in and x.dtype == np.float32 and x.flags.c_contiguous
+    own = MdiModel.from_buffer_copy(model)
+    own.softcap = softcap or 0.0
+    weight, norm_bias = norm if norm is not None else (None, None)
+    spec = MdiNorm(None if weight is None else weight.ctypes.data, None if norm_bias is None else norm_bias.ctypes.data)
+    y = np.empty((len(x), matrix.n_out), dtype=np.float32)
+    packed = MdiMatrix.of(matrix, bias)
+    done = context.library.mdi_linear(
+        context.handle, ctypes.byref(own), ctypes.byref(spec), ctypes.byref(packed), ctypes.c_void_p(x.ctypes.data),
+        len(x), ctypes.c_void_p(y.ctypes.data),
+    )  # fmt: skip
+    if done:
+        raise EngineError(f"no memory is left to compute {len(x)} rows")
+    return y

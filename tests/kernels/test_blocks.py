@@ -1,0 +1,261 @@
+"""Blocks in the kernels against litgpt's own model, and their promise of equal bits."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from litgpt.model import GPT
+
+from families import CONTEXT, FAMILIES, model_of, prompt
+from mdi.errors import EngineError, KernelError
+from mdi.kernels import library
+from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
+from mdi.kernels.layout import Matrix, pack, unpack
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]
+
+
+def instruction_sets() -> list[str]:
+    loaded = library.load()
+    if loaded is None:
+        return []
+    loaded.mdi_instruction_sets.restype = ctypes.c_char_p
+    return [name for name in loaded.mdi_instruction_sets().decode().split() if name != "plain"]
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith(".weight") and "norm" not in name
+
+
+def tensors_of(gpt: GPT, block: int, form: str) -> dict[str, Matrix | np.ndarray]:
+    found: dict[str, Matrix | np.ndarray] = {}
+    for name, tensor in gpt.transformer.h[block].state_dict().items():
+        weight = tensor.float().numpy()
+        router = name == "mlp.gate.weight"
+        found[name] = pack("float32" if router else form, weight) if is_linear(name) else weight
+    return found
+
+
+def blocks_of(
+    gpt: GPT, form: str = "float32", cache_type: str = "float32", n_threads: int = 1, force: str = ""
+) -> Blocks:
+    loaded = library.load()
+    assert loaded is not None
+    if force:
+        assert loaded.mdi_force(force.encode()) == 0
+    try:
+        context = Context(n_threads, spins=0)
+    finally:
+        if force:
+            loaded.mdi_force(b"")
+    config = asdict(gpt.config)
+    blocks = Blocks(config, 0, config["n_layer"], lambda i: tensors_of(gpt, i, form), cache_type, context)
+    blocks.prepare(CONTEXT, [64] * len(blocks.classes))
+    return blocks
+
+
+def embedded(gpt: GPT, ids: Sequence[int]) -> np.ndarray:
+    x = gpt.transformer.wte(torch.tensor(ids))
+    return (x * gpt.config.n_embd**0.5 if gpt.config.scale_embeddings else x).numpy()
+
+
+def run(blocks: Blocks, gpt: GPT, texts: Sequence[Sequence[int]], seed: int | None) -> list[np.ndarray]:
+    """What comes out of the blocks for all rows of several texts, in pieces of random length; with seed None all at once."""
+    rng = random.Random(seed)
+    done = [0] * len(texts)
+    rows: list[list[np.ndarray]] = [[] for _ in texts]
+    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+        slices, x = [], []
+        for i, text in enumerate(texts):
+            n = len(text) - done[i]
+            n = n if seed is None else min(n, rng.choice([0, 1, 1, 2, 5, 13, 40]))
+            if n:
+                slices.append((i, done[i], n))
+                x.append(embedded(gpt, text[done[i] : done[i] + n]))
+                done[i] += n
+        if not slices:
+            continue
+        frame = np.ascontiguousarray(np.concatenate(x))
+        blocks.forward(frame, slices)
+        first = 0
+        for i, _, n in slices:
+            rows[i].append(frame[first : first + n])
+            first += n
+    return [np.concatenate(r) for r in rows]
+
+
+def logits(gpt: GPT, rows: np.ndarray) -> torch.Tensor:
+    y = gpt.lm_head(gpt.transformer.ln_f(torch.from_numpy(rows)))
+    cap = gpt.config.final_logit_softcapping
+    return y if cap is None else torch.tanh(y / cap) * cap
+
+
+TEXTS = [prompt(CONTEXT, 1), prompt(1, 2), prompt(70, 3)]
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_logits_equal_the_uncached_model(family: str) -> None:
+    gpt = model_of(family)
+    for text, rows in zip(TEXTS, run(blocks_of(gpt), gpt, TEXTS, seed=4), strict=True):
+        torch.testing.assert_close(logits(gpt, rows), gpt(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+
+
+def test_all_families_but_those_with_latent_attention_are_known() -> None:
+    assert set(FAMILIES) - set(KNOWN) == {"deepseek-v3-shape"}
+
+
+FEW = ["Llama-3.1-8B", "pythia-14m", "falcon-7b", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "OLMo-2-1124-7B"]
+
+
+@pytest.mark.parametrize("force", [*instruction_sets(), "plain"])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+def test_weight_formats_equal_their_unpacked_weights(form: str, force: str) -> None:
+    """As close to litgpt with the rounded weights as the rounding of activations to bytes allows."""
+    gpt = model_of("Llama-3.1-8B")
+    rounded = GPT(gpt.config).eval()
+    state = gpt.state_dict()
+    for name, tensor in state.items():
+        if is_linear(name) and ".h." in name:
+            state[name] = torch.from_numpy(unpack(pack(form, tensor.numpy())))
+    rounded.load_state_dict(state)
+    text = TEXTS[0]
+    with torch.no_grad():
+        expected = rounded(torch.tensor([text]))[0]
+    found = logits(gpt, run(blocks_of(gpt, form, force=force), gpt, [text], seed=1)[0])
+    if form in ("int8", "int4"):
+        error = (found - expected).norm() / expected.norm()
+        assert error < 0.05
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache_type, allowed", [("bf16", 0.02), ("fp16", 0.003), ("int8", 0.03)])
+def test_smaller_caches_lose_little(cache_type: str, allowed: float) -> None:
+    gpt = model_of("Llama-3.1-8B")
+    exact = run(blocks_of(gpt), gpt, TEXTS, seed=2)
+    rough = run(blocks_of(gpt, cache_type=cache_type), gpt, TEXTS, seed=2)
+    for a, b in zip(exact, rough, strict=True):
+        assert 0 < np.linalg.norm(a - b) < allowed * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("family", FEW)
+def test_cuts_company_and_threads_change_no_bit(family: str, form: str) -> None:
+    gpt = model_of(family)
+    cache_type = {"float32": "float32", "bf16": "bf16", "fp16": "fp16"}.get(form, "int8")
+    together = run(blocks_of(gpt, form, cache_type), gpt, TEXTS, seed=None)
+    for n_threads, seed in ((1, 5), (3, 6), (2, None)):
+        again = run(blocks_of(gpt, form, cache_type, n_threads), gpt, TEXTS, seed=seed)
+        for a, b in zip(together, again, strict=True):
+            assert a.tobytes() == b.tobytes()
+    alone = run(blocks_of(gpt, form, cache_type), gpt, TEXTS[2:], seed=7)
+    assert alone[0].tobytes() == together[2].tobytes()
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("force", instruction_sets()[1:])
+def test_instruction_sets_give_the_same_bits(force: str, form: str) -> None:
+    for family in FEW:
+        gpt = model_of(family)
+        best = run(blocks_of(gpt, form), gpt, TEXTS, seed=None)
+        other = run(blocks_of(gpt, form, force=force), gpt, TEXTS, seed=None)
+        for a, b in zip(best, other, strict=True):
+            assert a.tobytes() == b.tobytes(), family
+
+
+def test_large_numbers_keep_the_precision_of_the_others() -> None:
+    """A few input channels that are thirty times larger than the rest, as language models have them."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((64, 512)).astype(np.float32) * 0.02
+    x = rng.standard_normal((5, 512)).astype(np.float32)
+    loud = [3, 200, 201, 511]
+    x[:, loud] *= 30
+    weight[:, loud] /= 30
+    for form, allowed in (("int8", 0.02), ("int4", 0.15)):
+        packed = pack(form, weight)
+        exact = x.astype(np.float64) @ unpack(packed).astype(np.float64).T
+        found = multiplied(packed, x)
+        assert np.linalg.norm(found - exact) < 0.013 * np.linalg.norm(exact)
+        whole = x.astype(np.float64) @ weight.astype(np.float64).T
+        assert np.linalg.norm(found - whole) < allowed * np.linalg.norm(whole)
+
+
+def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    from mdi.kernels.blocks import linear, model_of
+
+    config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
+    return linear(Context(), model_of(config), None, matrix, bias, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 64), (33, 257), (100, 1000)])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+def test_ragged_shapes_of_one_layer(form: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    packed = pack(form, rng.standard_normal(shape).astype(np.float32))
+    bias = rng.standard_normal(shape[0]).astype(np.float32)
+    for n_rows in (1, 2, 3, 7, 8, 9, 20):
+        x = rng.standard_normal((n_rows, shape[1])).astype(np.float32)
+        exact = x.astype(np.float64) @ unpack(packed).astype(np.float64).T + bias
+        error = np.linalg.norm(multiplied(packed, x, bias) - exact) / np.linalg.norm(exact)
+        assert error < (0.02 if form in ("int8", "int4") else 1e-6)
+
+
+def test_functions_are_as_exact_as_float32_allows() -> None:
+    loaded = library.load()
+    assert loaded is not None
+    x = np.concatenate([np.linspace(-30, 30, 20001), [0, 1e-9, -1e-4, 0.1, -0.3, 87, -100]]).astype(np.float32)
+    t = torch.from_numpy(x).double()
+    exact = [
+        t.exp(), t.tanh(), t.erf(), torch.nn.functional.silu(t), torch.nn.functional.gelu(t),
+        torch.nn.functional.gelu(t, approximate="tanh"),
+    ]  # fmt: skip
+    for which, wanted in enumerate(exact):
+        y = np.empty_like(x)
+        loaded.mdi_function(
+            which, ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(x.size), ctypes.c_void_p(y.ctypes.data)
+        )
+        relative = 3e-7 if which == 0 else 1e-6
+        assert np.all(
+            np.abs(y - wanted.numpy()) <= relative * np.maximum(np.abs(wanted.numpy()), 0.5 if which else 1e-30)
+        )
+
+
+def test_wrong_slices_and_tensors_are_refused() -> None:
+    gpt = model_of("Llama-3.1-8B")
+    blocks = blocks_of(gpt)
+    x = embedded(gpt, TEXTS[1])
+    with pytest.raises(EngineError):
+        blocks.forward(x.copy(), [(0, 3, 1)])  # its cache is empty
+    with pytest.raises(EngineError):
+        blocks.forward(x.copy(), [(0, CONTEXT, 1)])
+    with pytest.raises(EngineError):
+        blocks.forward(x.astype(np.float64), [(0, 0, 1)])
+    with pytest.raises(EngineError):
+        blocks.forward(x.copy(), [(0, 0, 2)])
+    config = asdict(gpt.config)
+    for change in ({"attn.qkv.weight": pack("int8", np.zeros((8, 8), np.float32))}, {"norm_1.weight": np.zeros(3)}):
+        with pytest.raises(KernelError):
+            Blocks(config, 0, 1, lambda i, c=change: {**tensors_of(gpt, i, "int8"), **c}, "float32", Context())
+    cut = pack("int8", np.zeros((8, 8), np.float32))
+    with pytest.raises(KernelError):
+        multiplied(Matrix("int8", 8, 8, cut.data[:-64]), np.zeros((1, 8), np.float32))
+
+
+def test_a_half_is_what_forward_adds() -> None:
+    gpt = model_of("tiny-llama-1.1b")
+    whole, halves = blocks_of(gpt), blocks_of(gpt)
+    rows = embedded(gpt, TEXTS[2])
+    x = rows.copy()
+    whole.forward(x, [(0, 0, len(x))])
+    for block in range(gpt.config.n_layer):
+        for half in (0, 1):
+            rows = rows + halves.half(block, half, rows, [(block, 0, len(rows))])
+    assert rows.tobytes() == x.tobytes()
