@@ -189,8 +189,79 @@ def test_somebody_else_at_the_port(
 
 
 def test_no_checkpoint(failure: Failure, tmp_path: Path) -> None:
-    told = failure("sample", "--ckpt", tmp_path / "org" / "model")
+    told = failure("sample", "--ckpt", tmp_path / "org" / "model", status=2)
     assert str(tmp_path / "org" / "model") in told and f"nearest that exists is {tmp_path}" in told
+
+
+def test_a_wrong_checkpoint_is_told_with_those_that_there_are(
+    failure: Failure, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "checkpoints"
+    for name in ("org/first", "second"):
+        shutil.copytree(checkpoint, home / name)
+    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: home)
+    told = failure("sample", "--ckpt", "org/model", status=2)
+    assert f"{home} has {Path('org', 'first')}, second" in told
+    assert launch("sample", ["--ckpt", "org/first", "--n-tokens", "1", "--json"]) == 0, "it is looked for there as well"
+    assert str(home) in failure("plan", "--profiles", tmp_path / "x", "--ckpt", "org/model", status=2)
+    assert "is a file" in failure("chat", "--ckpt", checkpoint / "lit_model.pth", status=2)
+
+
+def test_an_empty_checkpoints_folder(failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: tmp_path / "none")
+    assert "prepare_model.py" in failure("sample", "--ckpt", "org/model", status=2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["/tmp"],
+        ["CKPT", "--n-nodes", "9"],
+        ["CKPT", "--n-nodes", "0"],
+        ["CKPT", "--layers", "1,2,3"],
+        ["no/such/model/"],
+    ],
+)
+def test_a_model_that_cannot_be_prepared(failure: Failure, checkpoint: Path, tmp_path: Path, flags: list[str]) -> None:
+    given = {"CKPT": str(checkpoint), "/tmp": str(tmp_path)}
+    failure("prepare-model", *(given.get(flag, flag) for flag in flags), status=2)
+    assert not (checkpoint / "chunks").exists()
+
+
+def test_wrong_flags_are_told_before_torch_is_imported(checkpoint: Path, tmp_path: Path) -> None:
+    nodes = str(nodes_file(tmp_path, 7))
+    ckpt = ["--ckpt", str(checkpoint)]
+    cases = [
+        ("starter", ["--ckpt", "nowhere"]),
+        ("starter", [*ckpt, "--nodes-config", nodes]),
+        ("starter", [*ckpt, "--nodes-config", nodes, "--layers", "1"]),
+        ("starter", ["--chunk", "nowhere.safetensors", "--nodes-config", nodes]),
+        ("secondary", ["--chunk", "nowhere.safetensors", "--nodes-config", nodes, "0"]),
+        ("secondary", ["--ckpt", "nowhere", "--nodes-config", nodes, "0"]),
+        ("local-ring", [*ckpt, "--nodes", "8"]),
+        ("local-ring", [*ckpt, "--nodes", "2", "--layers", "1,2,2"]),
+        ("prepare-model", [str(checkpoint), "--n-nodes", "9"]),
+        ("prepare-model", [str(tmp_path)]),
+        ("sample", []),
+        ("sample", [*ckpt, "--quantize", "int5"]),
+        ("sample", [*ckpt, "--dtype", "float8"]),
+        ("sample", [*ckpt, "--device", "banana"]),
+        ("sample", [*ckpt, "--prompt", "FILE:nowhere.txt"]),
+        ("chat", ["--ckpt", "nowhere"]),
+        ("plan", ["--ckpt", "nowhere", "--nodes-config", nodes]),
+        ("doctor", ["--ckpt", "nowhere", "--nodes-config", nodes]),
+    ]
+    code = (
+        "import json, sys\nfrom mdi.cli import launch\n"
+        "for command, argv in json.loads(sys.argv[1]):\n"
+        "    assert launch(command, argv) == 2, (command, argv)\n"
+        "    assert 'torch' not in sys.modules, (command, argv)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(cases)], cwd=SRC, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(cases) and "Traceback" not in done.stderr
 
 
 def test_no_model_is_named(failure: Failure) -> None:
@@ -199,7 +270,12 @@ def test_no_model_is_named(failure: Failure) -> None:
 
 def test_chunk_that_is_not_there(failure: Failure, tmp_path: Path) -> None:
     told = failure(
-        "starter", "--chunk", tmp_path / "no" / "model_starter.safetensors", "--nodes-config", nodes_file(tmp_path)
+        "starter",
+        "--chunk",
+        tmp_path / "no" / "model_starter.safetensors",
+        "--nodes-config",
+        nodes_file(tmp_path),
+        status=2,
     )
     assert "model_starter.safetensors" in told and f"nearest that exists is {tmp_path}" in told
 
@@ -208,7 +284,7 @@ def test_folder_without_weights(failure: Failure, tmp_path: Path, checkpoint: Pa
     folder = tmp_path / "half"
     shutil.copytree(checkpoint, folder)
     (folder / "lit_model.pth").unlink()
-    assert "lit_model.pth" in failure("sample", "--ckpt", folder)
+    assert "lit_model.pth" in failure("sample", "--ckpt", folder, status=2)
 
 
 def test_folder_without_tokenizer(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
@@ -284,12 +360,14 @@ def test_broken_model_config(failure: Failure, tmp_path: Path, checkpoint: Path,
 def test_split_that_does_not_add_up(
     failure: Failure, tmp_path: Path, checkpoint: Path, layers: str, words: str
 ) -> None:
-    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path), f"--layers={layers}")
+    told = failure(
+        "starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path), f"--layers={layers}", status=2
+    )
     assert f"layers {layers!r}" in told and words in told
 
 
 def test_more_nodes_than_blocks(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
-    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path, 7))
+    told = failure("starter", "--ckpt", checkpoint, "--nodes-config", nodes_file(tmp_path, 7), status=2)
     assert "5 blocks" in told and "1 to 6 nodes" in told
 
 
@@ -446,7 +524,7 @@ def test_chunk_and_checkpoint_exclude_each_other(checkpoint: Path) -> None:
 def test_secondary_with_files_that_are_not_there(failure: Failure, tmp_path: Path) -> None:
     path = nodes_file(tmp_path)
     for flag, name in (("--chunk", "model_secondary0.safetensors"), ("--ckpt", "model")):
-        told = failure("secondary", "--nodes-config", path, "0", flag, tmp_path / "no" / name, status=1)
+        told = failure("secondary", "--nodes-config", path, "0", flag, tmp_path / "no" / name, status=2)
         assert name in told and f"nearest that exists is {tmp_path}" in told
 
 
@@ -473,10 +551,18 @@ def test_secondary_with_a_chunk_that_counts_from_zero(failure: Failure, tmp_path
         (["--nodes", "2", "--devices", "cpu"], "1 devices for 2 nodes"),
         (["--nodes", "2", "--threads", "0"], "--threads"),
         (["--nodes", "1", "--device", "banana"], "banana"),
+        (["--nodes", "8"], "5 blocks"),
+        (["--nodes", "2", "--layers", "2,2"], "layers '2,2'"),
     ],
 )
 def test_local_ring_flags(failure: Failure, checkpoint: Path, flags: list[str], words: str) -> None:
     assert words in failure("local-ring", "--ckpt", checkpoint, *flags, status=2)
+
+
+def test_a_local_ring_keeps_no_weights_that_were_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launch("local-ring", ["--cache-dir", "x"])
+    assert "unrecognized arguments: --cache-dir" in capsys.readouterr().err
 
 
 # The commands themselves
@@ -489,7 +575,7 @@ def test_debug_log(
     monkeypatch.setattr("mdi.cli.output_dir", lambda kind: tmp_path / kind)
     failure("sample", "--ckpt", tmp_path / "none")
     assert not (tmp_path / "logs").exists()
-    assert launch("sample", ["--ckpt", str(tmp_path / "none"), "-d"]) == 1
+    assert launch("sample", ["--ckpt", str(tmp_path / "none"), "-d"]) == 2
     assert "Traceback" in capsys.readouterr().err
     (log,) = (tmp_path / "logs").iterdir()
     assert log.name.startswith("logs_sample_") and "Traceback" in log.read_text(encoding="utf-8")
@@ -533,19 +619,22 @@ def test_missing_libraries_are_told_in_one_line(name: str, tmp_path: Path) -> No
     shown = subprocess.run([*bare, "--help"], capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
     path = nodes_file(tmp_path, 1)
-    text = tmp_path / "text.txt"
+    text, model = tmp_path / "text.txt", tmp_path / "model"
     text.write_text("words", encoding="utf-8")
+    model.mkdir()
+    for file in ("config.json", "model_config.yaml", "lit_model.pth"):
+        (model / file).touch()
     (tmp_path / "tokens_time_samples_1nodes_m_1samples.csv").write_text("0.0,0\n1.0,3\n", encoding="utf-8")
     args = {
         "mem_monitor.py": ["-o", tmp_path / "memory.csv", "true"],
-        "starter.py": ["--ckpt", "x", "--nodes-config", path],
+        "starter.py": ["--ckpt", model, "--nodes-config", path],
         "secondary.py": ["--nodes-config", nodes_file(tmp_path, 2), "0"],
         "plan.py": ["--config", "x", "--nodes-config", path],
         "plot_tok_time.py": ["m", "--csv", tmp_path / "tokens_time_samples_1nodes_m_1samples.csv", "--label", "1 node"],
         "prepare_data.py": [text, "--vocab-size", "300"],
-        "prepare_model.py": [tmp_path],
+        "prepare_model.py": [model],
         "train.py": ["--ckpt", tmp_path, "--dataset", tmp_path],
-    }.get(name, ["--ckpt", "x"])
+    }.get(name, ["--ckpt", model])
     done = subprocess.run([*bare, *map(str, args)], capture_output=True, text=True, timeout=60)
     # matplotlib is optional: a figure that cannot be drawn was asked for, and the message names just what is missing.
     status, remedy = (2, "pip install matplotlib") if name == "plot_tok_time.py" else (1, "requirements.txt")

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from hub_server import HubModel, HubServer
 from mdi.checkpoint import download as download_module
-from mdi.checkpoint.download import MARKER, choose_files, download, is_repo_id
+from mdi.checkpoint.download import MARKER, choose_files, download
+from mdi.checkpoint.folder import is_repo_id
 from mdi.errors import DownloadError
 from tiny_models import tiny_hf, tiny_lit
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from mdi.blocks import block_span
 from mdi.checkpoint import convert as convert_module
 from mdi.checkpoint.chunks import find_chunk
-from mdi.checkpoint.convert import convert, is_hf_dir, is_lit_dir, needs_conversion
+from mdi.checkpoint.convert import convert, is_hf_dir, needs_conversion
+from mdi.checkpoint.folder import is_lit_dir
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import ChunkFile, LitCheckpoint
 from mdi.cli import launch
@@ -282,16 +283,16 @@ def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        (["{m}", "--n-nodes", "7"], 1, "a model of 5 blocks can be cut for 1 to 6 nodes"),
+        (["{m}", "--n-nodes", "7"], 2, "a model of 5 blocks can be cut for 1 to 6 nodes"),
         (["{m}", "--n-nodes", "0"], 2, "--n-nodes 0"),
-        (["{m}", "--n-nodes", "3", "--layers", "4,1"], 1, "2 nodes, but there are 3"),
-        (["{m}", "--layers", "4,2"], 1, "6 blocks in all, but the model has 5"),
-        (["{m}", "--layers", "5,0"], 1, "secondary0 gets no block"),
+        (["{m}", "--n-nodes", "3", "--layers", "4,1"], 2, "2 nodes, but there are 3"),
+        (["{m}", "--layers", "4,2"], 2, "6 blocks in all, but the model has 5"),
+        (["{m}", "--layers", "5,0"], 2, "secondary0 gets no block"),
         (["{m}", "--model-name", "pythia-14m"], 2, "was converted as 'Llama-3.1-8B'"),
         (["{m}/lit_model.pth"], 2, "is a file"),
         (["{m}/no/where"], 2, "the nearest that exists is {m})"),
         (["./nowhere"], 2, "nearest that exists"),
-        (["{m}/.."], 1, "is not a LitGPT checkpoint"),
+        (["{m}/.."], 2, "is not a LitGPT checkpoint"),
     ],
 )
 def test_one_line_that_says_what_is_wrong(

@@ -12,6 +12,7 @@ from typing import Any
 from litgpt.config import Config
 
 from mdi.errors import CheckpointError
+from mdi.settings import check_counts
 
 GPT2_CONTEXT, GPT2_VOCAB = 1024, 50257
 
@@ -58,6 +59,7 @@ class GPTConfig(Config):
 def config_of(fields: Any, where: str) -> GPTConfig:
     """A config from its plain form, which came from a file or another node. Raises CheckpointError."""
     try:
+        check_counts(fields, where)
         config = GPTConfig(**fields)
         for key in ("n_layer", "n_embd", "n_head", "block_size", "padded_vocab_size"):
             value = getattr(config, key)

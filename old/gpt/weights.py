@@ -28,6 +28,7 @@ from mdi.config import nearest_existing, read_json
 from mdi.errors import CheckpointError, UsageError
 from mdi.node.weights import StarterWeights
 from mdi.partition.split import default_split, parse_layers, ranges
+from mdi.settings import parse_yaml
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -125,11 +126,7 @@ def read_nano_config(path: Path) -> GPTConfig:
 
 def parse_nano_config(content: bytes, path: Path) -> GPTConfig:
     """The content of model_config.yaml; `path` is for errors. Raises CheckpointError."""
-    try:
-        fields = yaml.safe_load(content.decode())
-    except (UnicodeDecodeError, yaml.YAMLError) as e:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(e).split())}") from None
-    return config_of(fields, str(path))
+    return config_of(parse_yaml(content, str(path)), str(path))
 
 
 def open_gpt2(where: Path) -> GPTSource:

@@ -44,20 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
+    from mdi.cli_model import check_computing, check_model
     from mdi.cli_starter import chosen_cores, sampling_params, starter_options
     from mdi.config import load_cluster, standalone
+
+    check_computing(args)
+    params = sampling_params(args)
+    cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
+    check_model(args, cluster.n_nodes)
+    options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
+
     from mdi.node.device import set_threads
     from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
 
-    params = sampling_params(args)
-    cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
-    set_threads(
-        args.threads or cluster.starter.threads,
-        chosen_cores(args.cores, cluster.starter),
-        threads_beside(cluster.starter, cluster.nodes),
-    )
-    node = StarterNode(cluster, starter_options(args))
+    set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
+    node = StarterNode(cluster, options)
     try:
         node.open()
         node.place(1, args.sequence_length or CONTEXT_LIMIT)

@@ -50,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.deadline <= 600:
         raise UsageError(f"--deadline must be from 0.1 to 600 seconds, got {args.deadline}")
     cluster = load_cluster(args.nodes_config)
+    if args.ckpt is not None:
+        from mdi.cli_model import check_model
+
+        check_model(args, cluster.n_nodes)
 
     from mdi.cache_dir import default_cache_dir
     from mdi.node.doctor import examine

@@ -5,8 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+# What the flags that belong to caches, chunks and placements are where a model has none of them.
+WITHOUT = {
+    "chunk": None,
+    "kv_dtype": "auto",
+    "kv_memory": None,
+    "placement": None,
+    "prefer_memory": None,
+    "frames": None,
+}
+
+
+def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """`is_litgpt` false: of a model without caches, chunks and placements (old/)."""
     from mdi.cli import default_ckpt_folder
     from mdi.control.messages import KV_DTYPES
 
@@ -32,14 +45,17 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
     )
     model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    model.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
-        "nodes hold (%(default)s: as computed)",
-    )  # fmt: skip
-    model.add_argument(
-        "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits (default: "
-        "the nodes file, else what is free)",
-    )  # fmt: skip
+    if is_litgpt:
+        model.add_argument(
+            "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
+            "nodes hold (%(default)s: as computed)",
+        )  # fmt: skip
+        model.add_argument(
+            "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "
+            "(default: the nodes file, else what is free)",
+        )  # fmt: skip
+    else:
+        parser.set_defaults(**WITHOUT)
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
         "reach, prompt included (default: what the model was made for)",
@@ -60,7 +76,7 @@ def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParse
     )
 
 
-def add_wire_flags(group: argparse._ActionsContainer) -> None:
+def add_wire_flags(group: argparse._ActionsContainer, with_frames: bool = True) -> None:
     """How rows travel over a ring; also of chat.py."""
     from mdi.net.wire import WIRE_DTYPES
 
@@ -68,6 +84,8 @@ def add_wire_flags(group: argparse._ActionsContainer) -> None:
         "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
         "half precision, or 8 bits with a scale per 64 values (%(default)s)",
     )  # fmt: skip
+    if not with_frames:
+        return
     group.add_argument(
         "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes, or one more where the "
         "links were measured and take long beside computing)",
@@ -75,10 +93,8 @@ def add_wire_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_generation_flags(
-    parser: argparse.ArgumentParser, n_tokens: int, with_prompt: bool = True, n_samples: int | None = None
+    parser: argparse.ArgumentParser, n_tokens: int, with_prompt: bool = True, n_samples: int = DEFAULT_N_SAMPLES
 ) -> None:
-    from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
-
     generation = parser.add_argument_group("generation")
     if with_prompt:
         generation.add_argument(
@@ -86,9 +102,9 @@ def add_generation_flags(
             f"paragraph; may be repeated (default: {DEFAULT_PROMPT!r})",
         )  # fmt: skip
         generation.add_argument(
-            "--n-samples", type=int, default=n_samples, help="texts to generate at once (default: "
-            f"{n_samples or f'one per prompt; {DEFAULT_N_SAMPLES} of a single one'})",
+            "--n-samples", type=int, help=f"texts to generate at once (default: one per prompt; {n_samples} of a single one)"
         )  # fmt: skip
+        parser.set_defaults(samples_of_one=n_samples)
     generation.add_argument("--n-tokens", type=int, default=n_tokens, help="new tokens per sample (%(default)s)")
     generation.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
     generation.add_argument(

@@ -18,7 +18,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mdi.config import ClusterConfig
     from mdi.metrics import RunMetrics
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """As that of cli_starter."""
     from mdi import cli_starter
 
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
@@ -39,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
     )
-    parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
-    cli_starter.add_arguments(parser)
+    cli_starter.add_arguments(parser, is_litgpt)
     parser.set_defaults(nodes_config=None)
 
 
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     return run_ring(args, LocalRing)
 
 
-def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKind | None = None) -> int:
-    """One run on a ring of child processes; `kind` is of the model, None is litgpt's."""
+def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: Callable[[], ModelKind] | None = None) -> int:
+    """One run on a ring of child processes; `kind` makes that of the model, None is litgpt's."""
     from mdi.errors import UsageError
 
     if args.nodes_config is not None:
@@ -66,8 +66,9 @@ def run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKi
     return 0
 
 
-def _run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelKind | None) -> RunMetrics:
+def _run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: Callable[[], ModelKind] | None) -> RunMetrics:
     from mdi.cli import ignore_interrupts
+    from mdi.cli_model import check_model
     from mdi.cli_starter import generate_on
 
     if args.placement is None and args.devices is None:
@@ -76,6 +77,8 @@ def _run_ring(args: argparse.Namespace, make_ring: type[LocalRing], kind: ModelK
         rings: list[LocalRing] = []
 
         def open_ring() -> ClusterConfig:
+            if args.nodes >= 1:
+                check_model(args, args.nodes, is_litgpt=kind is None)
             ring = make_ring(
                 args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args)
             )  # fmt: skip
@@ -101,7 +104,7 @@ def _tell_processes(ring: LocalRing) -> None:
         logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
 
 
-def _compare(args: argparse.Namespace, ring: RunMetrics, kind: ModelKind | None) -> None:
+def _compare(args: argparse.Namespace, ring: RunMetrics, kind: Callable[[], ModelKind] | None) -> None:
     """The same texts on one node with all cores, and the difference in words."""
     from mdi.cli import heed_interrupts
     from mdi.cli_starter import generate_on

@@ -83,6 +83,7 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_model(args)
     if args.example:
         from mdi.partition.example import boards
 
@@ -102,6 +103,19 @@ def run(args: argparse.Namespace) -> int:
 
         show(format_plan(report))
     return 0
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Raises UsageError before anything heavy is imported; the weights need not be here, the settings must."""
+    from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
+    from mdi.cli_model import found_ckpt
+    from mdi.partition.formats import check_smaller
+
+    check_smaller(args.quantize)
+    if args.ckpt is not None:
+        args.ckpt = found_ckpt(args.ckpt)
+        if not (args.ckpt / CONFIG_FILE).is_file():
+            raise UsageError(no_checkpoint(args.ckpt))
 
 
 def _plan(args: argparse.Namespace) -> PlanReport:
@@ -146,7 +160,8 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
 
 def _stored_dtype(ckpt: Path | None) -> str:
     """What the weights are stored in; float32 if they are not here."""
-    from mdi.checkpoint.source import WEIGHT_FILES, open_source
+    from mdi.checkpoint.folder import WEIGHT_FILES
+    from mdi.checkpoint.source import open_source
 
     if ckpt is None or not any((ckpt / name).is_file() for name in WEIGHT_FILES):
         return "float32"

@@ -77,11 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_flags(args)
+    directory = _find(args)
+    _check_cut(directory, args)
+
     from mdi.checkpoint.cast import CastSource
     from mdi.checkpoint.source import LitCheckpoint
 
-    _check_flags(args)
-    directory = _convert(_find(args), args)
+    directory = _convert(directory, args)
     source: WeightSource = LitCheckpoint(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
         source = CastSource(source, args.dtype)
@@ -114,9 +117,25 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
 
 
+def _check_cut(directory: Path, args: argparse.Namespace) -> None:
+    """Raises UsageError if there is no model in the directory, or it has not the blocks for such a cut."""
+    from mdi.checkpoint.folder import check_folder, stated_blocks
+    from mdi.partition.split import check_n_nodes, parse_layers
+
+    if not (directory / "config.json").is_file():
+        check_folder(directory)
+    n_blocks = stated_blocks(directory)
+    if n_blocks is None or args.n_nodes is None:
+        return
+    if args.layers is not None:
+        parse_layers(args.layers, n_blocks, args.n_nodes)
+    else:
+        check_n_nodes(n_blocks, args.n_nodes)
+
+
 def _find(args: argparse.Namespace) -> Path:
     """The model's directory; downloaded, if MODEL is a name on the hub."""
-    from mdi.checkpoint.download import download, is_repo_id
+    from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
     from mdi.config import nearest_existing
 
@@ -131,6 +150,8 @@ def _find(args: argparse.Namespace) -> Path:
             f"no such directory: {args.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
             "is named org/name"
         )
+    from mdi.checkpoint.download import download
+
     folder = args.ckpt_folder or default_ckpt_folder()
     logger.info("looking for %s in %s", args.model, folder)
     return download(args.model, folder, args.hf_token, args.revision)

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mdi.config import NodeConfig
     from mdi.node.kind import ModelKind
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """As that of cli_starter."""
     from mdi.cli import add_common_flags, default_nodes_config
 
     parser.add_argument(
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one secondary alone); default: settings_distr/configuration.json 0",
     )
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
+    if is_litgpt:
+        weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
     weights.add_argument("--ckpt", type=Path, metavar="DIR", help="the whole checkpoint, if it is on this machine")
     parser.add_argument(
         "--cache-dir",
@@ -59,10 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
     )
     parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    parser.add_argument(
-        "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the nodes "
-        "file, else what is free)",
-    )  # fmt: skip
+    if is_litgpt:
+        parser.add_argument(
+            "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the "
+            "nodes file, else what is free)",
+        )  # fmt: skip
+    else:
+        parser.set_defaults(chunk=None, kv_memory=None)
     parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
@@ -93,36 +98,41 @@ def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
 
 
 def serve(
-    args: argparse.Namespace, config: NodeConfig, kind: ModelKind | None = None, nodes: Sequence[NodeConfig] = ()
+    args: argparse.Namespace,
+    config: NodeConfig,
+    kind: Callable[[], ModelKind] | None = None,
+    nodes: Sequence[NodeConfig] = (),
 ) -> int:
     """Be this node until told to end.
 
     Args:
-        kind: of the models that it runs; None is litgpt's.
+        kind: makes that of the models that it runs; None is litgpt's.
         nodes: of the ring, as far as they are known: some may be on this machine.
     """
     from mdi.cache_dir import default_cache_dir
     from mdi.cli import ignore_interrupts
+    from mdi.cli_model import check_chunk, check_computing, found_ckpt
     from mdi.cli_starter import chosen_cores
     from mdi.config import parse_bytes
-    from mdi.errors import UsageError
+
+    check_computing(args)
+    check_chunk(args.chunk)
+    path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
+    kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
+    cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
+    cores = chosen_cores(args.cores, config)
+
     from mdi.node.device import set_threads
     from mdi.node.kind import ModelKind
     from mdi.node.machine import threads_beside
     from mdi.node.secondary import SecondaryNode
 
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
-    cores = chosen_cores(args.cores, config)
     set_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
-    path = args.chunk or args.ckpt
-    kind = kind or ModelKind()
-    weights = kind.open_source(path) if path is not None else None
+    model = ModelKind() if kind is None else kind()
+    weights = model.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
-    cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
     node = SecondaryNode(
-        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, kind, cache_bytes,
+        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
         args.threads or config.threads or (len(cores) if cores else None),
     )  # fmt: skip
     try:

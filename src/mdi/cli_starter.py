@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli_flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
     from mdi.cli_output import add_output_flags
 
-    add_model_flags(parser)
+    add_model_flags(parser, is_litgpt)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument(
         "--nodes-config",
@@ -45,11 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default_nodes_config(),
         help="who the nodes are (%(default)s)",
     )
-    nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    default_cut = "see --placement" if is_litgpt else "see README.md"
     nodes.add_argument(
-        "--layers", metavar="N,N,...", help="blocks per node by hand, starter first (default: see --placement)"
+        "--layers", metavar="N,N,...", help=f"blocks per node by hand, starter first (default: {default_cut})"
     )
-    add_placement_flags(nodes)
+    if is_litgpt:
+        nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+        add_placement_flags(nodes)
     nodes.add_argument(
         "--wait",
         type=float,
@@ -58,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long to wait for secondaries to appear (%(default)s)",
     )
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
-    add_wire_flags(nodes)
+    add_wire_flags(nodes, with_frames=is_litgpt)
     add_generation_flags(parser, n_tokens=300)
     add_output_flags(parser)
     add_common_flags(parser)
@@ -85,7 +88,7 @@ def run_on(
     args: argparse.Namespace,
     cluster_of: Callable[[], ClusterConfig],
     check: Callable[[], None] = lambda: None,
-    kind: ModelKind | None = None,
+    kind: Callable[[], ModelKind] | None = None,
 ) -> int:
     """One run on a cluster, from flags to report; also behind sample.py. See `generate_on`."""
     generate_on(args, cluster_of, check, kind)
@@ -96,20 +99,20 @@ def generate_on(
     args: argparse.Namespace,
     cluster_of: Callable[[], ClusterConfig],
     check: Callable[[], None] = lambda: None,
-    kind: ModelKind | None = None,
+    kind: Callable[[], ModelKind] | None = None,
     is_reported: bool = True,
 ) -> RunMetrics:
     """One run on a cluster, from flags to what it measured.
 
     Args:
-        kind: of the model; None is litgpt's.
+        kind: makes that of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
         is_reported: show the texts as they grow, and tables and files at the end.
     """
     from mdi.cli_output import print_json
 
     try:
-        return _generate(args, cluster_of(), check, kind, is_reported)
+        return _generate(args, cluster_of, check, kind, is_reported)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
@@ -118,32 +121,31 @@ def generate_on(
 
 def _generate(
     args: argparse.Namespace,
-    cluster: ClusterConfig,
+    cluster_of: Callable[[], ClusterConfig],
     check: Callable[[], None],
-    kind: ModelKind | None,
+    kind: Callable[[], ModelKind] | None,
     is_reported: bool,
 ) -> RunMetrics:
+    from mdi.cli import ignore_interrupts
+    from mdi.cli_model import check_computing, check_model
+    from mdi.prompts import read_prompts
+
+    check_computing(args)
+    prompts = read_prompts(args.prompt or [], args.n_samples, default=args.samples_of_one)
+    params = sampling_params(args)
+    starter_options(args)
+    cluster = cluster_of()
+    check_model(args, cluster.n_nodes, is_litgpt=kind is None)
+    options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
+
     if "torch" not in sys.modules:
         logger.info("loading PyTorch ...")
-    from mdi.cli import ignore_interrupts
-    from mdi.errors import UsageError
     from mdi.node.device import set_threads
     from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
-    from mdi.prompts import read_prompts
 
-    if not 0 <= getattr(args, "wait", 0.0) < float("inf"):
-        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    prompts = read_prompts(args.prompt or [], args.n_samples)
-    params = sampling_params(args)
-    set_threads(
-        args.threads or cluster.starter.threads,
-        chosen_cores(args.cores, cluster.starter),
-        threads_beside(cluster.starter, cluster.nodes),
-    )
-    node = StarterNode(cluster, starter_options(args), kind)
+    set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
+    node = StarterNode(cluster, options, None if kind is None else kind())
     try:
         node.open()
         encoded = encode_prompts(node, prompts)
@@ -170,6 +172,9 @@ def starter_options(args: argparse.Namespace) -> Any:
     from mdi.errors import UsageError
     from mdi.node.options import StarterOptions
 
+    wait_s = getattr(args, "wait", 30.0)
+    if not 0 <= wait_s < float("inf"):
+        raise UsageError(f"--wait must be 0 seconds or more, got {wait_s}")
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
         raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")
@@ -187,7 +192,7 @@ def starter_options(args: argparse.Namespace) -> Any:
         quantize=args.quantize,
         quantize_head=args.quantize_head or args.quantize,
         prompt_style=args.prompt_style,
-        wait_s=getattr(args, "wait", 30.0),
+        wait_s=wait_s,
         wire_dtype=getattr(args, "wire_dtype", "auto"),
         kv_dtype=args.kv_dtype,
         kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),

@@ -147,11 +147,15 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 def find_checkpoint(ckpt: str, token: str | None) -> Path:
     """The folder of a checkpoint in litgpt's format; downloaded and converted where needed. Raises MdiError."""
     from mdi.checkpoint.convert import convert, needs_conversion
-    from mdi.checkpoint.download import download, is_repo_id
+    from mdi.checkpoint.download import download
+    from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
+    from mdi.cli_model import found_ckpt
 
     folder = Path(ckpt).expanduser()
-    if not folder.exists() and is_repo_id(ckpt):
+    if folder.exists() or not is_repo_id(ckpt):
+        folder = found_ckpt(folder)
+    else:
         logger.info("looking for %s on the hub", ckpt)
         folder = download(ckpt, default_ckpt_folder(), token)
     if needs_conversion(folder):

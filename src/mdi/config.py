@@ -15,6 +15,9 @@ from typing import Any
 from mdi.errors import UsageError
 
 N_NODES_LIMIT = 1024
+DTYPES = ("float32", "float16", "bfloat16")  # that a node can compute in
+
+_DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,22 @@ def parse_bytes(text: str, where: str) -> int:
     if found is None:
         raise UsageError(f"{where}: expected a size like 2G, 500M or a number of bytes, got {text!r}")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+
+
+def check_dtype(name: str | None) -> str | None:
+    """The full name of a number format, "float32" for "fp32"; None leaves the choice to the node. UsageError if unknown."""
+    if name is None or name == "auto":
+        return None
+    full = _DTYPE_ALIASES.get(name.lower(), name.lower())
+    if full not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}: expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    return full
+
+
+def check_device(name: str | None) -> None:
+    """Raises UsageError if this is no device's name; whether the machine has it is another question."""
+    if name is not None and not re.fullmatch(r"auto|(cpu|cuda|mps)(:\d{1,3})?", name):
+        raise UsageError(f"unknown device {name!r}: expected cpu, cuda, cuda:<n> or mps")
 
 
 def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:

@@ -2,8 +2,8 @@
 
     MdiError
     |-- UsageError            what the user typed or wrote: flags, JSON, prompts
-    |-- CheckpointError       a model on disk: missing, cut short, of another shape
     |   `-- SplitError        a model that cannot be cut as asked
+    |-- CheckpointError       a model on disk: missing, cut short, of another shape
     |-- PlacementError        a model that fits no node, or not as asked
     |-- DownloadError         the hub: unknown, gated, unreachable
     |-- WireError             bytes on a ring link that are no frame of ours
@@ -33,7 +33,7 @@ class CheckpointError(MdiError):
     """A checkpoint, chunk or block on disk is missing, damaged or not the one that was asked for."""
 
 
-class SplitError(CheckpointError):
+class SplitError(UsageError):
     """The model cannot be cut as asked."""
 
 

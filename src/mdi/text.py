@@ -17,6 +17,7 @@ from typing import Any
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
 from mdi.prompts import refuse_surrogates
+from mdi.settings import parse_json, read_yaml
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
 # Names that litgpt's table takes for chat models although they are (also) those of base models.
@@ -203,13 +204,9 @@ def _style_names() -> str:
 
 def _style_from_file(path: Path) -> Any:
     """The style that prompt_style.yaml names as `class_path: litgpt.prompts.<class>`."""
-    import yaml
     from litgpt.prompts import Default
 
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(e).split())}") from None
+    data = read_yaml(path)
     class_path = data.get("class_path") if isinstance(data, dict) else None
     if not isinstance(class_path, str):
         raise CheckpointError(f"{path}: expected `class_path: litgpt.prompts.<style>`, found {data!r:.80}")
@@ -295,12 +292,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except json.JSONDecodeError:
             from litgpt.utils import fix_and_load_json  # some models were published with a comma too few or too many
 
             data = fix_and_load_json(text)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {data!r:.60}")
@@ -308,14 +305,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _config_name(ckpt_dir: Path) -> str:
-    import yaml
-
     path = ckpt_dir / "model_config.yaml"
     if not path.is_file():
         return ckpt_dir.absolute().name
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(e).split())}") from None
+    data = read_yaml(path)
     name = data.get("name") if isinstance(data, dict) else None
     return name if isinstance(name, str) else ckpt_dir.absolute().name

@@ -11,7 +11,19 @@ import pytest
 import torch
 from gpt_models import CONTEXT, TEXT, tiny_nano, write_gpt2, write_nano
 
-from gpt.commands import gpt2_sample, nano_data, nano_sample, nano_train
+from gpt.commands import (
+    gpt2_ring,
+    gpt2_sample,
+    gpt2_secondary,
+    gpt2_starter,
+    nano_data,
+    nano_finisher,
+    nano_intermediate,
+    nano_ring,
+    nano_sample,
+    nano_starter,
+    nano_train,
+)
 from gpt.kinds import NanoKind
 from gpt.model import greedy
 from gpt.tokens import CharCodec, character_vocabulary, gpt2_codec
@@ -23,6 +35,10 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.training.data import load_data_set
 
 OLD = Path(__file__).resolve().parents[2] / "old"
+ROLES = (
+    gpt2_ring, gpt2_sample, gpt2_secondary, gpt2_starter,
+    nano_finisher, nano_intermediate, nano_ring, nano_sample, nano_starter,
+)  # fmt: skip
 LAUNCHERS = sorted([*OLD.glob("nanoGPT/*.py"), *OLD.glob("GPT2/*.py")])
 SHAPE = ["--blocks", "2", "--n-embd", "24", "--n-head", "2", "--context", "12", "--dropout", "0.2", "--threads", "1"]
 
@@ -143,9 +159,22 @@ def test_sample_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_no_model_is_told_in_one_line(
     module: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(module, "--ckpt", tmp_path / "none") in (1, 2)
-    told = capsys.readouterr().err.strip()
-    assert words in told and str(tmp_path) in told and "\n" not in told
+    for folder, reason in ((tmp_path / "none", "no such directory"), (tmp_path, words)):
+        assert run(module, "--ckpt", folder) in (1, 2)
+        told = capsys.readouterr().err.strip()
+        assert reason in told and str(tmp_path) in told and "\n" not in told
+
+
+@pytest.mark.parametrize("module", ROLES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_flags_that_would_have_no_effect_are_not_there(module: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """These models have no caches and no chunks, and their cut is the thesis' or even."""
+    for flag in ("--chunk", "--kv-dtype", "--kv-memory", "--placement", "--prefer-memory", "--frames"):
+        with pytest.raises(SystemExit, match="2"):
+            run(module, flag, "1")
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        run(module, "--help")
+    assert "kv" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--quantize", "fp16"), ("--quantize", "int8")])

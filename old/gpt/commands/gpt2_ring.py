@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
     from mdi import cli_local_ring
 
-    cli_local_ring.add_arguments(parser)
+    cli_local_ring.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpt.kinds import GPT2Kind
+    from gpt.commands.families import gpt2
     from gpt.rings import GPT2Ring
     from mdi.cli_local_ring import run_ring
 
-    return run_ring(args, GPT2Ring, GPT2Kind())
+    return run_ring(args, GPT2Ring, gpt2)

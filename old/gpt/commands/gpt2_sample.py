@@ -15,13 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
     from mdi import cli_sample
 
-    cli_sample.add_arguments(parser)
+    cli_sample.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpt.kinds import GPT2Kind
+    from gpt.commands.families import gpt2
     from mdi.cli_starter import run_on
     from mdi.config import standalone
 
-    return run_on(args, standalone, kind=GPT2Kind())
+    return run_on(args, standalone, kind=gpt2)

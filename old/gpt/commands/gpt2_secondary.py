@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import SETTINGS
     from mdi import cli_secondary
 
-    cli_secondary.add_arguments(parser)
+    cli_secondary.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json"), "0"])
 
 
@@ -25,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
 
     path, index = place_of(args)
     config = load_secondary(path, index)
-    from gpt.kinds import GPT2Kind
+    from gpt.commands.families import gpt2
 
-    return serve(args, config, GPT2Kind(), load_nodes(path))
+    return serve(args, config, gpt2, load_nodes(path))

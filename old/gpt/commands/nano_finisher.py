@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import SETTINGS
     from mdi import cli_secondary
 
-    cli_secondary.add_arguments(parser)
+    cli_secondary.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json")])
 
 
@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
     path, index = place_of(args)
     config = load_nano_node(path, "finisher", index)
-    from gpt.kinds import NanoKind
+    from gpt.commands.families import nano
 
-    return serve(args, config, NanoKind("finisher"), load_nano_cluster(path).nodes)
+    return serve(args, config, lambda: nano("finisher"), load_nano_cluster(path).nodes)

@@ -17,15 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import N_TOKENS
     from mdi import cli_local_ring
 
-    cli_local_ring.add_arguments(parser)
+    cli_local_ring.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
+    from gpt.commands.families import nano
     from gpt.commands.nano_starter import fill_in
-    from gpt.kinds import NanoKind
     from gpt.rings import NanoRing
     from mdi.cli_local_ring import run_ring
 
     fill_in(args, args.nodes)
-    return run_ring(args, NanoRing, NanoKind())
+    return run_ring(args, NanoRing, nano)

@@ -15,14 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import N_TOKENS
     from mdi import cli_sample
 
-    cli_sample.add_arguments(parser)
+    cli_sample.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpt.kinds import NanoKind
+    from gpt.commands.families import nano
     from mdi.cli_starter import run_on
     from mdi.config import standalone
 
     args.prompt = args.prompt or ["\n"]
-    return run_on(args, standalone, kind=NanoKind())
+    return run_on(args, standalone, kind=nano)

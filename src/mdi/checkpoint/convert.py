@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 import shutil
@@ -18,14 +17,15 @@ from typing import Any
 import torch
 
 from mdi.checkpoint.files import replacing
+from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_lit_dir
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import check_tensors
-from mdi.checkpoint.source import CONFIG_FILE, WEIGHT_FILES
 from mdi.checkpoint.tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
+from mdi.settings import parse_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -39,12 +39,6 @@ _TIED = (
     ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
     ("model.language_model.embed_tokens.weight", "lm_head.weight"),
 )
-
-
-def is_lit_dir(path: str | Path) -> bool:
-    """Whether there is a LitGPT checkpoint, whole or not."""
-    path = Path(path)
-    return (path / CONFIG_FILE).is_file() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 
 def is_hf_dir(path: str | Path) -> bool:
@@ -274,7 +268,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         is_plain = all(isinstance(name, str) and Path(name).name == name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"cannot read the index {index}: {type(e).__name__}: {e}") from None

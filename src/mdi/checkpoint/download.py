@@ -11,21 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.convert import is_hf_dir, is_lit_dir, weight_files
+from mdi.checkpoint.convert import is_hf_dir, weight_files
 from mdi.checkpoint.files import replacing
+from mdi.checkpoint.folder import is_lit_dir, is_repo_id
 from mdi.config import nearest_existing
 from mdi.errors import DownloadError
+from mdi.settings import parse_json
 
 MARKER = ".mdi_download.json"
 
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _SMALL = ("config.json", "generation_config.json", "model_config.yaml", "prompt_style.yaml", "special_tokens_map.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
-
-
-def is_repo_id(text: str) -> bool:
-    """Whether this could be the name of a model on the hub, "org/name"."""
-    return bool(_REPO_ID.fullmatch(text)) and ".." not in text and "--" not in text
 
 
 def download(
@@ -130,7 +126,7 @@ def _fetch(
 def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
     """Whether nothing need be fetched. Raises DownloadError if another revision than the one wished is there."""
     try:
-        marker = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+        marker = parse_json((directory / MARKER).read_text(encoding="utf-8"))
         held = {marker["revision"], marker["commit"]}
         files = dict(marker["files"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.parts import PartInfo
+from mdi.settings import parse_json
 
 FORMAT_VERSION = 1
 
@@ -51,7 +52,7 @@ class HashCache:
 
     def _read(self) -> dict[str, dict[str, PartInfo]]:
         try:
-            data = json.loads(self._path.read_text(encoding="utf-8"))
+            data = parse_json(self._path.read_text(encoding="utf-8"))
             if {key: data[key] for key in self._stamp} != self._stamp:
                 return {}
             return {

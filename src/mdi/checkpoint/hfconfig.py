@@ -5,13 +5,13 @@ Knows no weights. What is derived of which architecture is in hffamilies.py.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from mdi.checkpoint.hffamilies import DERIVED, Json, derive
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
+from mdi.settings import parse_json
 
 # config.json's name for what litgpt's Config calls otherwise; a named Config must agree with those that are given
 _SAME = {
@@ -27,10 +27,10 @@ _SAME = {
 def read_hf_config(path: Path) -> Json:
     """config.json; of a model that also sees or hears, its language part. Raises CheckpointError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"cannot read {path}: {e}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")

@@ -15,10 +15,10 @@ from typing import Any
 
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
+from mdi.settings import N_LAYER_LIMIT
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mdi_manifest"
-N_LAYER_LIMIT = 10_000
 FORMATS = ("fp16", "int8", "int4")  # of weights, see model.formats
 
 _NOT_DEFINING = ("name", "hf_config", "padding_multiple")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,16 +17,12 @@ from mdi.checkpoint.encoded import check_encoded, stored_format
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
+from mdi.settings import check_counts, read_yaml
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """model_config.yaml as a litgpt Config with all defaults, as a plain dict. Raises CheckpointError."""
-    import yaml
-
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise CheckpointError(f"cannot read {path}: {' '.join(str(e).split())}") from None
+    data = read_yaml(path)
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected the settings of a model, found {type(data).__name__}")
     return full_config(data, str(path))
@@ -43,9 +40,12 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in settings.items():
         if isinstance(defaults.get(key), (int, float)) and not isinstance(value, (int, float)):
             raise CheckpointError(f"{where}: {key}: expected a number such as {defaults[key]}, found {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(f"{where}: {key}: expected a number, found {value}")
+    check_counts(settings, where)
     try:
         config = asdict(Config(**settings))
-    except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ZeroDivisionError) as e:
+    except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ArithmeticError) as e:
         raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
     if config["n_layer"] < 1:
         raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")

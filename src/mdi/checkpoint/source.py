@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mdi.blocks import block_span
+from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, no_checkpoint
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest, config_hash
@@ -25,9 +26,6 @@ from mdi.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
-CONFIG_FILE = "model_config.yaml"
 
 
 class WeightSource(ABC):
@@ -118,7 +116,7 @@ class LitCheckpoint(WeightSource):
         self.path = Path(path)
         weights = next((p for name in WEIGHT_FILES if (p := self.path / name).is_file()), None)
         if weights is None or not (self.path / CONFIG_FILE).is_file():
-            raise CheckpointError(_no_checkpoint(self.path))
+            raise CheckpointError(no_checkpoint(self.path))
         self.config_dict = read_config(self.path / CONFIG_FILE)
         self.config_hash = config_hash(self.config_dict)
         self.model = self.config_dict["name"] or self.path.absolute().name
@@ -277,15 +275,3 @@ def _remedy(path: Path) -> str:
     model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"
     form = f" --quantize {match[2]}" if match and match[2] else ""
     return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}{form}"
-
-
-def _no_checkpoint(path: Path) -> str:
-    if not path.is_dir():
-        return f"no such directory: {path} (the nearest that exists is {nearest_existing(path)})"
-    if (path / "config.json").is_file() and not (path / CONFIG_FILE).is_file():
-        return f"{path} is not a LitGPT checkpoint but a Hugging Face one; convert it with: prepare_model.py {path}"
-    have = sorted(name for name in (*WEIGHT_FILES, CONFIG_FILE) if (path / name).is_file())
-    return (
-        f"{path} is not a LitGPT checkpoint: it needs {CONFIG_FILE} and {' or '.join(WEIGHT_FILES)}, "
-        f"and has {' and '.join(have) or 'neither'}"
-    )

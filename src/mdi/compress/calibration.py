@@ -21,6 +21,7 @@ from mdi.checkpoint.source import WeightSource
 from mdi.errors import CheckpointError
 from mdi.model.quantize import OUTLIER_RATIO, large_columns, linears
 from mdi.model.stage import Stage, StarterStage
+from mdi.settings import parse_json
 
 N_ROWS = 512  # tokens that the model is run over
 FILE = "outliers.json"
@@ -123,7 +124,7 @@ def _stamp(directory: Path) -> list[list[object]]:
 
 def _read(path: Path, label: str) -> dict[str, list[int]] | None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
         if data["label"] == label:
             return {str(name): [int(n) for n in numbers] for name, numbers in data["columns"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

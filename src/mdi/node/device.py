@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mdi.blocks import block_span
+from mdi.config import check_device, check_dtype
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.model.stage import Stage
@@ -21,8 +22,6 @@ from mdi.node.resources import device_free_bytes
 from mdi.partition.formats import weight_format
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which a user chooses for all programs
-
-_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,14 @@ def choose_device(wanted: str | None) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UsageError(f"unknown device {wanted!r}: expected cpu, cuda, cuda:<n> or mps") from None
+    check_device(wanted)
+    device = torch.device(wanted)
     if device.type == "cuda":
         n_devices = torch.cuda.device_count()
         if (device.index or 0) >= n_devices:
             raise UsageError(f"device {wanted!r}: this machine has {n_devices} CUDA devices that torch can use")
-    elif device.type == "mps":
-        if not torch.backends.mps.is_available():
-            raise UsageError(f"device {wanted!r}: torch finds no Apple GPU on this machine")
-    elif device.type != "cpu":
-        raise UsageError(f"device {wanted!r} is not supported: expected cpu, cuda, cuda:<n> or mps")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"device {wanted!r}: torch finds no Apple GPU on this machine")
     return device
 
 
@@ -80,7 +74,8 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quant
     Raises:
         UsageError: unknown, or the device cannot compute in it.
     """
-    if wanted is None or wanted == "auto":
+    name = check_dtype(wanted)
+    if name is None:
         if device.type == "cpu":
             # The kernels of the weight formats take and give float32.
             native = stored == "bfloat16" and not is_quantized and cpu_multiplies_bfloat16()
@@ -92,9 +87,6 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quant
         ):
             return torch.float16
         return DTYPES.get(stored, torch.float32)
-    name = _ALIASES.get(wanted.lower(), wanted.lower())
-    if name not in DTYPES or name == "float64":
-        raise UsageError(f"unknown dtype {wanted!r}: expected float32, float16 or bfloat16")
     if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise UsageError(f"the device {device} cannot compute in bfloat16: use float16 or float32")
     return DTYPES[name]

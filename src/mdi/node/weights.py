@@ -10,8 +10,9 @@ import torch
 
 from mdi.blocks import span
 from mdi.checkpoint.chunks import find_chunk, siblings
+from mdi.checkpoint.folder import WEIGHT_FILES
 from mdi.checkpoint.parts import spec_bytes, stage_parts
-from mdi.checkpoint.source import WEIGHT_FILES, ChunkFile, WeightSource, open_source
+from mdi.checkpoint.source import ChunkFile, WeightSource, open_source
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.partition.split import default_split, parse_layers, ranges

@@ -44,6 +44,12 @@ FORMATS = {
 SMALLER = ("fp16", "int8", "int4")
 
 
+def check_smaller(name: str | None) -> None:
+    """Raises UsageError if a name is not one of `SMALLER`; None is no format."""
+    if name is not None and name not in SMALLER:
+        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(SMALLER)}")
+
+
 def weight_format(name: str) -> WeightFormat:
     """Raises UsageError: there is no such format."""
     if name not in FORMATS:

@@ -19,7 +19,7 @@ def split_layers(n_layer: int, n_nodes: int, cost_embedding_blocks: float = 0.0)
     Raises:
         SplitError: so many nodes cannot each have a block.
     """
-    _check_n_nodes(n_layer, n_nodes)
+    check_n_nodes(n_layer, n_nodes)
     n_secondaries = n_nodes - 1
     if n_secondaries == 0:
         return (n_layer,)
@@ -41,13 +41,22 @@ def default_split(config: dict[str, Any], n_nodes: int) -> tuple[int, ...]:
     return split_layers(config["n_layer"], n_nodes, head_cost_blocks(config))
 
 
+def check_n_nodes(n_layer: int, n_nodes: int) -> None:
+    """Raises SplitError if so many nodes cannot each have a block."""
+    if not 1 <= n_nodes <= n_layer + 1:
+        raise SplitError(
+            f"a model of {n_layer} blocks can be cut for 1 to {n_layer + 1} nodes (each secondary needs a block), "
+            f"not for {n_nodes}"
+        )
+
+
 def parse_layers(text: str, n_layer: int, n_nodes: int) -> tuple[int, ...]:
     """Blocks per node given by hand, as "4,9,9".
 
     Raises:
         SplitError: it is not a list of numbers, or does not fit the number of nodes or of blocks.
     """
-    _check_n_nodes(n_layer, n_nodes)
+    check_n_nodes(n_layer, n_nodes)
     try:
         counts = tuple(int(number) for number in text.split(","))
     except ValueError:
@@ -99,11 +108,3 @@ def _block_weights(config: dict[str, Any]) -> int:
         n_experts = config["n_expert_per_token"] + (config.get("n_shared_expert") or 0)
         width = n_experts * (config.get("moe_intermediate_size") or width)
     return int(attention + (2 if kind == "GptNeoxMLP" else 3) * n_embd * width)
-
-
-def _check_n_nodes(n_layer: int, n_nodes: int) -> None:
-    if not 1 <= n_nodes <= n_layer + 1:
-        raise SplitError(
-            f"a model of {n_layer} blocks can be cut for 1 to {n_layer + 1} nodes (each secondary needs a block), "
-            f"not for {n_nodes}"
-        )

@@ -10,6 +10,7 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.checkpoint import KEPT_FILES, STATE_NAME, WEIGHTS_NAME, Base, SavedRun
@@ -17,7 +18,7 @@ from mdi.training.data import DataSet
 from mdi.training.loop import Progress, Trainer
 from mdi.training.lora import add_adapters, load_base
 from mdi.training.settings import LoraSettings
-from mdi.training.shape import CONFIG_FILE, config_file, load_shape, new_model, parse_shape
+from mdi.training.shape import config_file, load_shape, new_model, parse_shape
 from mdi.training.storage import sha256_file
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
+from mdi.settings import parse_json
 from mdi.training.storage import make_folder, missing, sha256_file
 from mdi.training.texts import PIECE_CHARS, pieces
 from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
@@ -166,7 +167,7 @@ def load_data_set(folder: Path) -> DataSet:
     if not path.is_file():
         raise UsageError(f"{folder} holds no meta.json, so it is no prepared data set; {AGAIN}")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
         dtype = ID_TYPES[meta["dtype"]]
         version, vocab_size, hashes = int(meta["format_version"]), int(meta["vocab_size"]), dict(meta["sha256"])
         n_train, n_val = int(meta["n_train"]), int(meta["n_val"])

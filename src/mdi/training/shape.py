@@ -16,10 +16,10 @@ import yaml
 from litgpt.config import Config, name_to_config
 from litgpt.model import GPT
 
+from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError
+from mdi.settings import check_counts, parse_yaml
 from mdi.training.storage import missing
-
-CONFIG_FILE = "model_config.yaml"
 
 
 def load_shape(source: str | Path) -> Config:
@@ -46,8 +46,10 @@ def load_shape(source: str | Path) -> Config:
 def parse_shape(content: bytes, where: Path) -> Config:
     """The Config that a model_config.yaml describes. Raises CheckpointError."""
     try:
-        return Config(**yaml.safe_load(content))
-    except (yaml.YAMLError, TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
+        fields = parse_yaml(content, str(where))
+        check_counts(fields, str(where))
+        return Config(**fields)
+    except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
         raise CheckpointError(f"{where} does not describe a litgpt model: {type(err).__name__}: {err}") from err
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
+from mdi.settings import parse_json
 from mdi.training.storage import missing
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -114,7 +114,7 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
         for n, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                 except ValueError as err:
                     raise UsageError(f"{path}, line {n} is no JSON: {err}") from err
                 yield _cell(row, column, f"{path}, line {n}")

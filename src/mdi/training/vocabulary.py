@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mdi.errors import UsageError
+from mdi.settings import parse_json
 from mdi.training.storage import missing
 
 EOS_TOKEN = "<|endoftext|>"
@@ -104,7 +105,7 @@ def _from_json(files: dict[str, bytes]) -> Vocabulary:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-    eos = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token")
+    eos = parse_json(files.get("tokenizer_config.json", b"{}")).get("eos_token")
     if isinstance(eos, dict):
         eos = eos.get("content")
     return Vocabulary(

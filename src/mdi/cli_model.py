@@ -1,0 +1,68 @@
+"""What flags say of a model and of how to compute, checked before anything heavy is imported: a slip is told at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mdi.errors import UsageError
+
+
+def check_model(args: argparse.Namespace, n_nodes: int, is_litgpt: bool = True) -> None:
+    """--ckpt, --chunk and --layers of a ring of `n_nodes`; --ckpt becomes the folder that was found.
+
+    Args:
+        is_litgpt: whether the checkpoint must be a LitGPT one.
+
+    Raises:
+        UsageError: what they name is not there, or the model cannot be cut so.
+    """
+    from mdi.checkpoint.folder import check_folder, stated_blocks
+    from mdi.partition.split import check_n_nodes, parse_layers
+
+    check_chunk(getattr(args, "chunk", None))
+    if args.ckpt is None:
+        if getattr(args, "chunk", None) is None:
+            raise UsageError("give the model: --ckpt DIRECTORY" + (", or --chunk FILE" if is_litgpt else ""))
+        return
+    args.ckpt = found_ckpt(args.ckpt)
+    if is_litgpt and getattr(args, "chunk", None) is None:
+        check_folder(args.ckpt)
+    n_blocks = stated_blocks(args.ckpt)
+    layers = getattr(args, "layers", None)
+    if n_blocks is not None and layers is not None:
+        parse_layers(layers, n_blocks, n_nodes)
+    elif n_blocks is not None:
+        check_n_nodes(n_blocks, n_nodes)
+
+
+def found_ckpt(name: Path) -> Path:
+    """The folder that --ckpt means. Raises UsageError."""
+    from mdi.checkpoint.folder import find_folder
+    from mdi.cli import default_ckpt_folder
+
+    return find_folder(name, default_ckpt_folder())
+
+
+def check_chunk(chunk: Path | None) -> None:
+    """Raises UsageError if --chunk names no file; the name that chunks had before, with .pth, will do."""
+    from mdi.config import nearest_existing
+
+    if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
+        return
+    if chunk.is_dir():
+        raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
+    raise UsageError(f"--chunk {chunk}: no such file (the nearest that exists is {nearest_existing(chunk)})")
+
+
+def check_computing(args: argparse.Namespace) -> None:
+    """--device, --dtype, --threads and the weight formats. Raises UsageError; what this machine lacks is told later."""
+    from mdi.config import check_device, check_dtype
+    from mdi.partition.formats import check_smaller
+
+    check_device(args.device)
+    check_dtype(args.dtype)
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads must be at least 1, got {args.threads}")
+    check_smaller(args.quantize)
+    check_smaller(getattr(args, "quantize_head", None))

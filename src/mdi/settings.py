@@ -1,0 +1,96 @@
+"""Settings in files that others wrote: YAML and JSON, read with limits on what little text can make a machine do. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import CheckpointError
+
+YAML_LIMIT_BYTES = 256 << 10  # real ones have a few kilobytes, and the parser takes seconds for a megabyte
+N_LAYER_LIMIT = 10_000
+N_MODULES_LIMIT = 50_000  # blocks, or experts of all blocks together
+VALUES_LIMIT = 20_000  # with aliases written out; a list with a number per block is the longest that models have
+
+_LIMITS = {
+    "n_layer": N_LAYER_LIMIT,
+    "n_expert": N_MODULES_LIMIT,
+    **dict.fromkeys(
+        (
+            "n_head", "n_query_groups", "n_embd", "head_size", "n_expert_per_token", "n_shared_expert", "vocab_size",
+            "padded_vocab_size", "intermediate_size", "moe_intermediate_size", "block_size",
+        ),
+        1 << 30,
+    ),
+}  # fmt: skip
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file; see `parse_yaml`. Raises CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(YAML_LIMIT_BYTES + 1)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from None
+    return parse_yaml(content, str(path))
+
+
+def parse_yaml(content: bytes, where: str) -> Any:
+    """What a YAML text stands for: mappings, lists and plain values.
+
+    Raises:
+        CheckpointError: it is no YAML, too large, or aliases in it stand for too much (`where` names it).
+    """
+    import yaml
+
+    if len(content) > YAML_LIMIT_BYTES:
+        raise CheckpointError(f"{where} has more than {YAML_LIMIT_BYTES >> 10} KB: these are no settings of a model")
+    try:
+        data = yaml.safe_load(content.decode())
+    except (yaml.YAMLError, ValueError) as e:
+        raise CheckpointError(f"cannot read {where}: {' '.join(str(e).split())}") from None
+    except RecursionError:
+        raise CheckpointError(f"cannot read {where}: its values are nested too deeply") from None
+    if _has_more(data, VALUES_LIMIT):
+        raise CheckpointError(f"{where} stands for more than {VALUES_LIMIT} values: these are no settings of a model")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, all of whose errors are a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def check_counts(settings: Mapping[str, Any], where: str) -> None:
+    """What says how large a model is must be a whole number, and not more than any model has.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    for key, limit in _LIMITS.items():
+        value = settings.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value <= limit):
+            raise CheckpointError(f"{where}: {key}: expected a whole number from 0 to {limit}, found {value!r:.40}")
+    n_modules = (settings.get("n_layer") or 1) * (settings.get("n_expert") or 1)
+    if n_modules > N_MODULES_LIMIT:
+        raise CheckpointError(
+            f"{where}: n_layer times n_expert is {n_modules}; at most {N_MODULES_LIMIT} are supported"
+        )
+
+
+def _has_more(data: Any, limit: int) -> bool:
+    """Whether there are more than so many values, each alias counted as often as it is used."""
+    n_values, waiting = 0, [data]
+    while waiting and n_values <= limit:
+        value = waiting.pop()
+        n_values += 1
+        if isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+    return n_values > limit
