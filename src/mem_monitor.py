@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """Launcher: `mdi mem-monitor`."""
 
-import sys
-
-from mdi.cli import launch
+from mdi.cli import launch, leave
 
 if __name__ == "__main__":
-    sys.exit(launch("mem-monitor"))
+    leave(launch("mem-monitor"))

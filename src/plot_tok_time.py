@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """Launcher: `mdi plot-tok-time`."""
 
-import sys
-
-from mdi.cli import launch
+from mdi.cli import launch, leave
 
 if __name__ == "__main__":
-    sys.exit(launch("plot-tok-time"))
+    leave(launch("plot-tok-time"))

@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """Launcher: `mdi prepare-data`."""
 
-import sys
-
-from mdi.cli import launch
+from mdi.cli import launch, leave
 
 if __name__ == "__main__":
-    sys.exit(launch("prepare-data"))
+    leave(launch("prepare-data"))

@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """Launcher: `mdi secondary`."""
 
-import sys
-
-from mdi.cli import launch
+from mdi.cli import launch, leave
 
 if __name__ == "__main__":
-    sys.exit(launch("secondary"))
+    leave(launch("secondary"))

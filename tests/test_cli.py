@@ -483,6 +483,14 @@ def test_a_local_ring_compares_itself_with_one_node(checkpoint: Path, capsys: py
     assert launch("local-ring", [*argv, "--json"]) == 2
 
 
+@pytest.mark.parametrize(("status", "late"), [(0, "late"), (1, "late"), (130, ""), (143, "")])
+def test_an_interrupted_process_ends_at_once(status: int, late: str) -> None:
+    """Without what the interpreter does at its end, which takes seconds once torch is loaded; but nothing printed is lost."""
+    code = f"import atexit, mdi.cli; atexit.register(print, 'late', end=''); print('said', end=''); mdi.cli.leave({status})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=SRC)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "said" + late, "")
+
+
 def test_the_seed_is_new_each_time_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*flags: str) -> tuple[int, list[int], str]:
         assert launch("sample", ["--ckpt", str(checkpoint), "--n-tokens", "12", "--json", *flags]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
 
-from mdi.cli import launch  # noqa: E402
+from mdi.cli import launch, leave  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(launch("sample", module_name="gpt.commands.nano_sample"))
+    leave(launch("sample", module_name="gpt.commands.nano_sample"))

@@ -13,9 +13,9 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import mdi
 from mdi.errors import MdiError, UsageError
@@ -46,6 +46,9 @@ ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan
 WAIT_POLICY = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 WAIT_VARIABLES = (*WAIT_POLICY, "OMP_WAIT_POLICY")
 
+# Exit statuses, as shells have them.
+INTERRUPTED, TERMINATED = 130, 143
+
 logger = logging.getLogger("mdi")
 
 
@@ -75,6 +78,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def program() -> NoReturn:
+    """`main`, as a whole process."""
+    leave(main())
+
+
+def leave(status: int) -> NoReturn:
+    """End this process; what is to be brought to an end has been.
+
+    One that was interrupted goes at once: the interpreter would take seconds to take torch down, and wait for ever for a
+    thread that a library was just running.
+    """
+    if status not in (INTERRUPTED, TERMINATED):
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def launch(command: str, argv: list[str] | None = None, prog: str | None = None, module_name: str = "") -> int:
     """Parse the arguments of one command and run it; returns the exit status.
 
@@ -94,7 +116,6 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     args = parser.parse_args(argv)
     is_debugging = bool(getattr(args, "debug", False))
     _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
-    threads_before = set(threading.enumerate())
     handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
     _on_signal(signal.SIGTERM, _raise_terminated)
     is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
@@ -131,9 +152,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         return 1
     except KeyboardInterrupt as e:
         handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
-        status = 143 if isinstance(e, Terminated) else 130
-        _leave_threads_behind(threads_before, status)
-        return status
+        return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
     finally:
         for number, handler in handlers.items():
             _on_signal(number, handler)
@@ -234,15 +253,5 @@ def _ignore_both() -> None:
     _on_signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _leave_threads_behind(threads_before: set[threading.Thread], status: int) -> None:
-    """An interrupt in a bad moment may leave a library's threads running, for which the interpreter would wait for ever."""
-    if all(thread.daemon or thread in threads_before for thread in threading.enumerate()):
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
