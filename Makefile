@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 2
 .PHONY: help demo test lint types check kernels sanitize bench figures venv clean
 
 help:
-	@echo "make demo   three nodes on this machine generate three samples with the embedded model"
+	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make test   the whole test suite"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
@@ -19,19 +19,23 @@ help:
 	@echo "make lint | types | bench | figures | clean"
 
 $(VENV)/.installed: requirements.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 14) else "Python 3.10 to 3.14 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
-	touch $@
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 14) else "Python 3.10 to 3.14 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
+	@echo "installing into $(VENV), once; nothing else on this machine is changed"
+	@case "$$(uname -sm) $(PIP_FLAGS)" in "Linux x86_64"*whl/cpu*) ;; "Linux x86_64"*) \
+	  echo "PyTorch comes with CUDA here: 2.7 GB to download. Without an NVIDIA GPU, its CPU build (0.2 GB) does the same:"; \
+	  echo "  make PIP_FLAGS=\"--extra-index-url https://download.pytorch.org/whl/cpu\" demo" ;; esac
+	@$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
-	touch $@
+	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
+	@touch $@
 
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	$(PY) src/local_ring.py --nodes 3 --ckpt assets/nano-llama --prompt "ROMEO:" --prompt "JULIET:" \
+	@$(PY) src/local_ring.py --nodes 3 --ckpt assets/nano-llama --prompt "ROMEO:" --prompt "JULIET:" \
 	  --prompt "First Citizen:" --n-tokens 200 --plots --compare
 
 test: $(VENV)/.installed-dev
