@@ -8,10 +8,12 @@ import torch
 from families import FAMILIES, config_of, prompt, random_gpt
 from mdi.errors import CheckpointError, UsageError
 from mdi.model import int4, packed
+from mdi.model.attention import CachedLatentAttention, cached
 from mdi.model.formats import FORMATS, check_format, decode, encode, format_of
 from mdi.model.int4 import INT4_BLOCK, pack_int4, unpack_int4
 from mdi.model.quantize import GatedMLP, Quantizer, expected_outliers, linears, plain_weight, quantize_block
 from mdi.model.stage import StarterStage
+from mdi.model.tiles import keep_rows_apart
 from test_stage import run_staggered, stages_of
 
 WEIGHT = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)) * 0.05
@@ -251,10 +253,13 @@ def decoded(stage: StarterStage, prompts: list[list[int]], chunk: int, n_new: in
     return tokens, torch.stack(seen)
 
 
-@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m", "Qwen3-0.6B"])
+EXPERTS_AND_LATENTS = ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "deepseek-v3-shape"]
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m", "Qwen3-0.6B", *EXPERTS_AND_LATENTS])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sequence_in_company_gives_what_it_gives_alone(name: str, family: str) -> None:
-    gpt = random_gpt(config_of(family), seed=6)
+    gpt = random_gpt(config_of(family), seed=0)
     stage = StarterStage(gpt.config, gpt.config.n_layer)
     stage.load_state_dict(gpt.state_dict(), assign=True)
     for block in stage.blocks:
@@ -267,3 +272,26 @@ def test_a_sequence_in_company_gives_what_it_gives_alone(name: str, family: str)
     together, logits = decoded(stage, texts, 64, 12)
     assert together == alone
     torch.testing.assert_close(logits, alone_logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", EXPERTS_AND_LATENTS)
+def test_routers_and_latent_products_do_not_see_how_many_rows_there_are(family: str) -> None:
+    block = random_gpt(config_of(family), seed=1).transformer.h[1]
+    attn = cached(block.attn, 0)
+    block.attn = attn
+    quantize_block(block, "int8")
+    keep_rows_apart(block)  # a second time changes nothing
+    x = torch.randn(70, block.norm_1.weight.numel())
+    whole = block.mlp.gate(x)
+    for n in (1, 2, 3, 7, 8, 9, 64):
+        for part, of_all in zip(_several(block.mlp.gate(x[:n])), _several(whole), strict=True):
+            assert torch.equal(part, of_all[:n])
+    if isinstance(attn, CachedLatentAttention):
+        a, b = torch.randn(70, 4, 12).transpose(0, 1), torch.randn(4, 12, 16)
+        product = attn.multiply(a, b)
+        torch.testing.assert_close(product, a @ b)
+        assert all(torch.equal(attn.multiply(a[:, :n], b), product[:, :n]) for n in (1, 2, 3, 7, 8, 9, 64))
+
+
+def _several(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else result

@@ -8,6 +8,7 @@ Called by litgpt's `Block` with the Batch in the place of its mask.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,6 +169,7 @@ class CachedLatentAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
+        self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.bmm  # or mdi.model.tiles'
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -185,12 +187,12 @@ class CachedLatentAttention(nn.Module):
         rotate_(q_rot, cos, sin, c.rope_interleave)
         rotate_(k_rot[:, None], cos, sin, c.rope_interleave)
         # (n_head, N, kv_lora_rank + qk_rope_head_dim): queries that look at latents
-        q = torch.cat((torch.bmm(q_pass.transpose(0, 1), up_k), q_rot.transpose(0, 1)), dim=-1)
+        q = torch.cat((self.multiply(q_pass.transpose(0, 1), up_k), q_rot.transpose(0, 1)), dim=-1)
         k = torch.cat((self.kv_a_norm(latent), k_rot), dim=-1)[None]  # (1, N, same)
         y = q.new_empty(c.n_head, n, c.kv_lora_rank)
         for rows in batch.rows:
             y[:, rows.span] = self._attend(q[:, rows.span], k[:, rows.span], rows, batch)
-        heads = torch.bmm(y, up_v.mT)  # (n_head, N, v_head_dim)
+        heads = self.multiply(y, up_v.mT)  # (n_head, N, v_head_dim)
         if self.kv_b_proj.bias is not None:
             heads = heads + self.kv_b_proj.bias.view(c.n_head, 1, -1)[..., c.qk_nope_head_dim :]
         return self.proj(heads.transpose(0, 1).reshape(1, n, c.n_head * c.v_head_dim))

@@ -2,7 +2,7 @@
 
 Decoding reads every weight once per forward, so bytes per weight is its speed. A format replaces `nn.Linear` from outside;
 stages do not know of it. A row's result never depends on the other rows of its frame: activations are scaled row by row, or
-block by block within a row.
+block by block within a row, and what stays in plain numbers before a rounding is computed in tiles (mdi.model.tiles).
 
 fp16  weights in half precision, activations in float32: half the bytes of float32, no measurable loss.
 int8  weights in 8 bits with a scale per output, activations in 8 bits with a scale per row.

@@ -17,6 +17,7 @@ from mdi.model.allocator import give_back_freed
 from mdi.model.formats import Encoded, decode, encode, format_of
 from mdi.model.int4 import unpack_int4
 from mdi.model.packed import ByteLinear, Fp16Linear, pack_int8
+from mdi.model.tiles import keep_rows_apart
 
 if TYPE_CHECKING:
     from mdi.model.stage import Stage
@@ -124,6 +125,8 @@ def install(root: nn.Module, layers: dict[str, Layer]) -> None:
 
     Takes them out of the dict one by one, so that what they were read from can go.
     """
+    if layers:
+        keep_rows_apart(root)
     gates = {path.rpartition(".")[0] for path in layers if path.endswith(".fc_1")}
     for parent in gates:
         mlp = root.get_submodule(parent)
