@@ -25,8 +25,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
     """A chat on one node with these lines typed; its exit status."""
 
-    def run(typed: str, *flags: str) -> int:
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    def run(typed: str | io.StringIO, *flags: str) -> int:
+        monkeypatch.setattr("sys.stdin", typed if isinstance(typed, io.StringIO) else io.StringIO(typed))
         fixed = ["--ckpt", str(checkpoint), "--device", "cpu", "--prompt-style", "none", "--temperature", "0"]
         return launch("chat", [*fixed, "--n-tokens", "6", *flags])
 
@@ -35,9 +35,30 @@ def chat(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 def test_each_line_is_answered(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat("The ring\nThe ring\n/new\nThe ring\n") == 0
-    replies = [part.strip() for part in capsys.readouterr().out.split(">> Reply: ")[1:]]
+    replies = [part.strip() for part in capsys.readouterr().out.split("Model: ")[1:]]
     assert len(replies) == 3
     assert replies[0] == replies[2], "what was forgotten changes nothing"
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(Keyboard("/help\nThe ring\n/new\n/helpp\n/quit\nThe ring\n")) == 0
+    hello, *rest = capsys.readouterr().out.split("You: ")
+    assert "tiny-random on this machine" in hello and "/help" in hello and "/quit" in hello
+    assert [("Model: " in part) for part in rest] == [False, True, False, False, False], (
+        "no command is said to the model"
+    )
+    assert all(word in rest[0] and word in rest[3] for word in ("/new", "/help", "/quit", "Ctrl-C"))
+    assert "forgotten" in rest[2]
+
+
+def test_a_program_gets_no_greeting(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat("/etc/hosts what is that?\n") == 0
+    assert capsys.readouterr().out.startswith("Model: ")
 
 
 def test_an_engine_that_fails_ends_the_chat(
@@ -60,7 +81,7 @@ def test_an_output_that_is_gone_ends_the_chat(chat: Chat, monkeypatch: pytest.Mo
                 return file.fileno()
 
             def write(self, text: str) -> int:
-                if "Reply" in self.getvalue():
+                if "Model" in self.getvalue():
                     raise BrokenPipeError
                 return super().write(text)
 
@@ -85,4 +106,4 @@ def test_an_answer_can_be_interrupted(
 
     monkeypatch.setattr(SampleReader, "read", interrupted)
     assert chat("The ring\nThe ring\n") == 0
-    assert n_reads == 3 and capsys.readouterr().out.count(">> Reply: ") == 2
+    assert n_reads == 3 and capsys.readouterr().out.count("Model: ") == 2

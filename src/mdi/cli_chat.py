@@ -5,13 +5,14 @@ examples:
   chat.py --ckpt checkpoints/org/chat-model --nodes-config settings_distr/configuration.json
   echo "Who are you?" | chat.py --ckpt checkpoints/org/chat-model
 
-An empty line or Ctrl-D ends the chat, /new forgets what was said, Ctrl-C ends an answer that takes too long.
+Ctrl-C ends an answer that takes too long; /help lists what else can be typed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
@@ -22,6 +23,12 @@ from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
     from mdi.node.starter import StarterNode
+
+HELP = """\
+/new   forget what was said, begin a new chat
+/help  this list
+/quit  end the chat, as an empty line and Ctrl-D do
+Ctrl-C ends an answer that takes too long. Anything else is said to the model."""
 
 CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.cli_model import check_computing, check_model
-    from mdi.cli_starter import chosen_cores, sampling_params, starter_options
+    from mdi.cli_starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
     from mdi.config import load_cluster, standalone
 
     check_computing(args)
@@ -54,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args, cluster.n_nodes)
     options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
 
+    tell_loading()
     from mdi.node.device import set_threads
     from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
@@ -65,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         node.place(1, args.sequence_length or CONTEXT_LIMIT)
         node.prepare(args.sequence_length or CONTEXT_LIMIT)
         node.start()
+        tell_seed(params)
         _talk(node, params, args.stop)
         node.raise_failure()
         node.end(leave=args.stop_nodes)
@@ -78,19 +87,32 @@ def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
     lines = Lines(lambda: node.failed)
+    if is_terminal:
+        nodes = "this machine" if node.cluster.n_nodes == 1 else f"{node.cluster.n_nodes} nodes"
+        show(
+            f"\nHello! This is {node.status(None)['model']} on {nodes}. Say something; /help lists commands, /quit ends.\n"
+        )
     while not node.failed:
         if is_terminal:
-            print(">> User: ", end="", flush=True)
-        line = lines.next()
-        if not line.strip():
+            print("You: ", end="", flush=True)
+        line = lines.next().strip()
+        if line in ("", "/quit"):
             if node.failed:
                 print()
             break
-        if line.strip() == "/new":
-            history.clear()
+        if re.fullmatch(r"/\w+", line):
+            print(_obey(line, history), flush=True)
             continue
-        reply = _answer(node, history, line.strip(), params, stop)
-        history.append((line.strip(), reply))
+        reply = _answer(node, history, line, params, stop)
+        history.append((line, reply))
+
+
+def _obey(command: str, history: list[tuple[str, str]]) -> str:
+    """Do what a word with a slash says; the answer."""
+    if command == "/new":
+        history.clear()
+        return "All that was said is forgotten."
+    return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
 def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
@@ -106,7 +128,7 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
     except UsageError as e:
         show_error(e)
         return ""
-    print(">> Reply: ", end="", flush=True)
+    print("Model: ", end="", flush=True)
     try:
         sample = node.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
     except UsageError as e:  # the nodes' caches could never hold it

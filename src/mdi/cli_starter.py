@@ -138,8 +138,7 @@ def _generate(
     check_model(args, cluster.n_nodes, is_litgpt=kind is None)
     options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
 
-    if "torch" not in sys.modules:
-        logger.info("loading PyTorch ...")
+    tell_loading()
     from mdi.node.device import set_threads
     from mdi.node.machine import threads_beside
     from mdi.node.starter import StarterNode
@@ -156,6 +155,18 @@ def _generate(
     finally:
         ignore_interrupts()
         node.close()
+
+
+def tell_loading() -> None:
+    """A word before the imports that take seconds."""
+    if "torch" not in sys.modules:
+        logger.info("loading PyTorch ...")
+
+
+def tell_seed(params: Any) -> None:
+    """Where something is drawn: how to have the same again."""
+    if params.temperature > 0:
+        logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)
 
 
 def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
@@ -246,8 +257,8 @@ def _run(
     failure: BaseException | None = None
     try:
         node.start()
-        if is_reported and params.temperature > 0:
-            logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)
+        if is_reported:
+            tell_seed(params)
         stream = open_stream(len(prompts)) if is_streaming else None
         on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
         for prompt, ids in zip(prompts, encoded, strict=True):
