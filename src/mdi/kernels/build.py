@@ -87,6 +87,10 @@ class Compiler:
     version: str
     machine: str
 
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.version.encode()).hexdigest()[:8]
+
     def run(self, *arguments: str | os.PathLike[str]) -> None:
         """Raises KernelError with its first error line."""
         done = _run([*self.command, *(os.fspath(argument) for argument in arguments)])
@@ -146,7 +150,7 @@ def compile_selftest(
 
 def sanitizing(names: str) -> tuple[str, ...]:
     """Flags for a program that ends at the first error of these (as -fsanitize takes them)."""
-    return ("-Og", "-g", "-fno-omit-frame-pointer", f"-fsanitize={names}", "-fno-sanitize-recover=all")
+    return ("-O0", "-g", f"-fsanitize={names}", "-fno-sanitize-recover=all")
 
 
 def remove_remains(folder: Path) -> None:

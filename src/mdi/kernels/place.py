@@ -8,7 +8,6 @@ may share, also one of the compiler and what it compiles for.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import shlex
@@ -49,13 +48,12 @@ def compiled_library() -> Path:
             "unset CXX, or set it to a compiler for this machine"
         )
     folder = default_cache_dir() / "kernels"
-    version = hashlib.sha256(compiler.version.encode()).hexdigest()[:8]
-    path = folder / _name(f"{build.sources_hash(build.CSRC)}-{version}")
+    path = folder / _name(f"{build.sources_hash(build.CSRC)}-{compiler.hash}")
     try:
         if _is_safe(path):
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if not _is_safe(path):
                 logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
                 build.remove_remains(folder)
@@ -76,8 +74,8 @@ def _is_safe(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the lock ends with its process."""
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; the lock ends with its process."""
     import fcntl
 
     with open(folder / "lock", "w") as file:

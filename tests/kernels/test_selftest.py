@@ -1,0 +1,91 @@
+"""The kernels' own test program: under sanitizers, and on emulated ARM boards with the checksums of this machine.
+
+It prints a line for each kernel of each instruction set that it finds: set, kernel, checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mdi.kernels import build, place
+
+KEPT = Path(__file__).resolve().parents[2] / "build" / "selftest"  # programs of these very sources are used again
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+EXPECTED = {
+    "cortex-a72": {"neon", "plain"},
+    "cortex-a76": {"neon_dot", "neon", "plain"},
+    "max": {"neon_dot", "neon", "plain"},
+}
+
+Sums = dict[tuple[str, str], str]  # (instruction set, kernel) -> checksum
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here"
+)
+needs_emulator = pytest.mark.skipif(
+    not (shutil.which(CROSS) and shutil.which(EMULATOR)),
+    reason=f"{CROSS} and {EMULATOR} are not installed (Debian: g++-aarch64-linux-gnu, qemu-user)",
+)
+
+pytestmark = pytest.mark.skipif(not (build.CSRC / build.SELFTEST).is_file(), reason="there is no test program yet")
+
+
+def _program(name: str, flags: Sequence[str], link_flags: Sequence[str] = ()) -> Path:
+    """The compiled program. Two workers of pytest that ask for the same one get it from whoever is first."""
+    compiler = build.find_compiler()
+    made_from = (build.sources_hash(build.CSRC), compiler.version, flags, link_flags)
+    path = KEPT / f"{name}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with place.locked(KEPT):
+        if not path.is_file():
+            for old in KEPT.glob(f"{name}-*"):
+                old.unlink()
+            build.compile_selftest(compiler, path, build.CSRC, flags, link_flags)
+    return path
+
+
+def _sums(*command: str | Path) -> Sums:
+    environment = os.environ | {"UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr or done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    sums = {(instruction_set, kernel): checksum for instruction_set, kernel, checksum in lines}
+    assert len(sums) == len(lines) > 0
+    return sums
+
+
+def _by_kernel(sums: Sums, fused: bool) -> dict[str, set[str]]:
+    """Which checksums each kernel has, over all instruction sets with fused multiply-adds, or over those without."""
+    found: dict[str, set[str]] = {}
+    for (instruction_set, kernel), checksum in sums.items():
+        if (instruction_set != "plain") == fused:
+            found.setdefault(kernel, set()).add(checksum)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("names", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(names: str) -> None:
+    sums = _sums(_program(names.replace(",", "-"), build.sanitizing(names)))
+    assert all(len(checksums) == 1 for checksums in _by_kernel(sums, fused=True).values())
+
+
+@needs_compiler
+@needs_emulator
+@pytest.mark.parametrize("cpu", EXPECTED)
+def test_boards_compute_the_same_bits(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = _sums(_program("address-undefined", build.sanitizing("address,undefined")))
+    monkeypatch.setenv("CXX", CROSS)
+    there = _sums(EMULATOR, "-cpu", cpu, _program("aarch64", ("-O1",), ["-static"]))
+    assert {instruction_set for instruction_set, _ in there} == EXPECTED[cpu]
+    assert _by_kernel(there, fused=False) == _by_kernel(here, fused=False)
+    fused = _by_kernel(here, fused=True)
+    if fused:  # an x86 machine without AVX2 has nothing to compare with
+        assert _by_kernel(there, fused=True) == fused
