@@ -117,7 +117,8 @@ def layers() -> Any:
     from mdi.blocks import block_span
     from mdi.partition.split import default_split, ranges
 
-    figure, ax = canvas(9.2, 5.3)
+    figure, ax = canvas(9.2, 5.6)
+    ax.text(4.6, 5.3, "TinyLlama (1.1 B parameters, 22 blocks) on three nodes", ha="center", size=12, color=INK)
     cut = ranges(default_split(TINY_LLAMA, 3))
     names = ("starter", "secondary 0", "secondary 1")
     for i, ((start, stop), name) in enumerate(zip(cut, names, strict=True)):
@@ -147,14 +148,14 @@ def layers() -> Any:
 
 
 def ring_bars(n_nodes: int, n_samples: int, end: float, hop: float = 0.08) -> Iterator[tuple[int, float, int, int]]:
-    """(node, begin, sample, token) of stages that take 1 each, first come, first served."""
+    """(node, begin, sample, token) of stages that take 1 each, first come, first served; those that are over by `end`."""
     free = [0.0] * n_nodes
     arrivals = [(0.0, 0, sample, 0) for sample in range(n_samples)]  # time, node, sample, token
     while arrivals:
         arrivals.sort()
         time, node, sample, token = arrivals.pop(0)
         begin = max(time, free[node])
-        if begin >= end:
+        if begin + 1 > end:
             continue
         free[node] = begin + 1
         yield node, begin, sample, token
@@ -178,7 +179,7 @@ def bar(ax: Any, lane: float, begin: float, length: float, color: str, text: str
 
 def pipelining() -> Any:
     figure, axes = plt.subplots(2, 1, figsize=(10, 4.8), layout="constrained", gridspec_kw={"hspace": 0.08})
-    end, names = 12.78, ["starter", "secondary 0", "secondary 1"]
+    end, names = 12.95, ["starter", "secondary 0", "secondary 1"]
     titles = (
         "One sample: two of three nodes wait at any time",
         "Three samples in flight: a node waits for a hop, never for another node",
@@ -186,14 +187,7 @@ def pipelining() -> Any:
     for ax, n_samples, title in zip(axes, (1, 3), titles, strict=True):
         lanes(ax, names, end, title)
         for node, begin, sample, token in ring_bars(3, n_samples, end):
-            bar(
-                ax,
-                node,
-                begin,
-                min(1, end - begin),
-                SAMPLES[sample],
-                f"s{sample} t{token}" if begin < end - 0.9 else "",
-            )
+            bar(ax, node, begin, 1, SAMPLES[sample], f"s{sample} t{token}")
     axes[1].set_xlabel("time  (s1 t2: token 2 of sample 1; the starter draws a token and computes the next one's first blocks)",
                        size=9)  # fmt: skip
     return figure

@@ -15,7 +15,7 @@ import pytest
 
 from mdi import memory
 from mdi.cli import launch
-from mdi.cli_mem_monitor import split_command, summary
+from mdi.cli_mem_monitor import split_command, summary, title_of
 from mdi.errors import UsageError
 from mdi.memory import COLUMNS, Family, Gpu, Sample, Usage, monitor
 
@@ -200,3 +200,10 @@ def test_the_summary_names_the_peak() -> None:
     assert summary([]) == "the command ended before its memory could be looked at"
     found = summary([of(0, 10 * MB), of(1, 2000 * MB, 500 * MB), of(2, 20 * MB)])
     assert found == "most memory: RSS 2,500 MB at 1.0 s in 2 processes; 3 samples"
+
+
+def test_a_long_command_is_cut_between_words() -> None:
+    words = [f"--flag-{i}" for i in range(60)]
+    *shown, dots = title_of(words).split()
+    assert dots == "..." and len(title_of(words)) <= 200 and shown == words[: len(shown)]
+    assert title_of(["sample.py", "--prompt", "Who are you?"]) == "sample.py --prompt 'Who are you?'"

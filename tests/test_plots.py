@@ -5,7 +5,7 @@ import pytest
 
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
-from mdi.plots import plot_tokens_over_time, sample_series
+from mdi.plots import plot_memory, plot_tokens_over_time, sample_series
 
 
 def sample(*times_s):
@@ -65,3 +65,33 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"dir\.png"):
         plot_tokens_over_time(tmp_path / "dir.png", {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dir.png", "file"]
+
+
+def n_pixels(path, color, alpha):
+    """Pixels of a colour that was laid over white."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    seen = [alpha * c + 1 - alpha for c in to_rgb(color)]
+    return int((abs(imread(path)[:, :, :3] - seen) < 0.01).all(axis=2).sum())
+
+
+def test_samples_that_keep_pace_are_all_seen(tmp_path):
+    same = [0.1 * i for i in range(1, 30)]
+    path = plot_tokens_over_time(tmp_path / "same.png", sample_series([sample(*same) for _ in range(3)]))
+    counts = [n_pixels(path, f"C{i}", 0.6) for i in (1, 2, 3)]
+    assert min(counts) > 10_000 and max(counts) < 1.5 * min(counts)
+
+
+def test_the_legend_of_the_memory_covers_no_line(tmp_path):
+    """The lines fall at the end of every run, where a legend inside the picture would lie."""
+    points = [(float(t), 1e9 if t < 90 else 1e8 * (100 - t)) for t in range(100)]
+    path = plot_memory(tmp_path / "m.png", {"RSS": points, "PSS": [(t, b * 0.9) for t, b in points]})
+    from matplotlib.image import imread
+
+    picture = imread(path)[:, :, :3]
+    blue = (abs(picture - [31 / 255, 119 / 255, 180 / 255]) < 0.05).all(axis=2)
+    assert blue[300:, 1000:1190].sum() > 300, "the falling end of the line, at the right"
+    rows = (abs(picture - 0) < 0.05).all(axis=2).sum(axis=1).nonzero()[0]
+    axis = max(row for row in range(600, 750) if (picture[row, 200:1100].max(axis=1) < 0.2).all())
+    assert blue[axis + 20 :].any() and rows.max() > axis, "the legend is below the axis"

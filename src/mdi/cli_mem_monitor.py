@@ -15,6 +15,7 @@ import csv
 import logging
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -67,9 +68,14 @@ def run(args: argparse.Namespace) -> int:
         csv.writer(sys.stdout).writerows([COLUMNS, *(sample.row() for sample in samples)])
     logger.info("%s", summary(samples))
     if args.img is not None:
-        plot_memory(args.img, series(samples), shlex.join(command)[:80])
+        plot_memory(args.img, series(samples), title_of(command))
         logger.info("figure: %s", args.img)
     return status
+
+
+def title_of(command: Sequence[str]) -> str:
+    """The command, cut between words where it is too long for a figure's title."""
+    return textwrap.shorten(shlex.join(command), 200, placeholder=" ...")
 
 
 def split_command(words: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
     """What --time-run and --plots ask for; told on stderr, for stdout may be a program's."""
     from mdi.cli import output_dir
-    from mdi.metrics import append_time_run, tokens_over_time, write_tokens_csv
+    from mdi.metrics import append_time_run, write_tokens_csv
 
     if args.time_run is not None:
         append_time_run(
@@ -63,14 +63,12 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
             gen_time_s=metrics.duration_s,
         )
     if args.plots:
-        from mdi.plots import plot_tokens_over_time
+        from mdi.plots import plot_tokens_over_time, sample_series
 
         csv = write_tokens_csv(output_dir("logs"), metrics)
         logger.info("wrote %s", csv)
-        series = {f"sample {i}": tokens_over_time([s]) for i, s in enumerate(metrics.samples)}
-        series["all samples"] = tokens_over_time(metrics.samples)
         image = output_dir("img") / (csv.stem.replace("samples_", "", 1) + ".png")
-        plot_tokens_over_time(image, series, f"{metrics.model}, {metrics.n_nodes} nodes")
+        plot_tokens_over_time(image, sample_series(metrics.samples), f"{metrics.model}, {metrics.n_nodes} nodes")
         logger.info("wrote %s", image)
 
 

@@ -33,7 +33,8 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
 
     Args:
         path: of the picture; one that is there is replaced.
-        series: name -> (time_s, tokens until then), rising. "total" is drawn as the main line.
+        series: name -> (time_s, tokens until then), rising. Where there is a "total", the others are drawn as bands below
+            it, one upon the other: as lines, samples that keep pace would hide each other.
         title: above the picture; none if empty.
 
     Returns:
@@ -44,22 +45,23 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
     """
     figure = _figure(path)
     axes = figure.add_subplot()
+    bands = {name: points for name, points in series.items() if name != TOTAL} if TOTAL in series else {}
     for i, (name, points) in enumerate(series.items()):
-        # Every line starts in the origin: nothing has been generated when the run becomes ready.
-        times_s, counts = zip((0.0, 0), *points, strict=True)
+        if name in bands:
+            continue
+        times_s, counts = _from_origin(points)
         main = name == TOTAL or len(series) == 1
-        label = _plain(f"{name}: {counts[-1]} tokens") if i < _LEGEND_LINES else None
-        color = "black" if main else f"C{i % 10}"
         axes.step(
             times_s,
             counts,
             where="post",
-            label=label,
-            color=color,
+            label=_label(i, name, counts[-1]),
+            color="black" if main else f"C{i % 10}",
             linestyle="-" if main else _LINE_STYLES[i // 10 % len(_LINE_STYLES)],
             linewidth=2.2 if main else 1.2,
             zorder=3 if main else 2,
         )
+    _draw_bands(axes, bands)
     _dress(axes, title, n_series=len(series))
     return _save(figure, Path(path))
 
@@ -160,10 +162,34 @@ def plot_memory(path: str | Path, series: Mapping[str, Sequence[tuple[float, flo
     axes.grid(True, color="0.88", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     if series:
-        axes.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+        figure.legend(loc="outside lower center", ncols=len(series), fontsize=9, edgecolor="none")  # covers no line
     if title:
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
     return _save(figure, Path(path))
+
+
+def _from_origin(points: Sequence[tuple[float, int]]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Times and counts: nothing has been generated when the run becomes ready."""
+    times_s, counts = zip((0.0, 0), *points, strict=True)
+    return times_s, counts
+
+
+def _label(index: int, name: str, n_tokens: int) -> str | None:
+    return _plain(f"{name}: {n_tokens} tokens") if index < _LEGEND_LINES else None
+
+
+def _draw_bands(axes: Any, series: Mapping[str, Sequence[tuple[float, int]]]) -> None:
+    """Each series as high as its count, on top of those before it."""
+    import numpy as np
+
+    times_s = np.unique([0.0, *(time_s for points in series.values() for time_s, _ in points)])
+    below = np.zeros(len(times_s))
+    for i, (name, points) in enumerate(series.items(), 1):
+        own_s, counts = _from_origin(points)
+        above = below + np.asarray(counts)[np.searchsorted(own_s, times_s, side="right") - 1]
+        label = _label(i, name, counts[-1])
+        axes.fill_between(times_s, below, above, step="post", color=f"C{i % 10}", alpha=0.6, linewidth=0, label=label)
+        below = above
 
 
 def _figure(path: str | Path) -> Any:
