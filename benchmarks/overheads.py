@@ -140,7 +140,7 @@ def start_up(folder: Path, n_repeats: int) -> dict[str, float]:
 
 def time_until_ready(folder: Path, client: Any) -> float:
     """Seconds from /init until the status says READY; the run is then called off."""
-    from mdi.checkpoint.source import ChunkFile
+    from mdi.checkpoint.chunkfile import ChunkFile
     from mdi.control.messages import InitRequest, PartSpec
 
     chunk = ChunkFile(folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors")
@@ -177,7 +177,7 @@ def resident(pid: int) -> tuple[int, int]:
 
 def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, int]:
     """Resident bytes of a secondary in a run, of its weights and caches, and of a process with the libraries alone."""
-    from mdi.checkpoint.source import ChunkFile
+    from mdi.checkpoint.chunkfile import ChunkFile
 
     chunk = ChunkFile(folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors")
     weights = sum(part.n_bytes for part in chunk.manifest.parts)

@@ -3,8 +3,8 @@
 
     benchmarks/quality.py --text tiny-shakespeare.txt
 
-Everything runs through the project's own stage, with the formats as prepare_model.py writes them (calibrated on the built-in
-text). `--text` is a text of which the model has not seen the last tenth; for the embedded model that is tiny Shakespeare
+Everything runs through the project's own stage, with the formats as prepare_model.py writes them. `--text` is a text of which
+the model has not seen the last tenth; for the embedded model that is tiny Shakespeare
 (https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt).
 
 The same is measured on a copy with planted outliers: in each norm and each MLP, a five-hundredth of the channels (one at
@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from mdi.checkpoint.layout import TensorSpec  # noqa: E402
-from mdi.checkpoint.source import LitCheckpoint, WeightSource  # noqa: E402
+from mdi.checkpoint.packed import PackedSource  # noqa: E402
+from mdi.checkpoint.packing import Packing  # noqa: E402
+from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
 from mdi.checkpoint.tensors import as_array  # noqa: E402
-from mdi.compress.calibration import find_outliers  # noqa: E402
-from mdi.compress.sample_text import SAMPLE_TEXT  # noqa: E402
-from mdi.compress.source import QuantizedSource  # noqa: E402
+from mdi.checkpoint.weights import WeightSource  # noqa: E402
 from mdi.model.formats import FORMATS, decode, encode  # noqa: E402
 from mdi.model.quantize import Quantizer  # noqa: E402
 from mdi.model.stage import StarterStage  # noqa: E402
@@ -91,12 +91,14 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
     return ChangedSource(source, changed)
 
 
+def _formats(source: WeightSource) -> tuple[str | None, str | None]:
+    return (source.packing.blocks, source.packing.head) if source.packing else (None, None)
+
+
 def stage_of(source: WeightSource) -> StarterStage:
     config = Config(**source.config_dict)
     stage = StarterStage(config, config.n_layer)
-    stage.load(
-        source.part_names(), source.tensors, CPU, torch.float32, Quantizer(source.quantize, source.quantize_head)
-    )
+    stage.load(source.part_names(), source.tensors, CPU, torch.float32, Quantizer(*_formats(source)))
     stage.prepare(config.block_size, CPU, torch.float32)
     return stage
 
@@ -149,9 +151,8 @@ def main() -> None:
     for kind, source in (("as it is", ChangedSource(checkpoint, {})), ("planted", planted(checkpoint))):
         exact, best = judge(stage_of(source), ids)
         print(f"{kind:<10}{'float32':<8}{math.exp(exact):>11.3f}")
-        outliers = find_outliers(source, codec.encode(SAMPLE_TEXT))
         for name in FORMATS:
-            loss, found = judge(stage_of(QuantizedSource(source, name, name, outliers, kind)), ids)
+            loss, found = judge(stage_of(PackedSource(source, Packing(name, name))), ids)
             change = math.exp(loss - exact) - 1
             same = float((found == best).float().mean())
             results["model"][f"{kind}/{name}"] = {"perplexity": math.exp(loss), "change": change, "same_token": same}

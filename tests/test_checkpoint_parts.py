@@ -205,7 +205,7 @@ def test_a_manifest_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("format_version", 2),
+        ("format_version", 1),
         ("model", None),
         ("config", []),
         ("config_hash", "00"),

@@ -18,10 +18,11 @@ from safetensors.torch import load, load_file, save_file
 from families import FAMILIES
 from mdi.checkpoint import chunks as chunks_module
 from mdi.checkpoint.cast import CastSource
+from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, siblings, write_chunks
 from mdi.checkpoint.manifest import METADATA_KEY, config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
-from mdi.checkpoint.source import ChunkFile, LitCheckpoint, open_source
+from mdi.checkpoint.source import LitCheckpoint, open_source
 from mdi.errors import CheckpointError
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
@@ -145,7 +146,7 @@ def test_cast(lit: tuple[Path, State]) -> None:
 def test_hashes_are_remembered(lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = lit
     infos = [LitCheckpoint(path).info(part) for part in stage_parts(0, 5, starter=True)]
-    monkeypatch.setattr("mdi.checkpoint.source.compute_info", _never)
+    monkeypatch.setattr("mdi.checkpoint.weights.compute_info", _never)
     assert [LitCheckpoint(path).info(info.name) for info in infos] == infos
     os.utime(path / "lit_model.pth", ns=(1, 1))
     with pytest.raises(AssertionError):

@@ -41,7 +41,7 @@ def test_a_part_arrives(tmp_path: Path) -> None:
     assert store.path(INFO.sha256).read_bytes() == DATA
     assert max(asked) <= PIECE_BYTES
     assert sum(counted) == len(DATA)
-    tensors = store.tensors(INFO.sha256)
+    tensors = store.part(INFO, {}, "").tensors("block.0")
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     assert [p.name for p in store.directory.iterdir()] == [f"{INFO.sha256}.safetensors"]
 
@@ -108,7 +108,7 @@ def test_other_bytes_are_refused_and_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sha", ["", "../../etc/passwd", "A" * 64, "ab" * 32 + "\n", "ab" * 31])
 def test_what_is_no_hash(tmp_path: Path, sha: str) -> None:
     store = BlockStore(tmp_path)
-    for act in (store.has, store.path, store.partial_bytes, store.tensors):
+    for act in (store.has, store.path, store.partial_bytes):
         with pytest.raises(CheckpointError, match="is not a sha256"):
             act(sha)
 
@@ -121,11 +121,11 @@ def test_a_file_damaged_later(tmp_path: Path) -> None:
         assert store.has(INFO.sha256)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            store.tensors(INFO.sha256)
+            store.part(INFO, {}, "")
         assert not store.has(INFO.sha256) and not path.exists(), "it can come again"
         store.receive(INFO, 0, io.BytesIO(DATA).read)
     with pytest.raises(CheckpointError):
-        store.tensors("ab" * 32)
+        store.part(PartInfo("block.0", "ab" * 32, 1), {}, "")
 
 
 def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_part_is_hashed_once_by_each_process(tmp_path: Path) -> None:
     assert store.has(INFO.sha256)
     for _ in range(3):
         asked: list[int] = []
-        assert store.has(INFO.sha256, lambda asked=asked: asked.append(1)) and store.tensors(INFO.sha256)
+        assert store.has(INFO.sha256, lambda asked=asked: asked.append(1)) and store.part(INFO, {}, "")
         assert not asked
 
 

@@ -26,7 +26,6 @@ ALLOWED = {
     "model": {"kernels", "config", "errors"},
     "checkpoint": {"blocks", "kernels", "partition", "settings", "config", "errors"},
     "partition": {"blocks", "config", "errors"},
-    "compress": {"checkpoint", "model", "settings", "config", "errors"},
     "training": {"checkpoint", "partition", "settings", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
     "control": {"blocks", "engine", "model", "net", "settings", "config", "errors"},

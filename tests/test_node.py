@@ -18,8 +18,9 @@ import torch
 import mdi.net.link
 import mdi.node.job
 import mdi.node.kind
+from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, write_chunks
-from mdi.checkpoint.source import ChunkFile, open_source
+from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams

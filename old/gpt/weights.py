@@ -22,8 +22,8 @@ from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
-from mdi.checkpoint.source import WeightSource
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
+from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing, read_json
 from mdi.errors import CheckpointError, UsageError
 from mdi.node.weights import StarterWeights
@@ -246,7 +246,7 @@ class GPTWeights(StarterWeights):
         self.directory = source.path
         self.model, self.config, self.dtype = source.model, source.config_dict, source.dtype
         self.config_hash = source.config_hash
-        self.quantize = self.quantize_head = None
+        self.quantize = self.quantize_head = self.stored_format = None
         self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:

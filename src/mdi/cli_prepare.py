@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mdi.errors import UsageError
 
 if TYPE_CHECKING:
-    from mdi.checkpoint.source import WeightSource
+    from mdi.checkpoint.weights import WeightSource
 
 DESCRIPTION = """\
 Download a model, convert it to LitGPT's format, and cut it into one chunk per node.
@@ -38,7 +38,7 @@ the model has blocks: the starter may hold none.
 """
 
 DTYPES = ("float32", "float16", "bfloat16")
-FORMATS = ("fp16", "int8", "int4")
+FORMATS = ("float32", "bf16", "fp16", "int8", "int4")  # those of kernels.layout, which is not imported for --help
 
 logger = logging.getLogger("mdi")
 
@@ -53,16 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
     cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
     cut.add_argument(
-        "--quantize", choices=FORMATS, help="store the blocks in this weight format: chunks of half, a quarter or an eighth of "
-        "float32's size (runs on CPUs)",
+        "--quantize", choices=FORMATS, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
+        "int4 an eighth (default: what loses nothing of the weights)",
     )  # fmt: skip
     cut.add_argument(
         "--quantize-head", choices=FORMATS, help="the same for head and embedding (default: as --quantize)"
     )
-    cut.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="a text like those that the model will see; it shows which columns "
-        "of the weights need more bits (default: a built-in text)",
-    )  # fmt: skip
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"
@@ -82,20 +78,25 @@ def run(args: argparse.Namespace) -> int:
     _check_cut(directory, args)
 
     from mdi.checkpoint.cast import CastSource
+    from mdi.checkpoint.packed import PackedSource
+    from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import LitCheckpoint
+    from mdi.checkpoint.weights import own_packing
 
     directory = _convert(directory, args)
     source: WeightSource = LitCheckpoint(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
         source = CastSource(source, args.dtype)
-    if args.quantize or args.quantize_head:
-        source = _quantized(source, directory, args)
+    if args.n_nodes is not None:
+        own = own_packing(source.dtype)
+        head = args.quantize_head or args.quantize or own.head
+        source = PackedSource(source, Packing(args.quantize or own.blocks, head))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.config_dict["n_layer"]
-        stored = source.quantize or source.dtype
+        stored = source.packing.blocks if source.packing else source.dtype
         print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {_size(n_bytes)}")
-        if args.n_nodes is None and args.layers is None:
+        if args.n_nodes is None:
             print(f"run it on this machine: starter.py --ckpt {directory}")
         else:
             _cut(source, directory, args)
@@ -111,8 +112,6 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(
             "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
         )
-    if args.calibration is not None and not (args.quantize or args.quantize_head):
-        raise UsageError("--calibration is for --quantize, which is not given")
     if args.n_nodes is not None and args.n_nodes < 1:
         raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
 
@@ -173,37 +172,6 @@ def _convert(directory: Path, args: argparse.Namespace) -> Path:
                 "convert it again"
             )
     return directory
-
-
-def _quantized(source: WeightSource, directory: Path, args: argparse.Namespace) -> WeightSource:
-    """The source in a weight format; what needs more bits is found by running the model over a text."""
-    from tqdm import tqdm
-
-    from mdi.compress.calibration import kept_outliers
-    from mdi.compress.sample_text import SAMPLE_TEXT
-    from mdi.compress.source import QuantizedSource
-    from mdi.text import TextCodec
-
-    text = SAMPLE_TEXT
-    if args.calibration is not None:
-        try:
-            text = args.calibration.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"--calibration {args.calibration}: {e}") from None
-        if not text.strip():
-            raise UsageError(f"--calibration {args.calibration}: the file has no text")
-    ids = TextCodec.from_checkpoint(directory).encode(text)
-    with tqdm(desc="calibrating", unit="block", delay=2, file=sys.stderr) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        outliers, label = kept_outliers(source, directory, ids, progress)
-    head = args.quantize_head or args.quantize
-    n_columns = sum(len(columns) for columns in outliers.values())
-    logger.info("calibration: %d columns of %d layers stand out, and are kept in 16 bits", n_columns, len(outliers))
-    return QuantizedSource(source, args.quantize, head, outliers, label)
 
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:

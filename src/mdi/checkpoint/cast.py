@@ -8,7 +8,7 @@ import numpy as np
 
 from mdi.checkpoint.layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.parts import PartInfo
-from mdi.checkpoint.source import LitCheckpoint, WeightSource
+from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 
 
@@ -22,7 +22,7 @@ class CastSource(WeightSource):
 
     def __init__(self, source: WeightSource, dtype: str) -> None:
         self._source = source
-        self._hashes = source.hashes if isinstance(source, LitCheckpoint) else None
+        self.hashes = source.hashes
         self._infos: dict[str, PartInfo] = {}
         self.model, self.config_dict = source.model, source.config_dict
         self.config_hash, self.dtype = source.config_hash, dtype
@@ -40,12 +40,12 @@ class CastSource(WeightSource):
         return self._source.part_names()
 
     def known(self, part: str) -> PartInfo | None:
-        return self._infos.get(part) or (self._hashes.get(self.dtype, part) if self._hashes else None)
+        return self._infos.get(part) or (self.hashes.get(self.dtype, part) if self.hashes else None)
 
     def remember(self, info: PartInfo) -> None:
         self._infos[info.name] = info
-        if self._hashes:
-            self._hashes.put(self.dtype, info)
+        if self.hashes:
+            self.hashes.put(self.dtype, info)
 
     def release(self) -> None:
         self._source.release()

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
-from mdi.checkpoint.manifest import METADATA_KEY, Manifest
-from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, spec_bytes, stage_parts
-from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.layout import TensorSpec, alignment, header_bytes, ordered
+from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
+from mdi.checkpoint.packing import OWN_FORMAT
+from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, stage_parts
+from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 from mdi.partition.split import ranges
@@ -64,7 +66,7 @@ def write_chunks(
         CheckpointError: the disk is too small, or a file cannot be read or written. Each chunk is there whole or not.
     """
     plans = [_plan(source, counts, node) for node in range(len(counts))]
-    paths = [find_chunk(ckpt_dir, len(counts), plan.node, source.quantize) for plan in plans]
+    paths = [find_chunk(ckpt_dir, len(counts), plan.node, _label(plan)) for plan in plans]
     pairs = zip(paths, plans, strict=True)
     todo = [(path, plan) for path, plan in pairs if not _is_current(path, plan, source)]
     _check_disk(todo)
@@ -77,6 +79,11 @@ def write_chunks(
         for info in _write(source, path, plan, tally):
             source.remember(info)
     return paths
+
+
+def _label(manifest: Manifest) -> str | None:
+    """The format, if it is to stand in the name of the folder: not the one that loses nothing of the checkpoint."""
+    return None if manifest.format in (PLAIN, OWN_FORMAT.get(manifest.dtype)) else manifest.format
 
 
 def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
@@ -92,9 +99,9 @@ def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
         node=node_names(len(counts))[node],
         blocks=(start, stop),
         n_layer=source.config_dict["n_layer"],
-        parts=tuple(PartInfo(name, "0" * 64, spec_bytes(source.part_specs(name))) for name in names),
-        quantize=source.quantize,
-        quantize_head=source.quantize_head,
+        parts=tuple(PartInfo(name, "0" * 64, source.n_bytes(name)) for name in names),
+        format=source.packing.blocks if source.packing else PLAIN,
+        format_head=source.packing.head if source.packing else PLAIN,
     )
 
 
@@ -119,7 +126,8 @@ def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> t
     digests: dict[str, Any] = {}
     for part in plan.parts:
         of_part = source.part_specs(part.name)
-        digests[part.name] = hashlib.sha256(header_bytes(of_part, ordered(of_part)))
+        metadata = source.metadata(part.name)
+        digests[part.name] = hashlib.sha256(header_bytes(of_part, ordered(of_part, bool(metadata)), metadata))
     order = _order(plan, specs)
     head = _head(plan, specs, order)
     mapped = 0
@@ -144,12 +152,15 @@ def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> t
 
 
 def _order(plan: Manifest, specs: dict[str, TensorSpec]) -> list[str]:
-    """Part after part, but wide types first over all, so that every tensor is aligned.
+    """Part after part, but what needs more alignment first over all, so that every tensor is aligned.
 
     Within a part that is the canonical order, so that its hash can be taken in passing.
     """
     place = {part.name: i for i, part in enumerate(plan.parts)}
-    return sorted(ordered(specs), key=lambda name: (-specs[name].itemsize, place[part_of(name)]))
+    is_packed = plan.packing is not None
+    return sorted(
+        ordered(specs, is_packed), key=lambda name: (-alignment(specs[name], is_packed), place[part_of(name)])
+    )
 
 
 def _head(manifest: Manifest, specs: dict[str, TensorSpec], order: Sequence[str]) -> bytes:

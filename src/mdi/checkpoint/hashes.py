@@ -42,7 +42,7 @@ class HashCache:
         self._infos: dict[str, dict[str, PartInfo]] = self._read()
 
     def get(self, form: str, part: str) -> PartInfo | None:
-        """The part's hash in one form: "stored", or the name of a dtype that the weights are cast to."""
+        """The part's hash in one form: "stored", the name of a type that weights are cast to, or what they are packed in."""
         return self._infos.get(form, {}).get(part)
 
     def put(self, form: str, info: PartInfo) -> None:

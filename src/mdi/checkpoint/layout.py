@@ -93,9 +93,18 @@ def main_dtype(specs: Iterable[TensorSpec]) -> str:
     return max(totals, key=lambda name: (totals[name], name)) if totals else "float32"
 
 
-def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Names in the order of their data: wide types first, so that all data is aligned, then by name."""
-    return sorted(specs, key=lambda name: (-specs[name].itemsize, name))
+def ordered(specs: Mapping[str, TensorSpec], is_packed: bool = False) -> list[str]:
+    """Names in the order of their data: by what each is aligned to, so that all data is, then by name."""
+    return sorted(specs, key=lambda name: (-alignment(specs[name], is_packed), name))
+
+
+def alignment(spec: TensorSpec, is_packed: bool) -> int:
+    """What a tensor's data begins at a multiple of, in bytes: its type's size; where weights are packed, a page if it fills
+    whole ones, else a cache line.
+    """
+    if not is_packed:
+        return spec.itemsize
+    return PAGE_BYTES if spec.n_bytes % PAGE_BYTES == 0 else 64
 
 
 def header_bytes(

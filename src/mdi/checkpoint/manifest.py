@@ -13,13 +13,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
+from mdi.kernels.layout import LAYOUT_VERSION, LAYOUTS
 from mdi.settings import N_LAYER_LIMIT
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"
-FORMATS = ("fp16", "int8", "int4")  # of weights, see model.formats
+PLAIN = "plain"  # each tensor as the checkpoint has it
 
 _NOT_DEFINING = ("name", "hf_config", "padding_multiple")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +41,8 @@ class Manifest:
         node: "starter" or "secondary<i>".
         blocks: (start, stop), global and half-open.
         parts: in the order of `stage_parts`.
-        quantize, quantize_head: weight format of the blocks, and of head and embedding; None is none.
+        format, format_head: of the blocks, and of head and embedding: PLAIN, or of packed weights (checkpoint.packing).
+        layout_version: how packed weights lie.
     """
 
     model: str
@@ -51,13 +54,18 @@ class Manifest:
     blocks: tuple[int, int]
     n_layer: int
     parts: tuple[PartInfo, ...]
-    quantize: str | None = None
-    quantize_head: str | None = None
+    format: str = PLAIN
+    format_head: str = PLAIN
+    layout_version: int = LAYOUT_VERSION
     format_version: int = FORMAT_VERSION
 
     @property
     def is_starter(self) -> bool:
         return self.node == "starter"
+
+    @property
+    def packing(self) -> Packing | None:
+        return None if self.format == PLAIN else Packing(self.format, self.format_head)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
@@ -73,10 +81,7 @@ class Manifest:
             raise CheckpointError("the manifest is not a JSON object")
         version = data.get("format_version")
         if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"the manifest is of format_version {version!r}, this program reads {FORMAT_VERSION}: "
-                "make the chunks again with prepare_model.py of this version"
-            )
+            raise CheckpointError(f"the manifest is of format_version {version!r}, this program reads {FORMAT_VERSION}")
         manifest = cls(
             model=_get(data, "model", str),
             config=_get(data, "config", dict),
@@ -87,8 +92,9 @@ class Manifest:
             blocks=_blocks(_get(data, "blocks", list)),
             n_layer=_get(data, "n_layer", int),
             parts=tuple(_part(entry) for entry in _get(data, "parts", list)),
-            quantize=_format(data, "quantize"),
-            quantize_head=_format(data, "quantize_head"),
+            format=_get(data, "format", str),
+            format_head=_get(data, "format_head", str),
+            layout_version=_get(data, "layout_version", int),
         )
         manifest._check()
         return manifest
@@ -104,6 +110,12 @@ class Manifest:
         # only a starter may be without a block, and its blocks are the first ones
         if not 0 <= start <= stop <= self.n_layer or (start > 0 if self.is_starter else start == stop):
             raise _error("blocks", f"a range that {self.node} can hold of {self.n_layer} blocks", list(self.blocks))
+        is_plain = self.format == PLAIN
+        for field, form in (("format", self.format), ("format_head", self.format_head)):
+            if not (form == PLAIN if is_plain else form in LAYOUTS):
+                raise _error(field, f"{PLAIN} for both, or one of {', '.join(LAYOUTS)}", form)
+        if not is_plain and self.layout_version != LAYOUT_VERSION:
+            raise _error("layout_version", f"{LAYOUT_VERSION}, which this program reads", self.layout_version)
         if self.config_hash != config_hash(self.config):
             raise _error("config_hash", f"{config_hash(self.config)}, the hash of its config", self.config_hash)
         names, expected = [part.name for part in self.parts], stage_parts(start, stop, starter=self.is_starter)
@@ -147,13 +159,6 @@ def _get(data: dict[str, Any], key: str, kind: type) -> Any:
     value = data[key]
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _error(key, _KINDS[kind], value)
-    return value
-
-
-def _format(data: dict[str, Any], key: str) -> str | None:
-    value = data.get(key)
-    if value is not None and value not in FORMATS:
-        raise _error(key, f"one of {', '.join(FORMATS)}, or nothing", value)
     return value
 
 

@@ -1,8 +1,9 @@
 """A model as parts: "embedding", "block.<i>" and "head", each with canonical bytes and their sha256.
 
-The canonical bytes of a part are those of a safetensors file with just its tensors and no metadata: names in LitGPT's
-global form, wide types first and then by name, so that equal weights have equal bytes everywhere (little-endian, as all
-machines that torch runs on in practice). Knows nothing of configurations, nor of where tensors come from.
+The canonical bytes of a part are those of a safetensors file with just its tensors: names in LitGPT's global form, wide types
+first and then by name, so that equal weights have equal bytes everywhere (little-endian, as all machines that torch runs on in
+practice). Plain weights have no metadata; packed ones name their format (checkpoint.packing), and begin on a page. Knows
+nothing of configurations, nor of where tensors come from.
 """
 
 from __future__ import annotations
@@ -64,22 +65,28 @@ def stage_parts(start: int, stop: int, *, starter: bool) -> list[str]:
     return ["embedding", *blocks, "head"] if starter else blocks
 
 
-def serialize(specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray]) -> Iterator[bytes | memoryview]:
+def serialize(
+    specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The canonical bytes, in pieces of at most 4 MiB. Tensors are asked for by name, one after the other."""
-    order = ordered(specs)
-    yield from _cut(memoryview(header_bytes(specs, order)))
+    order = ordered(specs, bool(metadata))
+    yield from _cut(memoryview(header_bytes(specs, order, metadata)))
     for name in order:
         yield from array_bytes(array(name))
 
 
-def spec_bytes(specs: Mapping[str, TensorSpec]) -> int:
+def spec_bytes(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> int:
     """Length of the canonical bytes of tensors that need not be in memory."""
-    return len(header_bytes(specs, ordered(specs))) + sum(spec.n_bytes for spec in specs.values())
+    return len(header_bytes(specs, ordered(specs, bool(metadata)), metadata)) + sum(
+        spec.n_bytes for spec in specs.values()
+    )
 
 
-def sha256_of(specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray]) -> str:
+def sha256_of(
+    specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray], metadata: Mapping[str, str] | None = None
+) -> str:
     digest = hashlib.sha256()
-    for piece in serialize(specs, array):
+    for piece in serialize(specs, array, metadata):
         digest.update(piece)
     return digest.hexdigest()
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.encoded import check_encoded, stored_format
 from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
 from mdi.settings import check_counts, read_yaml
@@ -52,8 +52,13 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     return config
 
 
-def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts: Iterable[str], where: str) -> None:
+def check_tensors(
+    config: dict[str, Any], specs: Mapping[str, TensorSpec], parts: Iterable[str], where: str, packing: Packing | None = None
+) -> None:  # fmt: skip
     """Check that the tensors are just those of these parts of the model.
+
+    Args:
+        packing: the formats that they are stored in; None if they are plain.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape.
@@ -64,8 +69,12 @@ def check_tensors(config: dict[str, Any], specs: Mapping[str, TensorSpec], parts
     for name, shape in wanted.items():
         if name not in specs:
             raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}")
-        if specs[name].shape != shape or stored_format(specs[name]) is not None:
-            known |= check_encoded(name, shape, specs, where)
+        if packing is not None:
+            known |= packing.check(name, shape, specs, where)
+        elif specs[name].shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} by the model's config"
+            )
     for name in specs:
         if name not in known:
             raise CheckpointError(f"{where} holds the tensor {name}, which the model's config does not ask for")

@@ -12,15 +12,12 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.parts import Part
-from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 PIECE_BYTES = 1 << 20
 ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
@@ -204,22 +201,20 @@ class BlockStore:
             os.replace(partial, self.path(info.sha256))
             self._checked[info.sha256] = _stamp(self.path(info.sha256))
 
-    def tensors(self, sha256: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part, mapped from the file.
+    def part(self, info: Part, config: dict[str, Any], config_hash: str) -> PartFile:
+        """A part that is here, to read weights from; `config` is the model's.
 
         Raises:
             CheckpointError: the part is not here, or its file was damaged since it came; then it is not here any more.
         """
-        from mdi.checkpoint.tensors import as_tensor
-
-        path = self.path(sha256)
-        if not self.has(sha256):
+        path = self.path(info.sha256)
+        if not self.has(info.sha256):
             raise CheckpointError(f"{path} is not there, or was damaged: start the run again, and it is sent")
-        file = SafetensorsFile(path)
+        file = PartFile(path, info, config, config_hash)
         with contextlib.suppress(OSError):
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems
-            self._checked[sha256] = _stamp(path)
-        return {name: as_tensor(file.array(name), spec) for name, spec in file.specs.items()}
+            self._checked[info.sha256] = _stamp(path)
+        return file
 
     def _receive(
         self,

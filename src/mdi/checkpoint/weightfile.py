@@ -6,6 +6,7 @@ Knows nothing of models: names are the file's own.
 from __future__ import annotations
 
 import warnings
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +53,7 @@ class SafetensorsFile:
         self.metadata = header.metadata
         self.specs = header.specs
         self._offsets = header.offsets
+        self._whole: weakref.ref[np.ndarray] | None = None
 
     def array(self, name: str) -> np.ndarray:
         """Mapped by itself: its memory goes when it goes."""
@@ -59,8 +61,20 @@ class SafetensorsFile:
         data = map_bytes(self.path, *self._offsets[name], is_writable=True)
         return data.view(TYPES[spec.dtype].numpy).reshape(spec.shape)
 
+    def view(self, name: str) -> np.ndarray:
+        """A tensor in a mapping of the whole file that nobody can write to; it goes with the last view."""
+        spec, (start, stop) = self.specs[name], self._offsets[name]
+        return self._mapped()[start:stop].view(TYPES[spec.dtype].numpy).reshape(spec.shape)
+
+    def _mapped(self) -> np.ndarray:
+        whole = self._whole() if self._whole is not None else None
+        if whole is None:
+            whole = map_bytes(self.path, 0, max(stop for _, stop in self._offsets.values()))
+            self._whole = weakref.ref(whole)
+        return whole
+
     def release(self) -> None:
-        """Nothing is mapped as a whole."""
+        """Mappings go with the arrays that look into them."""
 
 
 class PickledFile:

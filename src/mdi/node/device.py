@@ -15,6 +15,7 @@ from mdi.blocks import block_span
 from mdi.config import check_device, check_dtype
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
+from mdi.kernels.layout import LAYOUTS
 from mdi.model.stage import Stage
 from mdi.node.machine import fair_threads
 from mdi.node.processor import warn_of_processor
@@ -128,15 +129,13 @@ def held_bytes(
     """Memory that parts take once they are loaded, and while the last of them is.
 
     Args:
-        parts: bytes of each, as stored: in a type, or in a weight format if `stored_format` names one.
+        parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
     """
-    if stored_format is not None:
-        return sum(parts) + max(parts, default=0)
-    stored_bits = 8 * DTYPES.get(stored, torch.float32).itemsize
+    stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * DTYPES.get(stored, torch.float32).itemsize
     bits = weight_format(quantize).bits_per_weight if quantize is not None else 8 * dtype.itemsize
     # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
-    is_mapped = quantize is None and bits == stored_bits
-    extra = 0 if is_mapped else max(parts, default=0) * 8 * dtype.itemsize / stored_bits
+    is_mapped = quantize is None and stored_format is None and bits == stored_bits
+    extra = 0 if is_mapped else max(parts, default=0) * 8 * (4 if stored_format else dtype.itemsize) / stored_bits
     return int(sum(parts) * bits / stored_bits + extra)
 
 

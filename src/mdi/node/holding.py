@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from mdi.blocks import block_span
-from mdi.checkpoint.source import ChunkFile, WeightSource
+from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.model.formats import check_format
@@ -176,9 +177,9 @@ class Holding:
         """The stage of a run; the one in memory, if it is the same. `check` is called before each part."""
         device, dtype, quantize = computing.device, computing.dtype, computing.quantize
         compiled = self._compile or request.compile
-        shas = {part.name: part.sha256 for part in request.parts}
+        parts = {part.name: part for part in request.parts}
         key = (
-            request.config_hash, request.blocks, tuple(shas.values()), dtype, device, compiled, quantize,
+            request.config_hash, request.blocks, request.parts, dtype, device, compiled, quantize,
             torch.get_num_threads(),  # some kernels are built for a number of them
         )  # fmt: skip
         if self._stage is not None and self._stage_key == key:
@@ -188,23 +189,23 @@ class Holding:
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
             check()
-            return self._tensors(name, shas[name])
+            return self._source_of(parts[name], request).tensors(name)
 
-        stage.load(list(shas), tensors, device, dtype, Quantizer(quantize))
+        stage.load(list(parts), tensors, device, dtype, Quantizer(quantize))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
         self.blocks, self.model, self.device = request.blocks, request.model, device
         return stage
 
-    def _tensors(self, name: str, sha256: str) -> dict[str, torch.Tensor]:
-        """A part, from this machine's own weights if it is there, else from what was received."""
-        source = self._weights
+    def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
+        """Where a part is read from: this machine's own weights if it is there, else what was received."""
+        source, name = self._weights, part.name
         if source is not None:
             source.release()  # parts are needed one after the other
-        if source is not None and name in source.part_names() and source.info(name).sha256 == sha256:
+        if source is not None and name in source.part_names() and source.info(name).sha256 == part.sha256:
             if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
                 source.verify_part(name)
                 self._verified.add(name)
-            return source.tensors(name)
-        return self.store.tensors(sha256)
+            return source
+        return self.store.part(part, request.config, request.config_hash)

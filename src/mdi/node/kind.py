@@ -12,7 +12,8 @@ from typing import Any
 from litgpt.config import Config
 
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.source import WeightSource, open_source
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError

@@ -130,7 +130,7 @@ class Preparation:
                 dtype=options.dtype,
                 compile=options.compile,
                 quantize=self._computing.quantize,
-                stored_format=weights.quantize,
+                stored_format=weights.stored_format,
                 wire_dtype=options.wire_dtype,
                 kv_dtype=options.kv_dtype,
                 n_frames=options.n_frames,
@@ -164,7 +164,7 @@ class Preparation:
         for part in self._kind.starter_parts(stop, self._cluster.n_nodes):
             is_block = part.startswith("block.")
             quantize = computing.quantize if is_block else self._options.quantize_head or weights.quantize_head
-            stored = weights.quantize if is_block else weights.quantize_head
+            stored = weights.stored_format
             needed += held_bytes([weights.part_bytes(part)], weights.dtype, computing.dtype, quantize, stored)
         free = device_free_bytes(computing.device)
         if needed > free:
@@ -205,7 +205,7 @@ class Preparation:
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        is_mapped = computing.dtype == DTYPES.get(self._weights.dtype)
+        is_mapped = self._weights.stored_format is None and computing.dtype == DTYPES.get(self._weights.dtype)
         by_hand = self._options.kv_memory
         by_hand = self._cluster.starter.kv_memory if by_hand is None else by_hand
         own = report_caches(self.stage, computing.kv_dtype, computing.device, by_hand, is_mapped)

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 import mdi
-from mdi.checkpoint.source import WeightSource
 from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node

@@ -112,7 +112,7 @@ class Service:
     def _close_ring(self, stage: Stage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
         job, request, device = self._job, self._request, computing.device
-        is_mapped = computing.dtype == DTYPES.get(request.stored_dtype)
+        is_mapped = request.stored_format is None and computing.dtype == DTYPES.get(request.stored_dtype)
         seat = _seat_of(job)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:

@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 
 from mdi.blocks import span
+from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
-from mdi.checkpoint.parts import spec_bytes, stage_parts
-from mdi.checkpoint.source import ChunkFile, WeightSource, open_source
+from mdi.checkpoint.packing import OWN_FORMAT
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.partition.split import default_split, parse_layers, ranges
@@ -73,7 +76,12 @@ class StarterWeights:
             first.config_hash,
             first.dtype,
         )
-        self.quantize, self.quantize_head = first.quantize, first.quantize_head
+        self.stored_format = first.packing.blocks if first.packing else None
+        packing = first.packing or own_packing(first.dtype)
+        lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # a run chooses by itself what it computes them in
+        self.quantize, self.quantize_head = (
+            None if form in lossless else form for form in (packing.blocks, packing.head)
+        )
         if self._wanted is not None and self.quantize not in (None, self._wanted):
             raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
         self._take_cut(self._cut(n_nodes, layers))
@@ -169,7 +177,7 @@ class StarterWeights:
 
     def part_bytes(self, part: str) -> int:
         """A part's bytes, as they are stored; known without reading it."""
-        return spec_bytes(self._source_of(part).part_specs(part))
+        return self._source_of(part).n_bytes(part)
 
     def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
         source = self._source_of(part)

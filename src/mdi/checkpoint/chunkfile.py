@@ -1,0 +1,108 @@
+"""A chunk that is on this machine: its manifest, its tensors, and whether they are what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from mdi.blocks import block_span
+from mdi.checkpoint.manifest import METADATA_KEY, Manifest
+from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.shapes import check_tensors
+from mdi.checkpoint.weightfile import SafetensorsFile
+from mdi.checkpoint.weights import WeightSource, compute_info
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError
+
+
+class ChunkFile(WeightSource):
+    """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify_part` computes them.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, not what its manifest says, or no chunk of this program.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = _chunk_path(Path(path))
+        self._file = SafetensorsFile(self.path)
+        if METADATA_KEY not in self._file.metadata:
+            raise CheckpointError(f"{self.path} is no chunk of this version, it has no manifest; {_remedy(self.path)}")
+        try:
+            self.manifest = Manifest.from_json(self._file.metadata[METADATA_KEY])
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.path}: {e}; {_remedy(self.path)}") from None
+        self.model, self.config_dict = self.manifest.model, self.manifest.config
+        self.config_hash, self.dtype = self.manifest.config_hash, self.manifest.dtype
+        self.packing = self.manifest.packing
+        self.specs = self._file.specs
+        self._infos = {part.name: part for part in self.manifest.parts}
+        self._check()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def array(self, name: str) -> np.ndarray:
+        return self._file.view(name) if self.packing else self._file.array(name)
+
+    def part_names(self) -> list[str]:
+        return list(self._infos)
+
+    def known(self, part: str) -> PartInfo:
+        if part not in self._infos:
+            raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self._infos)}")
+        return self._infos[part]
+
+    def remember(self, info: PartInfo) -> None:
+        """A chunk's hashes are fixed."""
+
+    def verify_part(self, name: str) -> None:
+        """Compute the sha256 of a part. Raises CheckpointError if it is not the one of the manifest."""
+        expected, found = self.info(name), compute_info(self, name)
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path}: {name} is damaged: sha256 {found.sha256}, expected {expected.sha256}; "
+                f"{_remedy(self.path)}"
+            )
+
+    def release(self) -> None:
+        self._file.release()
+
+    def _check(self) -> None:
+        start, stop = self.manifest.blocks
+        numbers = {int(m[1]) for name in self.specs if (m := re.match(r"transformer\.h\.(\d+)\.", name))}
+        if start > 0 and numbers == set(range(stop - start)):
+            raise CheckpointError(
+                f"{self.path} numbers its blocks from 0, but holds {block_span(start, stop)}; {_remedy(self.path)}"
+            )
+        check_tensors(self.config_dict, self.specs, self._infos, str(self.path), self.packing)
+        for part, info in self._infos.items():
+            if (n_bytes := self.n_bytes(part)) != info.n_bytes:
+                raise CheckpointError(
+                    f"{self.path}: {part} has {n_bytes} bytes, expected {info.n_bytes} by its manifest; "
+                    f"{_remedy(self.path)}"
+                )
+
+
+def _chunk_path(path: Path) -> Path:
+    """The .safetensors file itself, or the one beside a .pth name."""
+    if path.suffix == ".safetensors":
+        return path
+    beside = path.with_suffix(".safetensors")
+    if beside.is_file():
+        return beside
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is no safetensors file, and there is no {beside.name} beside it; {_remedy(path)}"
+        )
+    raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})")
+
+
+def _remedy(path: Path) -> str:
+    """The command that makes a good chunk: the number of nodes, and often the model, stand in the path."""
+    folder = path.absolute().parent
+    match = re.fullmatch(r"(\d+)nodes(?:-(\w+))?", folder.name)
+    model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"
+    form = f" --quantize {match[2]}" if match and match[2] else ""
+    return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}{form}"

@@ -1,0 +1,66 @@
+"""A model's weights in a packed form, tensor by tensor, so that chunks can be written in it. Nothing is held in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, stored_bytes
+from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.layout import LAYOUT_VERSION
+
+
+class PackedSource(WeightSource):
+    """Another source in packed form.
+
+    Args:
+        source: where the plain weights come from.
+        packing: the formats.
+    """
+
+    packing: Packing
+
+    def __init__(self, source: WeightSource, packing: Packing) -> None:
+        self._source = source
+        self.packing = packing
+        self.hashes = source.hashes
+        self._form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+        self._infos: dict[str, PartInfo] = {}
+        self._scale: np.ndarray | None = None
+        self.model, self.config_dict = source.model, source.config_dict
+        self.config_hash, self.dtype = source.config_hash, source.dtype
+        self._owner: dict[str, str] = {}  # name of a stored tensor -> name of the plain one that it comes from
+        self.specs = {}
+        for name, spec in source.specs.items():
+            stored = packing.stored(name, spec)
+            self.specs.update(stored)
+            self._owner.update(dict.fromkeys(stored, name))
+
+    def __str__(self) -> str:
+        return f"{self._source} in {self.packing.blocks}"
+
+    def array(self, name: str) -> np.ndarray:
+        if name == EMBEDDING_SCALE and self._scale is not None:
+            return stored_bytes(self._scale, self.specs[name])
+        owner = self._owner[name]
+        weights = self.packing.pack(owner, self._source.array(owner), self._source.specs[owner])
+        if EMBEDDING_SCALE in weights:
+            # A file holds wide types first, so that scales are asked for long before or after their embedding.
+            scale = weights[EMBEDDING_SCALE]
+            assert isinstance(scale, np.ndarray)
+            self._scale = scale
+        return stored_bytes(weights[name], self.specs[name])
+
+    def part_names(self) -> list[str]:
+        return self._source.part_names()
+
+    def known(self, part: str) -> PartInfo | None:
+        return self._infos.get(part) or (self.hashes.get(self._form, part) if self.hashes else None)
+
+    def remember(self, info: PartInfo) -> None:
+        self._infos[info.name] = info
+        if self.hashes:
+            self.hashes.put(self._form, info)
+
+    def release(self) -> None:
+        self._source.release()

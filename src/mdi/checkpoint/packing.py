@@ -1,0 +1,202 @@
+"""Which form the tensors of a model take in packed parts, and how they are brought into it and read from it.
+
+Weights of linear layers lie as the kernels read them (kernels.layout), norms, biases and routers of experts are float32, the
+embedding keeps the type that it has in the checkpoint, or has 8 bits and a scale per token. In a file each of them is a list
+of bytes or numbers, padded with zeros so that the next one begins on a cache line, and large ones so that they fill pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mdi.checkpoint.layout import PAGE_BYTES, TYPES, TensorSpec
+from mdi.checkpoint.parts import part_of
+from mdi.errors import CheckpointError
+from mdi.kernels.layout import ALIGN_BYTES, LAYOUT_VERSION, LAYOUTS, Matrix, floats, matrix_bytes, pack, unpack
+
+EMBEDDING = "transformer.wte.weight"
+EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
+BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
+OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
+
+_TABLE_TYPES = ("F32", "BF16", "F16")
+_FORMAT_KEY, _VERSION_KEY = "format", "layout_version"
+_ROWS_AT_ONCE = 1024  # of an embedding, so that what is computed meanwhile stays small
+_TINY = 1e-12  # the smallest scale
+
+# A packed weight; else float32 in its own shape; of the embedding (vocabulary, n_embd) float32, float16, uint16 (the bits of
+# bfloat16) or int8, the last with EMBEDDING_SCALE beside it.
+PartWeights = dict[str, Matrix | np.ndarray]
+
+
+def is_packable(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether this is the weight of a linear layer that a format is for.
+
+    Routers of experts are not: they are small, and a wrong choice of expert costs more than rounding. Nor is the up-projection
+    of latent attention, whose weights are read in pieces.
+    """
+    path = name.removesuffix(".weight")
+    return path != name and len(shape) == 2 and name != EMBEDDING and not path.endswith(("gate", "kv_b_proj"))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The formats of a packed model: of its blocks, and of head and embedding; names of kernels.layout.LAYOUTS."""
+
+    blocks: str
+    head: str
+
+    def of_part(self, part: str) -> str:
+        return self.blocks if part.startswith("block.") else self.head
+
+    def metadata(self, part: str) -> dict[str, str]:
+        """What a file of this part says of itself, so that its hash tells formats and versions apart."""
+        return {_FORMAT_KEY: self.of_part(part), _VERSION_KEY: str(LAYOUT_VERSION)}
+
+    def format_of(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """The format that a tensor is packed in; None for the embedding and what stays float32."""
+        return self.of_part(part_of(name)) if is_packable(name, shape) else None
+
+    def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+        """What a tensor of the model becomes in a file, by the names there.
+
+        Args:
+            spec: of the plain tensor.
+        """
+        if form := self.format_of(name, spec.shape):
+            n_out, n_in = spec.shape
+            return {name: _padded("U8", matrix_bytes(form, n_out, n_in))}
+        n_values = math.prod(spec.shape)
+        if name != EMBEDDING:
+            return {name: _padded("F32", n_values)}
+        if self._table_is_int8:
+            return {name: _padded("I8", n_values), EMBEDDING_SCALE: _padded("F32", spec.shape[0])}
+        return {name: _padded(spec.dtype if spec.dtype in _TABLE_TYPES else "F32", n_values)}
+
+    @property
+    def _table_is_int8(self) -> bool:
+        """One row of an embedding is read per token: 8 bits are as fast as 4, and 4 would only cost precision."""
+        return self.head in ("int8", "int4")
+
+    def pack(self, name: str, array: np.ndarray, spec: TensorSpec) -> PartWeights:
+        """A plain tensor in the form that it takes here.
+
+        Args:
+            array: as it is stored, see layout.TYPES.
+        """
+        values = _numbers(array, spec)
+        if form := self.format_of(name, spec.shape):
+            return {name: pack(form, values)}
+        if name != EMBEDDING:
+            return {name: floats(values)}
+        if self._table_is_int8:
+            table, scale = int8_rows(values)
+            return {name: table, EMBEDDING_SCALE: scale}
+        return {name: values}
+
+    def check(self, name: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec], where: str) -> set[str]:
+        """Compare what a file holds for a tensor of the model with what it must hold, and return the names there.
+
+        Raises:
+            CheckpointError: something is missing, or of another type or length.
+        """
+        found_type = specs[name].dtype if name in specs else "F32"
+        wanted = self.stored(name, TensorSpec(found_type, shape))
+        for key, spec in wanted.items():
+            if specs.get(key) != spec:
+                found = f"{specs[key].name}, {list(specs[key].shape)}" if key in specs else "nothing"
+                raise CheckpointError(
+                    f"{where}: tensor {key}, of shape {list(shape)} by the model's config: expected {spec.name}, "
+                    f"{list(spec.shape)}, found {found}"
+                )
+        return set(wanted)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], array: Callable[[str], np.ndarray], specs: Mapping[str, TensorSpec], where: str
+    ) -> PartWeights:  # fmt: skip
+        """A tensor of the model from a file that `array` reads, without copying it.
+
+        Raises:
+            CheckpointError: as `check`, which comes first.
+        """
+        keys = self.check(name, shape, specs, where)
+        if form := self.format_of(name, shape):
+            n_out, n_in = shape
+            return {name: Matrix(form, n_out, n_in, array(name)[: matrix_bytes(form, n_out, n_in)])}
+        weights: PartWeights = {name: array(name)[: math.prod(shape)].reshape(shape)}
+        if EMBEDDING_SCALE in keys:
+            weights[EMBEDDING_SCALE] = array(EMBEDDING_SCALE)[: shape[0]]
+        return weights
+
+
+def packing_of(metadata: Mapping[str, str], where: str) -> Packing | None:
+    """The formats of a file with one part, by its metadata; None for plain weights, which have none.
+
+    Raises:
+        CheckpointError: it is of another version, or of no format that there is.
+    """
+    if not metadata:
+        return None
+    form, version = metadata.get(_FORMAT_KEY), metadata.get(_VERSION_KEY)
+    if version != str(LAYOUT_VERSION) or form not in LAYOUTS:
+        raise CheckpointError(
+            f"{where} holds weights in {form!r} of layout version {version!r}, this program reads {LAYOUT_VERSION}: remove it, "
+            "and install the same version of MDI-LLM on all nodes"
+        )
+    return Packing(form, form)
+
+
+def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """What a file holds of a weight: (spec.shape) of the spec's type, with zeros behind the numbers."""
+    values = (weight.data if isinstance(weight, Matrix) else weight).reshape(-1)
+    if values.size == spec.shape[0]:
+        return values
+    padded = np.zeros(spec.shape, dtype=values.dtype)
+    padded[: values.size] = values
+    return padded
+
+
+def plain(weights: PartWeights) -> dict[str, np.ndarray]:
+    """The float32 tensors that weights stand for, in their own shapes; for torch, and to be packed anew."""
+    found = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Matrix):
+            found[name] = unpack(weight)
+        elif name != EMBEDDING_SCALE:
+            found[name] = weight.astype(np.float32) if weight.dtype == np.int8 else floats(weight)
+    if EMBEDDING_SCALE in weights:
+        scale = weights[EMBEDDING_SCALE]
+        assert isinstance(scale, np.ndarray)
+        found[EMBEDDING] *= scale[:, None]
+    return found
+
+
+def int8_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n, width), as `kernels.layout.pack` takes it -> int8 (n, width) within +-127, and a scale per row, float32 (n)"""
+    q, scale = np.empty(table.shape, dtype=np.int8), np.empty(len(table), dtype=np.float32)
+    for first in range(0, len(table), _ROWS_AT_ONCE):
+        rows = floats(table[first : first + _ROWS_AT_ONCE])
+        largest = np.maximum(np.abs(rows).max(axis=1), _TINY * 127) / 127
+        scale[first : first + len(rows)] = largest
+        q[first : first + len(rows)] = np.clip(np.rint(rows / largest[:, None]), -127, 127)
+    return q, scale
+
+
+def _padded(code: str, n_values: int) -> TensorSpec:
+    itemsize = TYPES[code].numpy.itemsize
+    n_bytes = n_values * itemsize
+    to = PAGE_BYTES if n_bytes >= BIG_BYTES else ALIGN_BYTES
+    return TensorSpec(code, (-(-n_bytes // to) * to // itemsize,))
+
+
+def _numbers(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """float32, float16 or the bits of bfloat16: what `kernels.layout.pack` takes."""
+    if spec.dtype in _TABLE_TYPES:
+        return array
+    if spec.dtype.startswith("F8"):
+        raise CheckpointError(f"weights of type {spec.name} cannot be packed: convert the model with --dtype bfloat16")
+    return array.astype(np.float32)

@@ -1,0 +1,53 @@
+"""A file with one part of a model, as a node keeps it when it was sent. Its bytes are the part's canonical ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mdi.checkpoint.layout import main_dtype
+from mdi.checkpoint.packing import packing_of
+from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.weightfile import SafetensorsFile
+from mdi.checkpoint.weights import WeightSource
+
+
+class PartFile(WeightSource):
+    """See the module. The bytes are not hashed here: that is for whoever keeps the file.
+
+    Args:
+        info: what the file holds.
+        config, config_hash: of the model.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, or in a packed form of another version.
+    """
+
+    def __init__(self, path: Path, info: Part, config: dict[str, Any], config_hash: str) -> None:
+        self.path = path
+        self._info = PartInfo(info.name, info.sha256, info.n_bytes)
+        self._file = SafetensorsFile(path)
+        self.model, self.config_dict, self.config_hash = str(config.get("name", "")), config, config_hash
+        self.specs = self._file.specs
+        self.packing = packing_of(self._file.metadata, str(path))
+        self.dtype = main_dtype(self.specs.values())
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def array(self, name: str) -> np.ndarray:
+        return self._file.view(name) if self.packing else self._file.array(name)
+
+    def part_names(self) -> list[str]:
+        return [self._info.name]
+
+    def known(self, part: str) -> PartInfo | None:
+        return self._info if part == self._info.name else None
+
+    def remember(self, info: PartInfo) -> None:
+        """The hash is known."""
+
+    def release(self) -> None:
+        """Mappings go with the arrays that look into them."""

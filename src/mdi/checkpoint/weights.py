@@ -1,0 +1,165 @@
+"""What every source of weights can do: parts of one model, tensor by tensor, under the full model's names.
+
+Knows no files, no network and no devices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.packing import EMBEDDING_SCALE, OWN_FORMAT, Packing, PartWeights, plain
+from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
+from mdi.checkpoint.shapes import model_shapes
+from mdi.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightSource(ABC):
+    """Some or all parts of one model.
+
+    Attributes:
+        model: its name.
+        config_dict: its litgpt Config as a plain dict; `config_hash` is the hash of that.
+        dtype: what most of the weights of the model are in, e.g. "bfloat16"; where they are packed, what they were in.
+        specs: type and shape of every tensor that can be had, as it is stored.
+        packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
+        hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
+    """
+
+    model: str
+    config_dict: dict[str, Any]
+    config_hash: str
+    dtype: str
+    specs: dict[str, TensorSpec]
+    packing: Packing | None = None
+    hashes: HashCache | None = None
+
+    @abstractmethod
+    def array(self, name: str) -> np.ndarray:
+        """One tensor as stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
+
+    @abstractmethod
+    def part_names(self) -> list[str]:
+        """The parts that can be had, in the order in which they are computed."""
+
+    @abstractmethod
+    def known(self, part: str) -> PartInfo | None:
+        """The part's hash, if it is known without reading the weights."""
+
+    @abstractmethod
+    def remember(self, info: PartInfo) -> None:
+        """Take a hash that was computed while the part was read for something else."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of what is mapped; it is mapped again when needed."""
+
+    def info(self, part: str) -> PartInfo:
+        """The part's hash; computed at the first call if the source does not know it yet.
+
+        Raises:
+            CheckpointError: the source does not have the part, or cannot be read.
+        """
+        info = self.known(part)
+        if info is None:
+            info = compute_info(self, part)
+            self.remember(info)
+        return info
+
+    def part_specs(self, part: str) -> dict[str, TensorSpec]:
+        """Type and shape of a part's tensors. Raises CheckpointError if the source does not have it."""
+        if part not in self.part_names():
+            raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self.part_names())}")
+        return {name: spec for name, spec in self.specs.items() if part_of(name) == part}
+
+    def n_bytes(self, part: str) -> int:
+        """Length of a part's canonical bytes; known without reading it."""
+        return spec_bytes(self.part_specs(part), self.metadata(part))
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, in pieces of at most 4 MiB."""
+        return serialize(self.part_specs(part), self.array, self.metadata(part))
+
+    def metadata(self, part: str) -> dict[str, str]:
+        """What the file of a part says of itself; nothing if its weights are plain."""
+        return {} if self.packing is None else self.packing.metadata(part)
+
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        """A part as the kernels read it: where it lies in its file if that holds it so, else packed in memory.
+
+        Args:
+            packing: the formats wanted; None takes those of the file, or for plain weights those that lose nothing.
+
+        Raises:
+            CheckpointError: the source does not have the part, or what it has does not fit the model's config.
+        """
+        specs = self.part_specs(part)
+        if self.packing is None:
+            wanted = packing or own_packing(self.dtype)
+            return _joined(wanted.pack(name, self.array(name), spec) for name, spec in specs.items())
+        read, shapes = self.packing.read, self._shapes(part)
+        stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
+        if packing is None or packing.of_part(part) == self.packing.of_part(part):
+            return stored
+        return _joined(
+            packing.pack(name, array, TensorSpec("F32", array.shape)) for name, array in _plain_one_by_one(stored)
+        )
+
+    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that the model has in a part."""
+        shapes = model_shapes(self.config_dict, str(self))
+        return {name: shape for name, shape in shapes.items() if part_of(name) == part}
+
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part for torch, on the CPU: plain ones in the memory of `array`, packed ones as float32.
+
+        Raises:
+            CheckpointError: as `weights`.
+        """
+        from mdi.checkpoint.tensors import as_tensor
+
+        if self.packing is None:
+            return {name: self.tensor(name) for name in self.part_specs(part)}
+        arrays = plain(self.weights(part))
+        return {name: as_tensor(array, TensorSpec("F32", array.shape)) for name, array in arrays.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One plain tensor for torch."""
+        from mdi.checkpoint.tensors import as_tensor
+
+        return as_tensor(self.array(name), self.specs[name])
+
+    def close(self) -> None:
+        self.release()
+
+
+def own_packing(dtype: str) -> Packing:
+    """The formats that lose nothing of weights of this type."""
+    form = OWN_FORMAT.get(dtype, "float32")
+    return Packing(form, form)
+
+
+def compute_info(source: WeightSource, part: str) -> PartInfo:
+    """Read a part and hash it."""
+    sha256 = sha256_of(source.part_specs(part), source.array, source.metadata(part))
+    source.release()
+    return PartInfo(part, sha256, source.n_bytes(part))
+
+
+def _joined(weights: Iterable[PartWeights]) -> PartWeights:
+    return {name: weight for some in weights for name, weight in some.items()}
+
+
+def _plain_one_by_one(weights: PartWeights) -> Iterator[tuple[str, np.ndarray]]:
+    for name in weights:
+        if name != EMBEDDING_SCALE:
+            own = {key: weights[key] for key in (name, f"{name}_scale") if key in weights}
+            yield name, plain(own)[name]

@@ -1,0 +1,335 @@
+"""Packed parts: what kernels read lies in files as it does in memory, on pages, and stands for the checkpoint's weights."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from families import FAMILIES
+from mdi import cli_prepare
+from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import find_chunk, write_chunks
+from mdi.checkpoint.layout import PAGE_BYTES, TensorSpec, read_header
+from mdi.checkpoint.manifest import METADATA_KEY
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import BIG_BYTES, EMBEDDING, EMBEDDING_SCALE, Packing, int8_rows, is_packable, plain
+from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
+from mdi.cli import launch
+from mdi.errors import CheckpointError
+from mdi.kernels import layout
+from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
+from tiny_models import State, tiny_lit, tiny_state, write_lit
+
+HEAD = "lm_head.weight"
+# Of a weight's largest number in its group; what int4's search does with a few is judged by tests/kernels.
+NEAR = {"float32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.006, "int4": 0.16}
+
+
+@pytest.fixture
+def lit(tmp_path: Path) -> tuple[Path, State]:
+    return tiny_lit(tmp_path / "model")
+
+
+def packed(path: Path, form: str, head: str | None = None) -> PackedSource:
+    return PackedSource(LitCheckpoint(path), Packing(form, head or form))
+
+
+def all_plain(source: WeightSource) -> dict[str, np.ndarray]:
+    return {name: array for part in source.part_names() for name, array in plain(source.weights(part)).items()}
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_stand_for_the_checkpoint(tmp_path: Path, family: str, form: str) -> None:
+    path, state = tiny_lit(tmp_path / "model", family)
+    source = packed(path, form)
+    seen: dict[str, np.ndarray] = {}
+    for file in write_chunks(source, path, (1, source.config_dict["n_layer"] - 1)):
+        chunk = ChunkFile(file)
+        assert chunk.packing == Packing(form, form) and chunk.dtype == "float32"
+        for part in chunk.part_names():
+            chunk.verify_part(part)
+            assert chunk.info(part) == source.info(part)
+        seen.update(all_plain(chunk))
+    assert seen.keys() == state.keys()
+    for name, tensor in state.items():
+        found, exact = torch.from_numpy(seen[name].copy()), tensor.float()
+        assert found.shape == exact.shape and found.dtype == torch.float32
+        is_rounded = is_packable(name, tuple(tensor.shape)) or (name == EMBEDDING and form in ("int8", "int4"))
+        limit = NEAR["int8" if name == EMBEDDING else form] * exact.abs().max() if is_rounded else 0
+        assert (found - exact).abs().max() <= limit, name
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_stored_bytes_are_what_the_kernels_read(tmp_path: Path, form: str) -> None:
+    path, state = tiny_lit(tmp_path / "model", n_embd=256, n_head=8, head_size=32, intermediate_size=704)
+    for file in write_chunks(packed(path, form), path, (2, 3)):
+        header, n_big, has_small = read_header(file), 0, False
+        first = min(start for start, _ in header.offsets.values())
+        assert first % PAGE_BYTES == 0
+        for name, (start, stop) in sorted(header.offsets.items(), key=lambda item: item[1]):
+            assert start % (PAGE_BYTES if stop - start >= BIG_BYTES else 64) == 0, name
+            assert (stop - start) % (PAGE_BYTES if stop - start >= BIG_BYTES else 64) == 0
+            has_small = has_small or start % PAGE_BYTES != 0
+            n_big += stop - start >= BIG_BYTES
+        assert n_big >= 6 and has_small
+        chunk = ChunkFile(file)
+        for part in chunk.part_names():
+            for name, weight in chunk.weights(part).items():
+                if isinstance(weight, Matrix):
+                    expected = pack(form, state[name].numpy())
+                    assert weight.format == form and np.array_equal(weight.data, expected.data)
+                    assert weight.data.ctypes.data % 64 == 0 and not weight.data.flags.writeable
+                    assert isinstance(_owner(weight.data), mmap.mmap), "a copy"
+
+
+def _owner(array: np.ndarray) -> Any:
+    base: Any = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return base
+
+
+def test_all_weights_of_a_file_share_one_mapping_that_goes_with_them(lit: tuple[Path, State]) -> None:
+    path, _ = lit
+    chunk = ChunkFile(write_chunks(packed(path, "bf16"), path, (5,))[0])
+    first, second = chunk.weights("block.0"), chunk.weights("block.1")
+    owners = {id(_owner(w.data)) for w in (*first.values(), *second.values()) if isinstance(w, Matrix)}
+    assert len(owners) == 1
+    kept = chunk._file._whole
+    assert kept is not None and kept() is not None
+    del first, second
+    assert kept() is None
+
+
+@pytest.mark.parametrize(("stored", "form"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "float32")])
+def test_the_own_format_loses_nothing(tmp_path: Path, stored: str, form: str) -> None:
+    config, state = tiny_state()
+    state = {name: tensor.to(getattr(torch, stored)) for name, tensor in state.items()}
+    path = write_lit(tmp_path / "m", config, state)
+    assert launch("prepare-model", [str(path), "--n-nodes", "2"]) == 0
+    seen: State = {}
+    for node in ("starter", "secondary0"):
+        chunk = ChunkFile(find_chunk(path, 2, node))
+        assert (chunk.manifest.format, chunk.manifest.format_head, chunk.dtype) == (form, form, stored)
+        for part in chunk.part_names():
+            seen.update(chunk.tensors(part))
+    assert all(torch.equal(seen[name], state[name].float()) for name in state)
+    table = ChunkFile(find_chunk(path, 2, "starter")).weights("embedding")[EMBEDDING]
+    assert isinstance(table, np.ndarray) and table.dtype.itemsize == state[EMBEDDING].element_size()
+
+
+def test_packing_in_memory_is_what_a_chunk_holds(lit: tuple[Path, State]) -> None:
+    path, _ = lit
+    packing = Packing("int4", "int8")
+    chunk = ChunkFile(write_chunks(PackedSource(LitCheckpoint(path), packing), path, (5,))[0])
+    checkpoint = LitCheckpoint(path)
+    for part in chunk.part_names():
+        stored, made = chunk.weights(part), checkpoint.weights(part, packing)
+        assert stored.keys() == made.keys()
+        for name, weight in stored.items():
+            other = made[name]
+            if isinstance(weight, Matrix):
+                assert isinstance(other, Matrix)
+                assert (weight.format, weight.n_out, weight.n_in) == (other.format, other.n_out, other.n_in)
+                assert weight.format == ("int8" if name == HEAD else "int4")
+                assert np.array_equal(weight.data, other.data)
+            else:
+                assert isinstance(other, np.ndarray)
+                assert weight.dtype == other.dtype and np.array_equal(weight, other)
+
+
+def test_weights_can_be_brought_into_another_format(lit: tuple[Path, State]) -> None:
+    path, state = lit
+    chunk = ChunkFile(write_chunks(packed(path, "float32"), path, (5,))[0])
+    for part in ("embedding", "block.2", "head"):
+        other = chunk.weights(part, Packing("int8", "int8"))
+        expected = LitCheckpoint(path).weights(part, Packing("int8", "int8"))
+        assert other.keys() == expected.keys()
+        for name, weight in other.items():
+            same = expected[name]
+            a, b = (w.data if isinstance(w, Matrix) else w for w in (weight, same))
+            assert np.array_equal(a, b), name
+
+
+def test_a_part_that_was_sent_is_read_as_the_chunk_is(lit: tuple[Path, State], tmp_path: Path) -> None:
+    path, _ = lit
+    source = packed(path, "int8")
+    store = BlockStore(tmp_path / "cache")
+    for part in ("block.3", "embedding"):
+        data = b"".join(source.pieces(part))
+        info = source.info(part)
+        assert info == PartInfo(part, hashlib.sha256(data).hexdigest(), len(data))
+        store.receive(info, 0, io.BytesIO(data).read)
+        kept = store.part(info, source.config_dict, source.config_hash)
+        assert kept.packing == Packing("int8", "int8") and kept.part_names() == [part]
+        for name, weight in kept.weights(part).items():
+            expected = LitCheckpoint(path).weights(part, Packing("int8", "int8"))[name]
+            a, b = (w.data if isinstance(w, Matrix) else w for w in (weight, expected))
+            assert np.array_equal(a, b) and not a.flags.writeable
+        offsets = read_header(store.path(info.sha256)).offsets.values()
+        assert min(start for start, _ in offsets) == PAGE_BYTES
+
+
+def test_formats_and_versions_have_hashes_of_their_own(
+    lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = lit
+    shas = {form: packed(path, form).info("block.0").sha256 for form in LAYOUTS}
+    assert len(set(shas.values())) == len(LAYOUTS)
+    assert packed(path, "int8").known("block.0") is not None
+    assert LitCheckpoint(path).known("block.0") is None  # what is kept is of each form
+    monkeypatch.setattr("mdi.checkpoint.packing.LAYOUT_VERSION", 99)
+    monkeypatch.setattr("mdi.checkpoint.packed.LAYOUT_VERSION", 99)
+    assert packed(path, "int8").known("block.0") is None
+    assert packed(path, "int8").info("block.0").sha256 not in shas.values()
+
+
+# -- refusals
+
+
+def _rewrite(path: Path, change: Any, metadata: Any = lambda m: m) -> None:
+    told = metadata(dict(read_header(path).metadata))
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, told)
+
+
+def _manifest(**fields: Any) -> Any:
+    def change(metadata: dict[str, str]) -> dict[str, str]:
+        return {METADATA_KEY: json.dumps({**json.loads(metadata[METADATA_KEY]), **fields})}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"format_version": 1},
+            "format_version 1, this program reads 2; make it with: prepare_model.py .* --n-nodes 1",
+        ),
+        ({"layout_version": layout.LAYOUT_VERSION + 1}, "'layout_version'.*make it with: prepare_model.py"),
+        ({"format": "int3"}, "'format'.*int3"),
+        ({"format": "plain"}, "'format_head'"),
+        ({"format_head": "plain"}, "'format_head'"),
+        ({"format": "int4"}, r"transformer\.h\.0\.attn.*expected"),
+        ({"format": "plain", "format_head": "plain"}, "has the shape"),
+    ],
+)
+def test_a_chunk_of_another_version_or_format_than_it_says(
+    lit: tuple[Path, State], fields: dict[str, Any], message: str
+) -> None:
+    path, _ = lit
+    file = write_chunks(packed(path, "int8"), path, (5,))[0]
+    _rewrite(file, lambda tensors: None, _manifest(**fields))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ChunkFile(file)
+    assert "\n" not in str(caught.value)
+
+
+NAME = "transformer.h.0.attn.proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop(NAME),
+        lambda t: t.update({NAME: t[NAME][:-64].clone()}),
+        lambda t: t.update({NAME: t[NAME].view(torch.int8).clone()}),
+        lambda t: t.update({NAME: t[NAME].reshape(64, -1).clone()}),
+        lambda t: t.update({"transformer.h.0.norm_1.weight": torch.ones(16)}),
+        lambda t: t.update({"transformer.h.0.norm_1.weight": torch.ones(48, dtype=torch.float64)}),
+        lambda t: t.pop(EMBEDDING_SCALE),
+        lambda t: t.update({EMBEDDING: t[EMBEDDING].float()}),
+        lambda t: t.update({"transformer.h.0.more": torch.ones(16)}),
+    ],
+)  # fmt: skip
+def test_lengths_are_checked_before_they_are_used(lit: tuple[Path, State], change: Any) -> None:
+    path, _ = lit
+    source = packed(path, "int8")
+    file = write_chunks(source, path, (5,))[0]
+    _rewrite(file, change)
+    with pytest.raises(CheckpointError, match=r"transformer\.") as caught:
+        ChunkFile(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kept_part_is_checked_against_the_models_config(lit: tuple[Path, State], tmp_path: Path) -> None:
+    path, _ = lit
+    source = packed(path, "int8")
+    store = BlockStore(tmp_path / "cache")
+    data = b"".join(source.pieces("block.3"))
+    store.receive(source.info("block.3"), 0, io.BytesIO(data).read)
+    other, _ = tiny_lit(tmp_path / "other", intermediate_size=80)
+    config = LitCheckpoint(other)
+    kept = store.part(source.info("block.3"), config.config_dict, config.config_hash)
+    with pytest.raises(CheckpointError, match=r"h\.3\.mlp"):
+        kept.weights("block.3")
+    with pytest.raises(CheckpointError, match="layout version '7'"):
+        _kept_with(store, data.replace(b'"layout_version":"1"', b'"layout_version":"7"'), source)
+
+
+def _kept_with(store: BlockStore, data: bytes, source: WeightSource) -> None:
+    info = PartInfo("block.3", hashlib.sha256(data).hexdigest(), len(data))
+    store.receive(info, 0, io.BytesIO(data).read)
+    store.part(info, source.config_dict, source.config_hash)
+
+
+# -- the pieces
+
+
+def test_int8_rows_have_a_scale_each() -> None:
+    table = np.random.default_rng(0).normal(size=(1500, 24)).astype(np.float32)
+    table[3] = 0
+    q, scale = int8_rows(table)
+    assert q.dtype == np.int8 and scale.dtype == np.float32 and scale.shape == (1500,)
+    assert np.abs(q).max(axis=1)[[0, 1, 2]].tolist() == [127] * 3 and not q[3].any()
+    assert (np.abs(q * scale[:, None] - table) <= 0.501 * scale[:, None]).all()
+
+
+def test_a_matrix_that_is_stored_in_more_types_than_kernels_know(tmp_path: Path) -> None:
+    config, state = tiny_state()
+    state = {name: tensor.double() for name, tensor in state.items()}
+    path = write_lit(tmp_path / "m", config, state, safetensors=True)
+    chunk = ChunkFile(write_chunks(packed(path, "float32"), path, (5,))[0])
+    found = all_plain(chunk)
+    assert all(np.array_equal(found[name], state[name].float().numpy()) for name in state)
+    eighth = TensorSpec("F8_E4M3", (16, 16))
+    with pytest.raises(CheckpointError, match="--dtype bfloat16"):
+        Packing("int8", "int8").pack("transformer.h.0.attn.proj.weight", np.zeros((16, 16), np.uint8), eighth)
+
+
+def test_routers_and_latent_projections_stay_as_they_are() -> None:
+    for path, shape, expected in (
+        ("transformer.h.0.mlp.gate.weight", (8, 64), False),
+        ("transformer.h.0.attn.kv_b_proj.weight", (64, 64), False),
+        ("transformer.h.0.mlp.experts.3.proj.weight", (64, 32), True),
+        ("transformer.h.0.norm_1.weight", (64,), False),
+        ("transformer.h.0.attn.qkv.bias", (64,), False),
+        (EMBEDDING, (64, 64), False),
+        (HEAD, (64, 64), True),
+    ):
+        assert is_packable(path, shape) == expected, path
+
+
+def test_the_command_knows_the_formats_that_there_are() -> None:
+    assert tuple(LAYOUTS) == cli_prepare.FORMATS
+
+
+def test_unpacking_gives_back_what_was_packed() -> None:
+    weight = np.random.default_rng(1).normal(size=(33, 70)).astype(np.float32)
+    assert np.array_equal(plain({"a.weight": pack("float32", weight)})["a.weight"], weight)
+    assert np.array_equal(plain({"a.weight": pack("int4", weight)})["a.weight"], unpack(pack("int4", weight)))
