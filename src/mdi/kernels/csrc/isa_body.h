@@ -31,7 +31,7 @@ static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& 
     for (int m = 0; m < n; m++) normalize(model, norm, x + (int64_t)m * w.n_in, w.n_in, normed + (int64_t)m * w.n_in);
     x = normed;
   }
-  Runner(stage, frame, team, own).multiply(w, x, n, y, own.bytes);
+  Runner(stage, frame, team, own).multiply(w, x, n, y);
   if (model.softcap != 0)  // of logits
     for (int64_t i = 0; i < (int64_t)n * w.n_out; i += 16) {
       int rest = (int)((int64_t)n * w.n_out - i < 16 ? (int64_t)n * w.n_out - i : 16);

@@ -25,7 +25,7 @@ inline void finish(F total, const MdiMatrix& w, int panel, const Out& out, int m
 template <int kFormat> constexpr int kBytesPerInput = kFormat == kFloat32 ? 64 : 32;  // of a panel
 
 template <int kRows, int kPanels, int kFormat, bool kSecond>
-inline void float_input(const uint8_t* const* lines, const float* const* x, int k, F (&chain)[kRows][kPanels]) {
+inline void float_input(const uint8_t* const* lines, const float* x, F (&chain)[kRows][kPanels]) {
   F w[kPanels];
   for (int p = 0; p < kPanels; p++) {
     if constexpr (kFormat == kFloat32) w[p] = load((const float*)(lines[p] + (kSecond ? 64 : 0)));
@@ -33,38 +33,36 @@ inline void float_input(const uint8_t* const* lines, const float* const* x, int 
     if constexpr (kFormat == kBf16) w[p] = kSecond ? bf16_second(lines[p]) : bf16_first(lines[p]);
   }
   for (int m = 0; m < kRows; m++) {
-    F a = splat(x[m][k]);
+    F a = splat(x[m]);
     for (int p = 0; p < kPanels; p++) chain[m][p] = fma(w[p], a, chain[m][p]);
   }
 }
 
+// x: (n_in, kRows), the rows from m0 on.
 template <int kRows, int kPanels, int kFormat>
-void float_tile(const MdiMatrix& w, int panel, const float* rows, int64_t stride, int m0, const Out& out) {
+void float_tile(const MdiMatrix& w, int panel, const float* x, int m0, const Out& out) {
   int64_t panel_bytes = (int64_t)padded(w.n_in, kFormat == kFloat32 ? 1 : 2) * kBytesPerInput<kFormat>;
   const uint8_t* line[kPanels];
-  const float* x[kRows];
   F total[kRows][kPanels];
   for (int p = 0; p < kPanels; p++) line[p] = w.data + (panel + p) * panel_bytes;
-  for (int m = 0; m < kRows; m++) {
-    x[m] = rows + (m0 + m) * stride;
+  for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kPanels; p++) total[m][p] = splat(0.0f);
-  }
   for (int first = 0; first < w.n_in; first += kBlockInputs) {
-    int last = first + kBlockInputs < w.n_in ? first + kBlockInputs : w.n_in;
+    int n = w.n_in - first < kBlockInputs ? w.n_in - first : kBlockInputs;
     F chain[kRows][kPanels];
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kPanels; p++) chain[m][p] = splat(0.0f);
-    int k = first;
-    for (; k + 1 < last; k += 2) {
+    for (int pair = 0; pair < n / 2; pair++) {
       for (int p = 0; p < kPanels; p++) {
         prefetch(line[p] + kAhead);
         if constexpr (kFormat == kFloat32) prefetch(line[p] + kAhead + 64);
       }
-      float_input<kRows, kPanels, kFormat, false>(line, x, k, chain);
-      float_input<kRows, kPanels, kFormat, true>(line, x, k + 1, chain);
+      float_input<kRows, kPanels, kFormat, false>(line, x, chain);
+      float_input<kRows, kPanels, kFormat, true>(line, x + kRows, chain);
       for (int p = 0; p < kPanels; p++) line[p] += 2 * kBytesPerInput<kFormat>;
+      x += 2 * kRows;
     }
-    if (k < last) float_input<kRows, kPanels, kFormat, false>(line, x, k, chain);
+    if (n % 2) float_input<kRows, kPanels, kFormat, false>(line, x, chain);
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kPanels; p++) total[m][p] = add(total[m][p], chain[m][p]);
   }
@@ -72,26 +70,31 @@ void float_tile(const MdiMatrix& w, int panel, const float* rows, int64_t stride
     for (int p = 0; p < kPanels; p++) finish(total[m][p], w, panel + p, out, m0 + m);
 }
 
+template <int kRows, int kPanels, int kFormat>
+inline void float_rest(const MdiMatrix& w, int panel, const float* x, int m0, int n, const Out& out) {
+  if (n == kRows) return float_tile<kRows, kPanels, kFormat>(w, panel, x, m0, out);
+  if constexpr (kRows > 1) float_rest<kRows - 1, kPanels, kFormat>(w, panel, x, m0, n, out);
+}
+
 template <int kPanels, int kFormat>
-void float_rows(const MdiMatrix& w, int panel, const float* rows, int64_t stride, int n_rows, const Out& out) {
-  int m = 0;
-  for (; m + kFloatTileRows <= n_rows; m += kFloatTileRows)
-    float_tile<kFloatTileRows, kPanels, kFormat>(w, panel, rows, stride, m, out);
-  if constexpr (kFloatTileRows > 4)
-    for (; m + 4 <= n_rows; m += 4) float_tile<4, kPanels, kFormat>(w, panel, rows, stride, m, out);
-  for (; m + 2 <= n_rows; m += 2) float_tile<2, kPanels, kFormat>(w, panel, rows, stride, m, out);
-  if (m < n_rows) float_tile<1, kPanels, kFormat>(w, panel, rows, stride, m, out);
+void float_rows(const MdiMatrix& w, int panel, const float* x, int n_rows, const Out& out) {
+  for (int m = 0; m < n_rows; m += kTileRows) {
+    const float* block = x + (int64_t)m * w.n_in;
+    if (m + kTileRows <= n_rows) float_tile<kTileRows, kPanels, kFormat>(w, panel, block, m, out);
+    else float_rest<kTileRows - 1, kPanels, kFormat>(w, panel, block, m, n_rows - m, out);
+  }
 }
 
 template <int kFormat>
-void float_panels(const MdiMatrix& w, int first, int last, const float* rows, int64_t stride, int n_rows, const Out& out) {
-  constexpr int kWide = kFloatPanels > 1 ? kFloatPanels : 2;
+void float_panels(const MdiMatrix& w, int first, int last, const float* x, int n_rows, const Out& out) {
   int p = first;
-  if (n_rows == 1)  // four chains of sums at a time, which hide how long one addition takes
-    for (; p + 4 <= last; p += 4) float_tile<1, 4, kFormat>(w, p, rows, stride, 0, out);
-  if (kFloatPanels > 1 || n_rows == 1)
-    for (; p + kWide <= last; p += kWide) float_rows<kWide, kFormat>(w, p, rows, stride, n_rows, out);
-  for (; p < last; p++) float_rows<1, kFormat>(w, p, rows, stride, n_rows, out);
+  if (n_rows == 1) {  // several chains of sums at a time, which hide how long one addition takes
+    for (; p + 4 <= last; p += 4) float_tile<1, 4, kFormat>(w, p, x, 0, out);
+    for (; p + 2 <= last; p += 2) float_tile<1, 2, kFormat>(w, p, x, 0, out);
+  }
+  if constexpr (kFloatPanels > 1)
+    for (; p + kFloatPanels <= last; p += kFloatPanels) float_rows<kFloatPanels, kFormat>(w, p, x, n_rows, out);
+  for (; p < last; p++) float_rows<1, kFormat>(w, p, x, n_rows, out);
 }
 
 // ---- int8 and int4: bytes times bytes in whole numbers, a scale per group on both sides
@@ -117,109 +120,138 @@ inline F add_large(F total, const uint8_t* panel, const ByteRows& x, int m) {
   return total;
 }
 
-template <int kRows>
+template <int kRows, int kPanels>
 void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
   int n_records = padded(w.n_in, 128) / 128;
-  const uint8_t* start = w.data + (int64_t)panel * n_records * (33 * 64);
-  const int8_t* q[kRows];
-  const float* scale[kRows];
-  const int32_t* sums[kRows];
-  F total[kRows];
-  for (int m = 0; m < kRows; m++) {
-    q[m] = x.bytes(m0 + m), scale[m] = x.scales(m0 + m), sums[m] = x.sums(m0 + m);
-    total[m] = splat(0.0f);
-  }
+  int64_t panel_bytes = (int64_t)n_records * (33 * 64);
+  const uint8_t* start = w.data + panel * panel_bytes;
+  const int8_t* q = x.bytes(m0);
+  const float* scale = x.scales(m0);
+  const int32_t* sums = x.sums(m0);
+  F total[kRows][kPanels];
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kPanels; p++) total[m][p] = splat(0.0f);
   const uint8_t* record = start;
   for (int r = 0; r < n_records; r++, record += 33 * 64) {
     for (int g = 0; g < 2; g++) {
-      I sum[kRows];
+      I sum[kRows][kPanels];
       for (int m = 0; m < kRows; m++)
-        sum[m] = splat_int(kDotIsUnsigned ? -128 * (sums[m][4 * r + 2 * g] + sums[m][4 * r + 2 * g + 1]) : 0);
+        for (int p = 0; p < kPanels; p++)
+          sum[m][p] = splat_int(kDotIsUnsigned ? -128 * (sums[m] + sums[kRows + m]) : 0);
       const uint8_t* line = record + 64 + g * 1024;
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        prefetch(line + i * 64 + kAhead);
-        W v = int8_line(line + i * 64);
-        for (int m = 0; m < kRows; m++) sum[m] = dot(sum[m], v, q[m] + 128 * r + 64 * g + 4 * i);
+        W v[kPanels];
+        for (int p = 0; p < kPanels; p++) {
+          if (kPanels == 1 || i % 2 == 0) prefetch(line + p * panel_bytes + i * 64 + kAhead);
+          v[p] = int8_line(line + p * panel_bytes + i * 64);
+        }
+        for (int m = 0; m < kRows; m++)
+          for (int p = 0; p < kPanels; p++) sum[m][p] = dot(sum[m][p], v[p], q + 4 * (i * kRows + m));
       }
-      F s = load_half((const uint16_t*)record + 16 * g);
-      for (int m = 0; m < kRows; m++) total[m] = fma(mul(to_float(sum[m]), splat(scale[m][2 * r + g])), s, total[m]);
+      for (int p = 0; p < kPanels; p++) {
+        F s = load_half((const uint16_t*)(record + p * panel_bytes) + 16 * g);
+        for (int m = 0; m < kRows; m++) total[m][p] = fma(mul(to_float(sum[m][p]), s), splat(scale[m]), total[m][p]);
+      }
+      q += 64 * kRows, scale += kRows, sums += 2 * kRows;
     }
   }
-  for (int m = 0; m < kRows; m++) finish(add_large<kInt8>(total[m], start, x, m0 + m), w, panel, out, m0 + m);
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kPanels; p++)
+      finish(add_large<kInt8>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
-template <int kRows>
+template <int kRows, int kPanels>
 void int4_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
   int n_records = padded(w.n_in, 64) / 64;
-  const uint8_t* start = w.data + (int64_t)panel * n_records * (9 * 64);
-  const int8_t* q[kRows];
-  const float* scale[kRows];
-  const int32_t* sums[kRows];
-  F total[kRows];
-  for (int m = 0; m < kRows; m++) {
-    q[m] = x.bytes(m0 + m), scale[m] = x.scales(m0 + m), sums[m] = x.sums(m0 + m);
-    total[m] = splat(0.0f);
-  }
+  int64_t panel_bytes = (int64_t)n_records * (9 * 64);
+  const uint8_t* start = w.data + panel * panel_bytes;
+  const int8_t* q = x.bytes(m0);
+  const float* scale = x.scales(m0);
+  const int32_t* sums = x.sums(m0);
+  F total[kRows][kPanels];
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kPanels; p++) total[m][p] = splat(0.0f);
   const uint8_t* record = start;
   for (int r = 0; r < n_records; r++, record += 9 * 64) {
-    prefetch(record + kAhead);
+    F part[kRows][kPanels];
     for (int g = 0; g < 2; g++) {
-      I sum[kRows];
-      for (int m = 0; m < kRows; m++) sum[m] = splat_int(-8 * sums[m][2 * r + g]);
+      I sum[kRows][kPanels];
+      for (int m = 0; m < kRows; m++)
+        for (int p = 0; p < kPanels; p++) sum[m][p] = splat_int(-8 * sums[m]);
       const uint8_t* line = record + 64 + g * 256;
+#pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        prefetch(line + i * 64 + kAhead);
-        W both = load_line(line + i * 64);
-        W low = low_halves(both), high = high_halves(both);
+        W low[kPanels], high[kPanels];
+        for (int p = 0; p < kPanels; p++) {
+          prefetch(line + p * panel_bytes + i * 64 + kAhead);
+          W both = load_line(line + p * panel_bytes + i * 64);
+          low[p] = low_halves(both), high[p] = high_halves(both);
+        }
+        for (int m = 0; m < kRows; m++)
+          for (int p = 0; p < kPanels; p++) {
+            sum[m][p] = dot_halves(sum[m][p], low[p], q + 4 * (2 * i * kRows + m));
+            sum[m][p] = dot_halves(sum[m][p], high[p], q + 4 * ((2 * i + 1) * kRows + m));
+          }
+      }
+      for (int p = 0; p < kPanels; p++) {
+        F s = load_half((const uint16_t*)(record + p * panel_bytes) + 16 * g);
         for (int m = 0; m < kRows; m++) {
-          const int8_t* four = q[m] + 64 * r + 32 * g + 8 * i;
-          sum[m] = dot_halves(dot_halves(sum[m], low, four), high, four + 4);
+          F a = to_float(sum[m][p]);
+          part[m][p] = g ? fma(a, s, part[m][p]) : mul(a, s);
         }
       }
-      F s = load_half((const uint16_t*)record + 16 * g);
-      for (int m = 0; m < kRows; m++) total[m] = fma(mul(to_float(sum[m]), splat(scale[m][r])), s, total[m]);
+      q += 32 * kRows, sums += kRows;
     }
+    for (int m = 0; m < kRows; m++)
+      for (int p = 0; p < kPanels; p++) total[m][p] = fma(part[m][p], splat(scale[m]), total[m][p]);
+    scale += kRows;
   }
-  for (int m = 0; m < kRows; m++) finish(add_large<kInt4>(total[m], start, x, m0 + m), w, panel, out, m0 + m);
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kPanels; p++)
+      finish(add_large<kInt4>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
-template <int kRows>
+template <int kRows, int kPanels>
 inline void byte_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
-  if (w.format == kInt8) int8_tile<kRows>(w, panel, x, m0, out);
-  else int4_tile<kRows>(w, panel, x, m0, out);
+  if (w.format == kInt8) int8_tile<kRows, kPanels>(w, panel, x, m0, out);
+  else int4_tile<kRows, kPanels>(w, panel, x, m0, out);
 }
 
 template <int kRows>
 inline void byte_rest(const MdiMatrix& w, int panel, const ByteRows& x, int m0, int n, const Out& out) {
-  if (n == kRows) return byte_tile<kRows>(w, panel, x, m0, out);
+  if (n == kRows) return byte_tile<kRows, 1>(w, panel, x, m0, out);
   if constexpr (kRows > 1) byte_rest<kRows - 1>(w, panel, x, m0, n, out);
 }
 
 inline void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
-  for (int p = first; p < last; p++) {
-    int m = 0;
-    for (; m + kTileRows <= n_rows; m += kTileRows) byte_tile<kTileRows>(w, p, x, m, out);
-    if (m < n_rows) byte_rest<kTileRows>(w, p, x, m, n_rows - m, out);
+  int p = first, whole = n_rows / kTileRows * kTileRows;
+  for (; p + kBytePanels <= last; p += kBytePanels) {
+    for (int m = 0; m < whole; m += kTileRows) byte_tile<kTileRows, kBytePanels>(w, p, x, m, out);
+    if (whole < n_rows)
+      for (int i = 0; i < kBytePanels; i++) byte_rest<kTileRows - 1>(w, p + i, x, whole, n_rows - whole, out);
   }
+  for (; p < last; p++)
+    for (int m = 0; m < n_rows; m += kTileRows)
+      byte_rest<kTileRows>(w, p, x, m, n_rows - m < kTileRows ? n_rows - m : kTileRows, out);
 }
 
 // ---- any format
 
 inline bool wants_bytes(const MdiMatrix& w) { return w.format == kInt8 || w.format == kInt4; }
 
-// Rows in the forms that matrices want, made once for all matrices that read them.
+// Rows in the form that a matrix wants, made once for all matrices that read them.
 struct Rows {
-  const float* x = nullptr;  // (n, stride)
-  int64_t stride = 0;
-  int n = 0;
-  const ByteRows* bytes = nullptr;
+  int n;
+  const float* floats;    // in blocks, or null
+  const ByteRows* bytes;  // or null
 };
 
 inline void multiply_panels(const MdiMatrix& w, int first, int last, const Rows& rows, const Out& out) {
   switch (w.format) {
-    case kFloat32: return float_panels<kFloat32>(w, first, last, rows.x, rows.stride, rows.n, out);
-    case kBf16: return float_panels<kBf16>(w, first, last, rows.x, rows.stride, rows.n, out);
-    case kFp16: return float_panels<kFp16>(w, first, last, rows.x, rows.stride, rows.n, out);
+    case kFloat32: return float_panels<kFloat32>(w, first, last, rows.floats, rows.n, out);
+    case kBf16: return float_panels<kBf16>(w, first, last, rows.floats, rows.n, out);
+    case kFp16: return float_panels<kFp16>(w, first, last, rows.floats, rows.n, out);
     default: return byte_panels(w, first, last, *rows.bytes, rows.n, out);
   }
 }

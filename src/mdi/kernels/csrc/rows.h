@@ -7,7 +7,7 @@ namespace MDI_NS {
 constexpr int kPanel = 16;         // outputs that lie side by side in a packed weight
 constexpr int kGroup = 64;         // inputs of a row that share a scale
 constexpr int kMostLarge = 4;      // numbers of a group that may be left out of the bytes
-constexpr float kLargeRatio = 8.0f;  // a number is large if it is so many times the mean of its group
+constexpr float kLargeRatio = 10.0f;  // a number is large if it is so many times the mean of its group
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -32,28 +32,34 @@ struct Large {
   float value;
 };
 
-// Rows in bytes: q stays within +-127, row m is about q * scale group by group, plus its large numbers.
-struct ByteRows {
-  int n_in = 0, width = 0;       // inputs; the same in whole records of any format
-  Buffer<int8_t> q;          // (n_rows, width)
-  Buffer<float> scale;       // (n_rows, width / 64)
-  Buffer<int32_t> sum;       // (n_rows, width / 32): sums of q
-  Buffer<Large> large;       // (n_rows, kMostLarge * width / 64)
-  Buffer<int32_t> n_large;   // (n_rows)
+// Rows lie in blocks of kTileRows, which a tile multiplies at once: the same four numbers of all rows of a block, then the next
+// four, so that a tile reads one stream. The last block has as many rows as are left.
+struct RowBlock {
+  int first, n;
+  RowBlock(int row, int n_rows) : first(row / kTileRows * kTileRows), n(n_rows - first < kTileRows ? n_rows - first : kTileRows) {}
+};
 
-  void reserve(int n_rows, int inputs) {
-    n_in = inputs;
-    width = padded(inputs, 128);
-    q.of((size_t)n_rows * width);
-    scale.of((size_t)n_rows * (width / 64));
-    sum.of((size_t)n_rows * (width / 32));
-    large.of((size_t)n_rows * kMostLarge * (width / 64));
-    n_large.of((size_t)n_rows);
+// Rows in bytes: q stays within +-127, a row is about q * scale group by group, plus its large numbers.
+struct ByteRows {
+  int n_rows = 0, n_in = 0, width = 0;  // width: inputs in whole records of any format
+  Buffer<int8_t> q;                     // per block (width / 4, rows, 4)
+  Buffer<float> scale;                  // per block (width / 64, rows)
+  Buffer<int32_t> sum;                  // per block (width / 32, rows): sums of q
+  Buffer<Large> large;                  // (n_rows, kMostLarge * width / 64)
+  Buffer<int32_t> n_large;              // (n_rows)
+
+  void reserve(int rows, int inputs) {
+    n_rows = rows, n_in = inputs, width = padded(inputs, 128);
+    q.of((size_t)rows * width);
+    scale.of((size_t)rows * (width / 64));
+    sum.of((size_t)rows * (width / 32));
+    large.of((size_t)rows * kMostLarge * (width / 64));
+    n_large.of((size_t)rows);
   }
-  const int8_t* bytes(int m) const { return q.data() + (size_t)m * width; }
-  const float* scales(int m) const { return scale.data() + (size_t)m * (width / 64); }
-  const int32_t* sums(int m) const { return sum.data() + (size_t)m * (width / 32); }
-  const Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
+  int8_t* bytes(int block_row) const { return q.data() + (size_t)block_row * width; }
+  float* scales(int block_row) const { return scale.data() + (size_t)block_row * (width / 64); }
+  int32_t* sums(int block_row) const { return sum.data() + (size_t)block_row * (width / 32); }
+  Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
 };
 
 // Takes the largest numbers out of a group of 64 as long as they stand out, and returns the largest that is left.
@@ -78,30 +84,40 @@ inline float take_large(float* group, int first, Large* large, int32_t& n_large)
   }
 }
 
-// One row (n_in) into bytes.
-inline void quantize_row(const float* row, int m, ByteRows& to) {
-  int8_t* q = to.q.data() + (size_t)m * to.width;
-  float* scale = to.scale.data() + (size_t)m * (to.width / 64);
-  int32_t* sums = to.sum.data() + (size_t)m * (to.width / 32);
-  Large* large = to.large.data() + (size_t)m * kMostLarge * (to.width / 64);
+// Row m (n_in) into bytes.
+inline void quantize_row(const float* row, int m, const ByteRows& to) {
+  RowBlock block(m, to.n_rows);
+  int at = m - block.first, n = block.n;
+  int8_t* q = to.bytes(block.first) + 4 * at;
+  float* scale = to.scales(block.first) + at;
+  int32_t* sums = to.sums(block.first) + at;
+  Large* large = to.large_of(m);
   int32_t n_large = 0;
   alignas(64) float group[kGroup];
+  alignas(64) int8_t bytes[kGroup];
   for (int first = 0; first < to.width; first += kGroup) {
-    int n = to.n_in - first < kGroup ? to.n_in - first : kGroup;
-    if (n < kGroup) std::memset(group, 0, sizeof group);
-    if (n > 0) std::memcpy(group, row + first, (size_t)n * sizeof(float));
+    int there = to.n_in - first < kGroup ? to.n_in - first : kGroup;
+    if (there < kGroup) std::memset(group, 0, sizeof group);
+    if (there > 0) std::memcpy(group, row + first, (size_t)there * sizeof(float));
     float biggest = take_large(group, first, large, n_large);
-    F inverse = splat(biggest > 0 ? 127.0f / biggest : 0.0f);
-    if (!(biggest > 1e-35f)) inverse = splat(0.0f);
-    scale[first / 64] = biggest / 127.0f;
+    F inverse = splat(biggest > 1e-35f ? 127.0f / biggest : 0.0f);
+    scale[(int64_t)first / 64 * n] = biggest / 127.0f;
     for (int half = 0; half < 2; half++) {
       I low = to_int(mul(load(group + 32 * half), inverse)), high = to_int(mul(load(group + 32 * half + 16), inverse));
-      store_bytes(q + first + 32 * half, low);
-      store_bytes(q + first + 32 * half + 16, high);
-      sums[first / 32 + half] = sum_int(low) + sum_int(high);
+      store_bytes(bytes + 32 * half, low);
+      store_bytes(bytes + 32 * half + 16, high);
+      sums[((int64_t)first / 32 + half) * n] = sum_int(low) + sum_int(high);
     }
+    for (int i = 0; i < kGroup; i += 4) std::memcpy(q + ((int64_t)first + i) * n, bytes + i, 4);
   }
   to.n_large.data()[m] = n_large;
+}
+
+// Row m of floats (n_in) to its place in its block: (n_in, rows).
+inline void interleave_row(const float* row, int m, int n_rows, int n_in, float* to) {
+  RowBlock block(m, n_rows);
+  float* at = to + (int64_t)block.first * n_in + (m - block.first);
+  for (int k = 0; k < n_in; k++) at[(int64_t)k * block.n] = row[k];
 }
 
 }  // namespace MDI_NS

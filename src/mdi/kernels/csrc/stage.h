@@ -21,7 +21,8 @@ struct Scratch {
   Buffer<float> normed, heads, attended, gate, up, result, chosen, expert;
   Buffer<float> router, probability;
   Buffer<int32_t> choice;
-  ByteRows bytes, hidden_bytes;
+  Buffer<float> floats;
+  ByteRows bytes;
   PerThread threads[kMostThreads];
 };
 
@@ -54,11 +55,11 @@ class Runner {
     const float* normed = normalized(block.norm_1, x);
     int width = (model_.n_head + 2 * model_.n_groups) * model_.head_size, wide = model_.n_head * model_.head_size;
     float* heads = scratch_.heads.of((size_t)n_ * width);
-    multiply(block.qkv, normed, n_, heads, scratch_.bytes);
+    multiply(block.qkv, normed, n_, heads);
     prepare_heads(block, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
     attend_slices(block, heads, width, attended, wide);
-    multiply(block.attention_proj, attended, n_, y, scratch_.hidden_bytes);
+    multiply(block.attention_proj, attended, n_, y);
   }
 
   // x (n, n_embd) -> y: what the MLP, or the chosen experts, make of the normed rows.
@@ -80,17 +81,20 @@ class Runner {
   }
 
   // Rows (n, n_in) times a packed weight -> (n, n_out).
-  void multiply(const MdiMatrix& w, const float* x, int n, float* y, ByteRows& bytes) {
-    multiply_prepared(w, prepared(w, x, n, bytes), y);
-  }
+  void multiply(const MdiMatrix& w, const float* x, int n, float* y) { multiply_prepared(w, prepared(w, x, n), y); }
 
  private:
-  Rows prepared(const MdiMatrix& w, const float* x, int n, ByteRows& bytes) {
+  Rows prepared(const MdiMatrix& w, const float* x, int n) {
     if (wants_bytes(w)) {
+      ByteRows& bytes = scratch_.bytes;
       bytes.reserve(n, w.n_in);
       team_.run(n, [&](int m, int) { quantize_row(x + (int64_t)m * w.n_in, m, bytes); });
+      return {n, nullptr, &bytes};
     }
-    return {x, w.n_in, n, &bytes};
+    if (n == 1) return {n, x, nullptr};
+    float* floats = scratch_.floats.of((size_t)n * w.n_in);
+    team_.run(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, floats); });
+    return {n, floats, nullptr};
   }
 
   void multiply_prepared(const MdiMatrix& w, const Rows& rows, float* y) {
@@ -200,12 +204,12 @@ class Runner {
   void mlp(const MdiMlp& mlp, const float* x, int n, float* y) {
     int width = mlp.fc_1.n_out;
     float* gate = scratch_.gate.of((size_t)n * width);
-    Rows rows = prepared(mlp.fc_1, x, n, scratch_.bytes);
+    Rows rows = prepared(mlp.fc_1, x, n);
     multiply_prepared(mlp.fc_1, rows, gate);
     float* up = nullptr;
     if (mlp.fc_2.data) {
       up = scratch_.up.of((size_t)n * width);
-      if (wants_bytes(mlp.fc_2) && !wants_bytes(mlp.fc_1)) rows = prepared(mlp.fc_2, x, n, scratch_.bytes);
+      if (wants_bytes(mlp.fc_2) != wants_bytes(mlp.fc_1)) rows = prepared(mlp.fc_2, x, n);
       multiply_prepared(mlp.fc_2, rows, up);
     }
     int kind = model_.activation;
@@ -217,14 +221,14 @@ class Runner {
         store_part(g + i, a, width - i);
       }
     });
-    multiply(mlp.proj, gate, n, y, scratch_.hidden_bytes);
+    multiply(mlp.proj, gate, n, y);
   }
 
   // The best experts of each row, weighted by a softmax over their scores, added in the order of their numbers.
   void experts(const MdiBlock& block, const float* x, float* y) {
     int width = model_.n_embd, n_expert = block.n_expert, k = model_.n_expert_per_token;
     float* scores = scratch_.router.of((size_t)n_ * n_expert);
-    multiply(block.router, x, n_, scores, scratch_.bytes);
+    multiply(block.router, x, n_, scores);
     int32_t* choice = scratch_.choice.of((size_t)n_ * k);
     float* probability = scratch_.probability.of((size_t)n_ * k);
     for (int m = 0; m < n_; m++) choose(scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);

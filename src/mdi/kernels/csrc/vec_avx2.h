@@ -10,9 +10,9 @@ struct F { __m256 a, b; };
 struct I { __m256i a, b; };
 struct W { __m256i a, b; };
 
-constexpr int kTileRows = 3;
-constexpr int kFloatTileRows = 4;
+constexpr int kTileRows = 4;
 constexpr int kFloatPanels = 1;
+constexpr int kBytePanels = 1;   // the same where weights are bytes
 #ifdef MDI_VNNI
 constexpr bool kDotIsUnsigned = true;
 #else

@@ -11,8 +11,8 @@ struct I { __m512i v; };  // sixteen int32
 struct W { __m512i v; };  // a line of 64 bytes: four unsigned weights for each lane
 
 constexpr int kTileRows = 8;        // rows that share the weights of a line while these are in registers
-constexpr int kFloatTileRows = 8;   // the same where weights are floats
 constexpr int kFloatPanels = 2;     // panels side by side in such a tile
+constexpr int kBytePanels = 2;   // the same where weights are bytes
 constexpr bool kDotIsUnsigned = true;  // dot() takes bytes of int8 weights with their offset of 128
 
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }

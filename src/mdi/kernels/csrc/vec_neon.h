@@ -10,9 +10,9 @@ struct F { float32x4_t v[4]; };
 struct I { int32x4_t v[4]; };
 struct W { uint8x16_t v[4]; };
 
-constexpr int kTileRows = 3;
-constexpr int kFloatTileRows = 4;
+constexpr int kTileRows = 4;
 constexpr int kFloatPanels = 1;
+constexpr int kBytePanels = 1;   // the same where weights are bytes
 constexpr bool kDotIsUnsigned = false;
 
 #define MDI_EACH(expression) for (int i = 0; i < 4; i++) { expression; }

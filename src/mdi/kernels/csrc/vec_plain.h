@@ -10,8 +10,8 @@ struct I { int32_t v[16]; };
 struct W { uint8_t v[64]; };
 
 constexpr int kTileRows = 2;
-constexpr int kFloatTileRows = 2;
 constexpr int kFloatPanels = 1;
+constexpr int kBytePanels = 1;   // the same where weights are bytes
 constexpr bool kDotIsUnsigned = false;
 
 #define MDI_LANES(expression) for (int i = 0; i < 16; i++) { expression; }
