@@ -21,9 +21,8 @@ from mdi.errors import KernelError  # noqa: E402
 from mdi.kernels import build, place  # noqa: E402
 
 EXTENSION = "mdi.kernels.kernels"
-# Wheels that ask for glibc 2.28 may ask for this much of the C++ library.
-OLDEST_GLIBC = 28
-NEWEST_GLIBCXX = 25
+# Who has this glibc (2.x) has at least this C++ library (GLIBCXX_3.4.x): pairs of the manylinux policies.
+SYSTEMS = ((28, 24), (31, 28), (34, 29), (35, 30), (39, 33))
 
 
 class BuildKernels(build_ext):
@@ -57,11 +56,12 @@ class KernelsWheel(bdist_wheel):
             return super().get_tag()[2]
         machine = build.find_compiler().machine
         content = library.read_bytes()
-        glibc = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)]
-        cxx = [int(minor) for minor in re.findall(rb"GLIBCXX_3\.4\.(\d+)", content)]
-        if not glibc or max(cxx, default=0) > NEWEST_GLIBCXX:  # another C library; or who knows which systems have that
+        glibc = max(map(int, re.findall(rb"GLIBC_2\.(\d+)", content)), default=None)
+        cxx = max(map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", content)), default=0)
+        oldest = next((system for system, has in SYSTEMS if has >= cxx), None)
+        if glibc is None or oldest is None:  # another C library, or one that is newer than all that we know
             return f"linux_{machine}"
-        return f"manylinux_2_{max(OLDEST_GLIBC, *glibc)}_{machine}"
+        return f"manylinux_2_{max(glibc, oldest)}_{machine}"
 
 
 setup(
