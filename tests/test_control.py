@@ -24,6 +24,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, RingError, UsageError
+from mdi.kernels import LAYOUT_VERSION
 from mdi.node.kind import ModelKind
 from mdi.node.setup import reach_node
 
@@ -344,9 +345,10 @@ OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads
 
 # What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
 FIELDS_OF_VERSION = {
-    2: (
-        "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype max_length model "
-        "n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads wire_dtype",
+    3: (
+        "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype layout_version "
+        "max_length model n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads "
+        "wire_dtype",
         "config config_hash device dtype fresh quantize run stored_dtype threads",
     )
 }
@@ -370,6 +372,13 @@ def test_a_node_of_another_version_is_told_before_anything_else(
     ):
         reach_node(client, 0.0, threading.Event())
     del node.status  # type: ignore[method-assign]
+
+
+def test_a_node_that_packs_weights_otherwise_is_told(node: FakeNode, url: str) -> None:
+    body = {**REQUEST.to_json(), "layout_version": LAYOUT_VERSION + 1}
+    status, error = refused(send("POST", url + "/init", json=body))
+    assert status == 409 and f"version {LAYOUT_VERSION + 1} of their layout" in error and "install" in error
+    assert node.calls.empty()
 
 
 @pytest.mark.parametrize("key", [key for key in FIELDS if key not in OPTIONAL | {"control_version"}])
@@ -415,7 +424,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, "field 'parts': expected objects"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "field 'sha256': expected 64 hex digits"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "field 'n_bytes': 0 is not from"),
-        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 2"),
+        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 3"),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:

@@ -28,7 +28,7 @@ ALLOWED = {
     "partition": {"blocks", "config", "errors"},
     "training": {"checkpoint", "partition", "settings", "config", "errors"},
     "engine": {"model", "net", "config", "errors"},
-    "control": {"blocks", "engine", "model", "net", "settings", "config", "errors"},
+    "control": {"blocks", "kernels", "engine", "model", "net", "settings", "config", "errors"},
     "prompts": {"config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
     "text": {"prompts", "engine", "model", "net", "settings", "config", "errors"},

@@ -28,7 +28,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.errors import CheckpointError
-from mdi.kernels import layout
+from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
@@ -221,7 +221,7 @@ def _manifest(**fields: Any) -> Any:
             {"format_version": 1},
             "format_version 1, this program reads 2; make it with: prepare_model.py .* --n-nodes 1",
         ),
-        ({"layout_version": layout.LAYOUT_VERSION + 1}, "'layout_version'.*make it with: prepare_model.py"),
+        ({"layout_version": LAYOUT_VERSION + 1}, "'layout_version'.*make it with: prepare_model.py"),
         ({"format": "int3"}, "'format'.*int3"),
         ({"format": "plain"}, "'format_head'"),
         ({"format_head": "plain"}, "'format_head'"),

@@ -16,7 +16,8 @@ from typing import Any
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import LAYOUT_VERSION, LAYOUTS
+from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.layout import LAYOUTS
 from mdi.settings import N_LAYER_LIMIT
 
 FORMAT_VERSION = 2

@@ -7,7 +7,7 @@ import numpy as np
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, stored_bytes
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.weights import WeightSource
-from mdi.kernels.layout import LAYOUT_VERSION
+from mdi.kernels import LAYOUT_VERSION
 
 
 class PackedSource(WeightSource):

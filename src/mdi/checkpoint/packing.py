@@ -16,7 +16,8 @@ import numpy as np
 from mdi.checkpoint.layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import ALIGN_BYTES, LAYOUT_VERSION, LAYOUTS, Matrix, floats, matrix_bytes, pack, unpack
+from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.layout import ALIGN_BYTES, LAYOUTS, Matrix, floats, matrix_bytes, pack, unpack
 
 EMBEDDING = "transformer.wte.weight"
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)

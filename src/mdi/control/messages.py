@@ -8,10 +8,11 @@ from typing import Any
 
 from mdi.blocks import block_span
 from mdi.errors import ControlError
+from mdi.kernels import LAYOUT_VERSION
 from mdi.net.wire import WIRE_DTYPES
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 2
+CONTROL_VERSION = 3
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")
 N_FRAMES_LIMIT = 4096
 N_THREADS_LIMIT = 4096
@@ -40,7 +41,8 @@ class InitRequest:
         dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
         quantize: weight format that the starter wishes, see model.formats.
-        stored_format: the one that the parts are stored in already.
+        stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
+        layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
         wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
         kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
@@ -69,6 +71,7 @@ class InitRequest:
     n_frames: int | None = None
     device: str | None = None
     threads: int | None = None
+    layout_version: int = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +91,12 @@ class InitRequest:
                 409,
             )
         get = _Fields(data)
+        if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
+            raise ControlError(
+                f"the starter packs weights in version {data['layout_version']} of their layout, this node in version "
+                f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
+                409,
+            )
         names = tuple(get.strings("names"))
         start, stop = get.pair("blocks")
         request = cls(

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LAYOUT_VERSION = 1  # of this description; files of another version are refused
 PANEL = 16  # outputs that lie side by side
 LINE_BYTES = 64
 ALIGN_BYTES = 64
