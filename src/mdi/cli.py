@@ -125,6 +125,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")
     try:
+        _open_gguf(args)
         status: int = module.run(args)
         return status
     except MdiError as e:
@@ -166,6 +167,15 @@ def set_wait_policy() -> None:
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in WAIT_VARIABLES):
         os.environ.update(WAIT_POLICY)
+
+
+def _open_gguf(args: argparse.Namespace) -> None:
+    """A GGUF file may stand where a checkpoint's directory does: --ckpt becomes the directory that is made for it."""
+    path = getattr(args, "ckpt", None)
+    if isinstance(path, Path) and path.suffix == ".gguf":
+        from mdi.checkpoint.ggufdirectory import gguf_directory
+
+        args.ckpt = gguf_directory(path.expanduser(), default_ckpt_folder())
 
 
 def ignore_interrupts() -> None:

@@ -25,7 +25,10 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
 
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--ckpt", type=Path, metavar="DIR", help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()})"
+        "--ckpt",
+        type=Path,
+        metavar="DIR",
+        help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()}), or a GGUF file",
     )
     model.add_argument(
         "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"

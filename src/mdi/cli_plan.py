@@ -160,10 +160,10 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
 
 def _stored_dtype(ckpt: Path | None) -> str:
     """What the weights are stored in; float32 if they are not here."""
-    from mdi.checkpoint.folder import WEIGHT_FILES
+    from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
     from mdi.checkpoint.source import open_source
 
-    if ckpt is None or not any((ckpt / name).is_file() for name in WEIGHT_FILES):
+    if ckpt is None or not any((ckpt / name).is_file() for name in (*WEIGHT_FILES, GGUF_NOTE)):
         return "float32"
     source = open_source(ckpt)
     source.close()

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Download a model, convert it to LitGPT's format, and cut it into one chunk per node.
 
-MODEL is a name on the Hugging Face hub (org/name), or a local directory in LitGPT's or Hugging Face's format. What has
-been done already is not done again, and needs no connection. Without --n-nodes the model is only made ready: a starter
-that is given the directory with --ckpt cuts it by itself, and sends the other nodes their parts.
+MODEL is a name on the Hugging Face hub (org/name), a local directory in LitGPT's or Hugging Face's format, or a GGUF
+file, whose weights stay where they are. What has been done already is not done again, and needs no connection. Without
+--n-nodes the model is only made ready: a starter that is given it with --ckpt cuts it by itself, and sends the other nodes
+their parts.
 """
 
 EPILOG = """\
@@ -29,6 +30,7 @@ examples:
   prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
   prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
   prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
+  prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
   prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub: org/name")
+    parser.add_argument("model", metavar="MODEL", help="a directory, a GGUF file, or a name on the hub: org/name")
     cut = parser.add_argument_group("cut")
     cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
     cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
@@ -80,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
     from mdi.checkpoint.cast import CastSource
     from mdi.checkpoint.packed import PackedSource
     from mdi.checkpoint.packing import Packing
-    from mdi.checkpoint.source import LitCheckpoint
+    from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
 
     directory = _convert(directory, args)
-    source: WeightSource = LitCheckpoint(directory)
+    source = open_source(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
         source = CastSource(source, args.dtype)
     if args.n_nodes is not None:
@@ -141,8 +143,12 @@ def _find(args: argparse.Namespace) -> Path:
     local = Path(args.model).expanduser()
     if local.is_dir():
         return local
+    if local.suffix == ".gguf":
+        from mdi.checkpoint.ggufdirectory import gguf_directory
+
+        return gguf_directory(local, args.ckpt_folder or default_ckpt_folder())
     if local.exists():
-        raise UsageError(f"MODEL {args.model} is a file: give the directory that it is in")
+        raise UsageError(f"MODEL {args.model} is a file: give the directory that it is in, or a .gguf file")
     looks_local = args.model.startswith((".", "/", "~")) or not is_repo_id(args.model)
     if looks_local:
         raise UsageError(

@@ -14,6 +14,7 @@ from mdi.settings import parse_json, read_yaml
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
 CONFIG_FILE = "model_config.yaml"
 CHUNKS = "chunks"
+GGUF_NOTE = "gguf.json"  # says where the GGUF file is that the folder stands for
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _N_LISTED = 8
@@ -44,8 +45,8 @@ def find_folder(name: Path, home: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder has neither a LitGPT checkpoint nor chunks of one."""
-    if not is_lit_dir(folder) and not (folder / CHUNKS).is_dir():
+    """Raises UsageError if the folder has neither a LitGPT checkpoint nor chunks of one, nor stands for a GGUF file."""
+    if not (is_lit_dir(folder) or (folder / CHUNKS).is_dir() or (folder / GGUF_NOTE).is_file()):
         raise UsageError(no_checkpoint(folder))
 
 

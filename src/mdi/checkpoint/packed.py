@@ -43,7 +43,7 @@ class PackedSource(WeightSource):
         if name == EMBEDDING_SCALE and self._scale is not None:
             return stored_bytes(self._scale, self.specs[name])
         owner = self._owner[name]
-        weights = self.packing.pack(owner, self._source.array(owner), self._source.specs[owner])
+        weights = self._source.packed(owner, self.packing)
         if EMBEDDING_SCALE in weights:
             # A file holds wide types first, so that scales are asked for long before or after their embedding.
             scale = weights[EMBEDDING_SCALE]

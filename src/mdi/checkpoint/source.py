@@ -78,10 +78,12 @@ class LitCheckpoint(WeightSource):
 
 
 def open_source(path: str | Path) -> WeightSource:
-    """A checkpoint's directory, its weight file, or a chunk. Raises CheckpointError."""
+    """A checkpoint's directory, or that of a GGUF file; a checkpoint's weight file; or a chunk. Raises CheckpointError."""
+    from mdi.checkpoint.ggufdirectory import open_gguf_directory
+
     path = Path(path)
     if path.is_dir():
-        return LitCheckpoint(path)
+        return open_gguf_directory(path) or LitCheckpoint(path)
     if path.name in WEIGHT_FILES and path.is_file():
         return LitCheckpoint(path.parent)
     return ChunkFile(path)

@@ -104,7 +104,7 @@ class WeightSource(ABC):
         specs = self.part_specs(part)
         if self.packing is None:
             wanted = packing or own_packing(self.dtype)
-            return _joined(wanted.pack(name, self.array(name), spec) for name, spec in specs.items())
+            return _joined(self.packed(name, wanted) for name in specs)
         read, shapes = self.packing.read, self._shapes(part)
         stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
@@ -112,6 +112,10 @@ class WeightSource(ABC):
         return _joined(
             packing.pack(name, array, TensorSpec("F32", array.shape)) for name, array in _plain_one_by_one(stored)
         )
+
+    def packed(self, name: str, packing: Packing) -> PartWeights:
+        """A plain tensor as it is in packed form."""
+        return packing.pack(name, self.array(name), self.specs[name])
 
     def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that the model has in a part."""

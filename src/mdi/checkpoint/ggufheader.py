@@ -1,0 +1,187 @@
+"""The head of a GGUF file: its metadata and where its tensors lie. No weights are read, and nothing is executed.
+
+The gguf package's own reader believes the counts in a file, and does not come to an end with some; here every count is
+checked against the bytes that are there before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError
+
+HEADER_LIMIT_BYTES = 256_000_000
+COUNT_LIMIT = 4_000_000  # strings of a list, entries of a file
+_MAX_DIMS = 4
+_MAX_SHARDS = 999
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies. `shape` has the rows first, as torch has it; `type_name` is ggml's, such as "Q4_K".
+
+    `offset` counts from the start of the file; the last dimension's blocks lie one after the other.
+    """
+
+    path: Path
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """`fields` has numbers, strings, lists of strings, and numpy arrays of numbers."""
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """The head of a file; if the model is split into several, of all of them.
+
+    Raises:
+        CheckpointError: there is no such file, it is no GGUF file, damaged, cut short, or of a version or type not known here.
+    """
+    first = _read_one(path)
+    n_files = first.fields.get("split.count", 1)
+    if not isinstance(n_files, int) or n_files <= 1:
+        return first
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[2]) != n_files or n_files > _MAX_SHARDS:
+        raise CheckpointError(
+            f"{path} is one of {n_files} files of a model, which must be named NAME-00001-of-{n_files:05}.gguf"
+        )
+    fields: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for i in range(n_files):
+        shard = _read_one(path.with_name(f"{match[1]}-{i + 1:05}-of-{n_files:05}.gguf"))
+        fields = {**shard.fields, **fields}  # the first file's go first
+        if overlap := tensors.keys() & shard.tensors.keys():
+            raise CheckpointError(
+                f"{shard.path} holds the tensor {min(overlap)!r}, which another file of the model has, too"
+            )
+        tensors |= shard.tensors
+    return GgufHeader(path, fields, tensors)
+
+
+def _read_one(path: Path) -> GgufHeader:
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data).parse()
+    except FileNotFoundError:
+        raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from None
+    except ValueError as e:  # an empty file cannot be mapped; bytes that are no text
+        raise CheckpointError(f"{path} is no GGUF file, or damaged: {e}") from None
+
+
+class _Parser:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at = path, data, 0
+        self._size = len(data)
+        self._limit = min(self._size, HEADER_LIMIT_BYTES)
+
+    def parse(self) -> GgufHeader:
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("I")
+        if version not in (2, 3):
+            what = "is big-endian" if version in (2 << 24, 3 << 24) else f"has version {version}"
+            raise ValueError(f"it {what}, only versions 2 and 3, little-endian, can be read")
+        n_tensors, n_fields = self._count(24), self._count(13)
+        fields: dict[str, Any] = {}
+        for _ in range(n_fields):
+            key = self._string()
+            if key in fields:
+                raise ValueError(f"it has the field {key!r} twice")
+            fields[key] = self._value(self._number("I"))
+        infos = [self._tensor_info() for _ in range(n_tensors)]
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, type_number, shape, offset in infos:
+            if name in tensors:
+                raise ValueError(f"it has the tensor {name!r} twice")
+            tensors[name] = self._tensor(name, type_number, shape, start, offset, alignment)
+        return GgufHeader(self._path, fields, tensors)
+
+    def _tensor(
+        self, name: str, type_number: int, shape: tuple[int, ...], start: int, offset: int, step: int
+    ) -> GgufTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            kind = GGMLQuantizationType(type_number)
+            per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ValueError(f"the tensor {name!r} is of the type {type_number}, which is not known here") from None
+        if shape[-1] % per_block:
+            raise ValueError(f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s {per_block}")
+        n_bytes = math.prod(shape) // per_block * block_bytes
+        if offset % step or start + offset + n_bytes > self._size:
+            raise ValueError(
+                f"it is cut short: the tensor {name!r} takes the bytes {start + offset} to {start + offset + n_bytes} "
+                f"of {self._size}"
+            )
+        return GgufTensor(self._path, kind.name, shape, start + offset, n_bytes)
+
+    def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        name = self._string()
+        n_dims = self._number("I")
+        if not 1 <= n_dims <= _MAX_DIMS:
+            raise ValueError(f"the tensor {name!r} has {n_dims} dimensions")
+        shape = tuple(self._number("Q") for _ in range(n_dims))[::-1]
+        if not all(0 < n < 1 << 40 for n in shape):
+            raise ValueError(f"the tensor {name!r} has the shape {list(shape)}")
+        return name, self._number("I"), shape, self._number("Q")
+
+    def _value(self, kind: int, is_nested: bool = False) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or is_nested:  # lists of lists are in no model that can be used here
+            raise ValueError(f"a field is of the type {kind}, which is not known here")
+        item = self._number("I")
+        if item in _SCALARS:
+            dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
+            n_items = self._count(dtype.itemsize)
+            return np.frombuffer(self._take(n_items * dtype.itemsize), dtype=dtype)
+        n_items = self._count(8)
+        return [self._value(item, is_nested=True) for _ in range(n_items)]
+
+    def _count(self, least_bytes: int) -> int:
+        """A number of things that take so many bytes each at least, which must be there."""
+        count = int(self._number("Q"))
+        if count > COUNT_LIMIT or count * least_bytes > self._limit - self._at:
+            raise ValueError(f"it announces {count} entries, for which there is no room in its {self._size} bytes")
+        return count
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _take(self, n_bytes: int) -> bytes:
+        if n_bytes > self._limit - self._at:
+            raise ValueError(f"its head is cut short, or damaged, at byte {self._at}")
+        self._at += n_bytes
+        return bytes(self._data[self._at - n_bytes : self._at])

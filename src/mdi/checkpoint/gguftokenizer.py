@@ -1,0 +1,176 @@
+"""The tokenizer in a GGUF file's metadata, written as the files that a Hugging Face model brings.
+
+Knows no weights. The chat template is kept as data; which of litgpt's prompt styles it is, is told by its marks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from mdi.checkpoint.files import replacing
+from mdi.errors import CheckpointError
+
+logger = logging.getLogger("mdi")
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"  # what sentencepiece writes for a space
+_MAX_PIECE = 256  # characters; a longer one is no word, and would take long to take apart
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How texts are cut before pairs are merged, by tokenizer.ggml.pre; those not here are cut as by GPT-2.
+_CUTS = {
+    "llama-bpe": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
+    "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
+    ),
+}
+_CUTS |= {"llama3": _CUTS["llama-bpe"], "llama-v3": _CUTS["llama-bpe"], "dbrx": _CUTS["llama-bpe"]}
+_LIKE_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "mpt", "jina-en")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# A mark in the template, and the prompt style of litgpt that writes it; the first that is found.
+_STYLES = (
+    ("<|start_header_id|>", "Llama3"),
+    ("<start_of_turn>", "Gemma"),
+    ("<|im_sep|>", "Phi4"),
+    ("<|im_start|>", "ChatML"),
+    ("<<SYS>>", "Llama2"),
+    ("[INST]", "CodeLlama"),
+    ("<|end|>", "Phi3"),
+    ("<|user|>", "TinyLlama"),
+)
+
+
+def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json, generation_config.json and prompt_style.yaml.
+
+    Args:
+        fields: the file's metadata; `where` is its path, for messages.
+
+    Raises:
+        CheckpointError: there is none, or one that cannot be rebuilt, or the disk refuses.
+    """
+    try:
+        tokenizer = _tokenizer(fields)
+        settings = _settings(fields)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as e:
+        raise CheckpointError(f"{where}: its tokenizer cannot be used: {e}") from None
+    except Exception as e:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
+        raise CheckpointError(f"{where}: its tokenizer cannot be used: {' '.join(str(e).split())[:200]}") from None
+    template = settings.get("chat_template", "")
+    style = next((style for mark, style in _STYLES if mark in template), "Default")
+    for name, text in (
+        ("tokenizer.json", tokenizer.to_str()),
+        ("tokenizer_config.json", json.dumps(settings, ensure_ascii=True)),
+        ("generation_config.json", json.dumps({"eos_token_id": _ends(fields)})),
+        ("prompt_style.yaml", f"class_path: litgpt.prompts.{style}\n"),
+    ):
+        with replacing(directory / name) as file:
+            file.write(text.encode())
+
+
+def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    whole = fields.get("tokenizer.huggingface.json")
+    if isinstance(whole, str):
+        return Tokenizer.from_str(whole)
+    kind = fields.get("tokenizer.ggml.model")
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
+        raise ValueError(f"it is of the kind {kind!r}, only 'gpt2' and 'llama' are supported")
+    if len(set(tokens)) != len(tokens):
+        raise ValueError("it has a token twice")
+    types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
+    if len(types) != len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens, and types of {len(types)}")
+    made = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens, types)
+    made.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t, n in zip(tokens, types, strict=True)
+            if n in (_CONTROL, _UNKNOWN)
+        ]
+    )
+    own = [t for t, n in zip(tokens, types, strict=True) if n == _USER_DEFINED]
+    spaced = [t.replace(_SPACE, " ") if kind == "llama" else t for t in own]
+    made.add_tokens([AddedToken(t, normalized=False) for t, s in zip(own, spaced, strict=True) if t == s])
+    return made
+
+
+def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """GPT-2's kind: bytes, written as letters, merged in the order of a list."""
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
+    if any(len(merge) != 2 for merge in merges):
+        raise ValueError("one of its merges is not of two parts")
+    cut = fields.get("tokenizer.ggml.pre", "default")
+    made = Tokenizer(
+        BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=cut in _WHOLE_WORDS_FIRST, fuse_unk=False)
+    )
+    steps: list[Any] = []
+    if cut in _CUTS:
+        steps.append(pre_tokenizers.Split(Regex(_CUTS[cut]), "isolated"))
+    elif cut in _DIGITS_APART:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    elif cut not in _LIKE_GPT2:
+        logger.warning("the tokenizer cuts texts in a way that is not known here (%s): they are cut as by GPT-2", cut)
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut not in _CUTS))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """Llama 1's and 2's kind: of two neighbours those are merged first that make the piece with the best score."""
+    scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
+    if len(scores) != len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens, and scores of {len(scores)}")
+    ids = {token: i for i, token in enumerate(tokens)}
+    usable = {t for t, n in zip(tokens, types, strict=True) if n in (_NORMAL, _USER_DEFINED) and len(t) <= _MAX_PIECE}
+    merges = []
+    for token in usable:
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in usable and right in usable:
+                merges.append((-scores[ids[token]], ids[left], ids[right], left, right))
+    merges.sort()
+    unknown = next((t for t, n in zip(tokens, types, strict=True) if n == _UNKNOWN), None)
+    pairs = [(left, right) for *_, left, right in merges]
+    made = Tokenizer(BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
+    has_prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    normal: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    made.normalizer = normalizers.Sequence([*normal, normalizers.Replace(" ", _SPACE)])
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return made
+
+
+def _wants_bos(fields: dict[str, Any]) -> bool:
+    """llama.cpp's own defaults where the file does not say."""
+    usual = fields.get("tokenizer.ggml.model") == "llama" or fields.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    has_bos = fields.get("tokenizer.ggml.bos_token_id") is not None
+    return has_bos and bool(fields.get("tokenizer.ggml.add_bos_token", usual))
+
+
+def _ends(fields: dict[str, Any]) -> list[int]:
+    """Every id that ends a text or a turn."""
+    found = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return sorted({int(number) for number in found if number is not None})
+
+
+def _settings(fields: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": _wants_bos(fields)}
+    tokens = fields.get("tokenizer.ggml.tokens", [])
+    for name in ("bos", "eos"):
+        if (number := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            settings[f"{name}_token"] = tokens[int(number)]
+    if isinstance(template := fields.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = template
+    return settings

@@ -1,0 +1,234 @@
+"""GGUF files as sources: what was written comes back, tensor by tensor and token by token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+
+from families import greedy, prompt
+from gguf_files import as_stored, gguf_families, rope_factors, write_gguf, write_shard
+from mdi.checkpoint.ggufconfig import llama3_scaling
+from mdi.checkpoint.ggufsource import GgufSource
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import Packing, plain
+from mdi.errors import CheckpointError
+from mdi.kernels.layout import Matrix, unpack
+from tiny_models import State, tiny_state
+
+Q4_0 = gguf.GGMLQuantizationType.Q4_0
+
+# What the format has no field for is as in the real models.
+_AS_REAL = {
+    "Gemma-2-9b": {"attention_scores_scalar": 16},
+    "Gemma-3-1b-it": {
+        "attention_scores_scalar": 16,
+        "sliding_window_indices": [1, 1, 1, 1, 1, 0, 1],
+        "rope_indices": [1, 1, 1, 1, 1, 0, 1],
+    },
+}
+
+
+def _tied(config: Config, state: State) -> State:
+    if config.name.startswith("Gemma"):
+        state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    return state
+
+
+def _model(source: GgufSource) -> GPT:
+    gpt = GPT(Config(**source.config_dict)).eval().requires_grad_(False)
+    gpt.load_state_dict({name: source.tensor(name).float() for name in source.specs})
+    return gpt
+
+
+@pytest.mark.parametrize("matrices", ["F32", "F16"])
+@pytest.mark.parametrize("family", gguf_families())
+def test_greedy_tokens_are_those_of_the_checkpoint_it_was_written_from(
+    tmp_path: Path, family: str, matrices: str
+) -> None:
+    config, state = tiny_state(family, **_AS_REAL.get(family, {}))
+    state = as_stored(_tied(config, state), matrices)
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", family, config, state, matrices))
+    for name, tensor in state.items():
+        torch.testing.assert_close(source.tensor(name).float(), tensor, rtol=0, atol=3e-7, msg=name)
+    written = GPT(config).eval().requires_grad_(False)
+    written.load_state_dict(state)
+    for seed in range(2):
+        ids = prompt(30, seed)
+        assert greedy(_model(source), ids, 24) == greedy(written, ids, 24)
+
+
+@pytest.mark.parametrize("matrices, code", [("Q8_0", "F16"), ("Q4_0", "F16"), ("BF16", "BF16")])
+def test_quantized_weights_are_plain_when_they_are_read(tmp_path: Path, matrices: str, code: str) -> None:
+    config, state = tiny_state("Llama-3.1-8B", n_embd=96, head_size=16, intermediate_size=128)
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, matrices))
+    bits = {"Q8_0": 8, "Q4_0": 4, "BF16": 8}[matrices]
+    for name, tensor in state.items():
+        assert source.specs[name].dtype == (code if tensor.dim() > 1 else "F32")
+        found = source.tensor(name)
+        assert found.shape == tensor.shape
+        error = (found.float() - tensor).abs().max() / tensor.abs().max()
+        assert error < 2.0 ** -(bits - 1), name
+
+
+@pytest.mark.parametrize("n_embd, n_head", [(96, 6), (128, 8)])  # an odd number of blocks in a row, and an even one
+def test_q4_0_is_int4_without_a_second_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_embd: int, n_head: int
+) -> None:
+    config, state = tiny_state("Llama-3.1-8B", n_embd=n_embd, n_head=n_head, head_size=16, intermediate_size=128)
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, "Q4_0"))
+    packing = Packing("int4", "int4")
+    other = source.packed("lm_head.weight", Packing("int8", "int8"))["lm_head.weight"]
+    assert isinstance(other, Matrix) and other.format == "int8"
+    monkeypatch.setattr("mdi.checkpoint.packing.pack", lambda form, values: pytest.fail("it is rounded again"))
+    for name in ("transformer.h.0.attn.qkv.weight", "transformer.h.0.mlp.proj.weight", "lm_head.weight"):
+        weight = source.packed(name, packing)[name]
+        assert isinstance(weight, Matrix) and weight.format == "int4"
+        assert np.array_equal(unpack(weight).astype(np.float16), source.array(name))
+    head = gguf.quants.dequantize(gguf.quants.quantize(state["lm_head.weight"].numpy(), Q4_0), Q4_0)
+    assert np.array_equal(unpack(weight), head)
+    assert np.array_equal(plain(source.weights("head", packing))["lm_head.weight"], head)
+    assert np.array_equal(PackedSource(source, packing).array("lm_head.weight")[: weight.data.size], weight.data)
+
+
+def test_a_model_that_is_split_into_files(tmp_path: Path) -> None:
+    config, state = tiny_state("Qwen3-0.6B")
+    whole = GgufSource(write_gguf(tmp_path / "m.gguf", "Qwen3-0.6B", config, state))
+    for i in range(2):
+        write_shard(tmp_path / f"m-0000{i + 1}-of-00002.gguf", "Qwen3-0.6B", config, state, i, 2)
+    source = GgufSource(tmp_path / "m-00001-of-00002.gguf")
+    assert source.config_hash == whole.config_hash
+    for name in whole.specs:
+        assert np.array_equal(source.array(name), whole.array(name))
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match="m-00002-of-00002"):
+        GgufSource(tmp_path / "m-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize("original", [4096, 8192])
+@pytest.mark.parametrize("base, head_size", [(500000, 128), (500000, 64), (500000, 8), (10000, 4)])
+def test_the_settings_of_a_scaled_rope_follow_from_its_factors(base: int, head_size: int, original: int) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": original}
+    config = Config(n_embd=head_size, n_head=1, head_size=head_size, rope_base=base, rope_adjustments=scaling)
+    factors = rope_factors(config)
+    found = llama3_scaling(factors, base)
+    if found is None:
+        assert (factors == 1).all()
+        return
+    again = {**scaling, "high_freq_factor": found["high_freq_factor"]}
+    again["original_max_seq_len"] = found["original_max_position_embeddings"]
+    config.rope_adjustments = again
+    np.testing.assert_allclose(rope_factors(config), factors, rtol=2e-3)
+    if head_size >= 64:
+        assert again == scaling
+        with pytest.raises(ValueError, match="not supported"):
+            llama3_scaling(factors * np.linspace(1, 3, len(factors), dtype=np.float32), base)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    config, state = tiny_state("Llama-3.1-8B")
+    path = tmp_path_factory.mktemp("good") / "m.gguf"
+    return write_gguf(path, "Llama-3.1-8B", config, state).read_bytes()
+
+
+def _u64(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def _head(n_tensors: int, n_fields: int) -> bytes:
+    return b"GGUF" + (3).to_bytes(4, "little") + _u64(n_tensors) + _u64(n_fields)
+
+
+def _field(key: bytes, kind: int, value: bytes) -> bytes:
+    return _u64(len(key)) + key + kind.to_bytes(4, "little") + value
+
+
+HOSTILE = {
+    "empty": b"",
+    "another format": b"PK\x03\x04" + bytes(100),
+    "a version of the future": b"GGUF" + bytes([9, 0, 0, 0]) + bytes(64),
+    "big-endian": b"GGUF" + bytes([0, 0, 0, 3]) + bytes(64),
+    "endless fields": _head(0, 1 << 62) + bytes(64),
+    "endless tensors": _head(1 << 62, 0) + bytes(64),
+    "an endless list of numbers": _head(0, 1) + _field(b"a", 9, (4).to_bytes(4, "little") + _u64(1 << 61)),
+    "an endless list of strings": _head(0, 1) + _field(b"a", 9, (8).to_bytes(4, "little") + _u64(1 << 61)),
+    "lists in lists": _head(0, 1) + _field(b"a", 9, (9).to_bytes(4, "little") + _u64(1) + bytes(40)),
+    "an endless string": _head(0, 1) + _field(b"a", 8, _u64(1 << 63)),
+    "a type that is none": _head(0, 1) + _field(b"a", 77, bytes(8)),
+    "no text": _head(0, 1) + _field(b"\xff\xfe", 4, bytes(4)),
+    "the same field twice": _head(0, 2) + 2 * _field(b"a", 4, bytes(4)) + bytes(32),
+    "a tensor of endless size": (
+        _head(1, 0) + _u64(1) + b"a" + (4).to_bytes(4, "little") + 4 * _u64(1 << 39) + bytes(4) + _u64(0) + bytes(64)
+    ),
+    "a tensor of no size": (
+        _head(1, 0) + _u64(1) + b"a" + (1).to_bytes(4, "little") + _u64(0) + bytes(4) + _u64(0) + bytes(64)
+    ),
+    "nothing in it": _head(0, 0) + bytes(64),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_one_line(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(HOSTILE[case])
+    with pytest.raises(CheckpointError) as caught:
+        GgufSource(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_damaged_file_is_one_line_wherever_it_is_damaged(tmp_path: Path, good: bytes) -> None:
+    """Cut anywhere, and with any bytes of the head changed: an error of ours, or a model that can still be read."""
+    path = tmp_path / "m.gguf"
+    generator = random.Random(5)
+    head = good.index(b"output_norm") + 64
+    for i in range(300):
+        damaged = bytearray(good)
+        if i % 3 == 0:
+            del damaged[generator.randrange(len(good)) :]
+        else:
+            for _ in range(generator.randrange(1, 4)):
+                damaged[generator.randrange(head)] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            source = GgufSource(path)
+        except CheckpointError as e:
+            assert "\n" not in str(e)
+        else:
+            assert source.array("lm_head.weight").shape == (97, 48)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("block_count", 1_000_000_000),
+        ("block_count", 4),
+        ("attention.head_count", 7),
+        ("attention.head_count", 0),
+        ("attention.head_count_kv", 5),
+        ("embedding_length", 64),
+        ("feed_forward_length", 1 << 31),
+        ("context_length", (1 << 32) - 1),
+        ("rope.scaling.type", "yarn"),
+        ("expert_count", 4),
+    ],
+)
+def test_fields_that_contradict_the_tensors_are_one_line(tmp_path: Path, field: str, value: object) -> None:
+    config, state = tiny_state("Llama-3.1-8B")
+    path = write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, changes={f"llama.{field}": value})
+    with pytest.raises(CheckpointError) as caught:
+        GgufSource(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_architecture_is_named(tmp_path: Path) -> None:
+    config, state = tiny_state("Llama-3.1-8B")
+    path = write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, changes={"general.architecture": "mamba"})
+    with pytest.raises(CheckpointError, match="'mamba'"):
+        GgufSource(path)
