@@ -58,7 +58,7 @@ def speeds(block_ms: float) -> Speeds:
 def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds of a block on each node, in place of what this machine would measure just now."""
     block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
-    monkeypatch.setattr(Profiler, "_measure", lambda self, subject: speeds(block_ms[self._name]))
+    monkeypatch.setattr(Profiler, "_measure", lambda self, subject, check: speeds(block_ms[self._name]))
     return block_ms
 
 

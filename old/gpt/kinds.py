@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
 from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
@@ -41,8 +44,12 @@ class WholeTextKind(ModelKind):
     def config(self, fields: dict[str, Any]) -> GPTConfig:
         return config_of(fields, f"this model of {self.system}")
 
-    def secondary_stage(self, request: InitRequest) -> WholeTextStage:
-        return WholeTextStage(self.config(request.config), *request.blocks)
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
+        return WholeTextStage(self.config(request.config), *request.blocks, check)
+
+    def stage_bytes(self, request: InitRequest, kv_dtype: torch.dtype) -> int:
+        no_blocks = WholeTextStage(self.config(request.config), 0, 0)
+        return no_blocks.run_bytes(request.max_length, kv_dtype)
 
     def check(self, request: InitRequest) -> None:
         if "qkv_bias" not in request.config:
@@ -102,9 +109,9 @@ class NanoKind(WholeTextKind):
         blocks = stage_parts(start, stop, starter=False)
         return [*blocks, "head"] if index == n_nodes - 1 else blocks
 
-    def secondary_stage(self, request: InitRequest) -> WholeTextStage:
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
         make = FinisherStage if self._role == "finisher" else WholeTextStage
-        return make(self.config(request.config), *request.blocks)
+        return make(self.config(request.config), *request.blocks, check)
 
     def check(self, request: InitRequest) -> None:
         wanted = "finisher" if request.parts[-1].name == "head" else "intermediate"

@@ -67,8 +67,8 @@ class WholeTextStage(Stage):
 class FinisherStage(WholeTextStage):
     """The last blocks, final norm and head: what it returns are logits, (N, vocabulary)."""
 
-    def __init__(self, config: GPTConfig, start: int, stop: int) -> None:
-        super().__init__(config, start, stop)
+    def __init__(self, config: GPTConfig, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config, start, stop, check)
         with torch.device("meta"):
             self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)

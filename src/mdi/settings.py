@@ -8,23 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import CheckpointError
+from mdi.limits import excess
 
 YAML_LIMIT_BYTES = 256 << 10  # real ones have a few kilobytes, and the parser takes seconds for a megabyte
-N_LAYER_LIMIT = 10_000
-N_MODULES_LIMIT = 50_000  # blocks, or experts of all blocks together
 VALUES_LIMIT = 20_000  # with aliases written out; a list with a number per block is the longest that models have
-
-_LIMITS = {
-    "n_layer": N_LAYER_LIMIT,
-    "n_expert": N_MODULES_LIMIT,
-    **dict.fromkeys(
-        (
-            "n_head", "n_query_groups", "n_embd", "head_size", "n_expert_per_token", "n_shared_expert", "vocab_size",
-            "padded_vocab_size", "intermediate_size", "moe_intermediate_size", "block_size",
-        ),
-        1 << 30,
-    ),
-}  # fmt: skip
 
 
 def read_yaml(path: Path) -> Any:
@@ -72,15 +59,8 @@ def check_counts(settings: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: naming the field.
     """
-    for key, limit in _LIMITS.items():
-        value = settings.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value <= limit):
-            raise CheckpointError(f"{where}: {key}: expected a whole number from 0 to {limit}, found {value!r:.40}")
-    n_modules = (settings.get("n_layer") or 1) * (settings.get("n_expert") or 1)
-    if n_modules > N_MODULES_LIMIT:
-        raise CheckpointError(
-            f"{where}: n_layer times n_expert is {n_modules}; at most {N_MODULES_LIMIT} are supported"
-        )
+    if too_much := excess(settings):
+        raise CheckpointError(f"{where}: {too_much}")
 
 
 def _has_more(data: Any, limit: int) -> bool:

@@ -18,7 +18,7 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import LAYOUTS
-from mdi.settings import N_LAYER_LIMIT
+from mdi.limits import excess
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"
@@ -102,7 +102,9 @@ class Manifest:
 
     def _check(self) -> None:
         start, stop = self.blocks
-        if not 1 <= self.n_layer <= N_LAYER_LIMIT or self.n_layer != self.config.get("n_layer"):
+        if too_much := excess(self.config):
+            raise _error("config", "a model that can be built", too_much)
+        if self.n_layer < 1 or self.n_layer != self.config.get("n_layer"):
             raise _error("n_layer", f"the n_layer of its config, {self.config.get('n_layer')!r}", self.n_layer)
         if not 1 <= self.n_nodes <= self.n_layer + 1:
             raise _error("n_nodes", f"a number from 1 to {self.n_layer + 1}", self.n_nodes)

@@ -9,6 +9,7 @@ from typing import Any
 from mdi.blocks import block_span
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
+from mdi.limits import excess
 from mdi.net.wire import WIRE_DTYPES
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
@@ -124,6 +125,7 @@ class InitRequest:
             threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
             extensions=get.object("extensions"),
         )
+        _check_counts(request.config)
         n_layer = data["config"].get("n_layer")
         if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
             raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
@@ -162,6 +164,7 @@ class ProfileRequest:
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
         get = _Fields.of(data)
+        _check_counts(get.object("config"))
         return cls(
             config=get.object("config"),
             config_hash=get.string("config_hash"),
@@ -213,6 +216,11 @@ def parse_json(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as e:
         raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
+
+
+def _check_counts(config: dict[str, Any]) -> None:
+    if too_much := excess(config):
+        raise ControlError(f"field 'config': {too_much}", 400)
 
 
 def _shown(value: Any) -> str:

@@ -85,8 +85,7 @@ class CachedAttention(nn.Module):
 
     @property
     def cache_shape(self) -> CacheShape:
-        c = self.config
-        return CacheShape(c.n_query_groups, c.head_size, c.head_size, self.window)
+        return _heads_shape(self.config, self.window)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (N, 1, rope_n_elem) are those of the rows' positions."""
@@ -173,7 +172,7 @@ class CachedLatentAttention(nn.Module):
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(1, self.config.kv_lora_rank + self.config.qk_rope_head_dim, 0)
+        return _latent_shape(self.config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (N, 1, qk_rope_head_dim) are those of the rows' positions."""
@@ -208,6 +207,22 @@ class CachedLatentAttention(nn.Module):
             q.reshape(1, 1, n_head * n, size), keys, values, mask, self.scale, self.config.attention_logit_softcapping
         )
         return y.view(n_head, n, self.config.kv_lora_rank)
+
+
+def cache_shape_of(config: Config, index: int) -> CacheShape:
+    """What block `index` of a model keeps of a position, known without building the block."""
+    if config.latent_attention:
+        return _latent_shape(config)
+    is_windowed = config.sliding_window_indices is not None and config.sliding_window_indices[index]
+    return _heads_shape(config, config.sliding_window_size if is_windowed else None)
+
+
+def _heads_shape(config: Config, window: int | None) -> CacheShape:
+    return CacheShape(config.n_query_groups, config.head_size, config.head_size, window)
+
+
+def _latent_shape(config: Config) -> CacheShape:
+    return CacheShape(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
 
 
 def cached(attn: nn.Module, layer: int) -> CachedAttention | CachedLatentAttention:

@@ -16,7 +16,7 @@ from litgpt.config import Config
 from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.errors import CheckpointError, EngineError
-from mdi.model.attention import cached
+from mdi.model.attention import cache_shape_of, cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheShape, CacheStore
 from mdi.model.few_rows import pad_few_rows
@@ -24,22 +24,34 @@ from mdi.model.huge_pages import use_huge_pages
 from mdi.model.packed import ByteLinear, Fp16Linear
 from mdi.model.quantize import Quantizer
 
+# Of modules, measured: of a block without experts, of one expert.
+BLOCK_BYTES = 40_000
+EXPERT_BYTES = 11_000
+
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Stage(nn.Module):
-    """Blocks [start, stop) of a model, on the meta device until `load` has given it all tensors."""
+    """Blocks [start, stop) of a model, on the meta device until `load` has given it all tensors.
+
+    Args:
+        check: called before each block is built, which takes a moment where there are many experts; what it raises goes
+            through.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     transformer: nn.ModuleDict
 
-    def __init__(self, config: Config, start: int, stop: int) -> None:
+    def __init__(self, config: Config, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.config = config
         self.start, self.stop = start, stop
+        blocks = {}
         with torch.device("meta"):
-            blocks = {str(i): self.make_block(config, i, i - start) for i in range(start, stop)}
+            for i in range(start, stop):
+                check()
+                blocks[str(i)] = self.make_block(config, i, i - start)
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)
 
@@ -102,9 +114,7 @@ class Stage(nn.Module):
 
     def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
         """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
-        tables = 2 * 4 * max_length * self.config.rope_n_elem * (2 if self.config.rope_local_base_freq else 1)
-        caches = (shape.n_bytes(max_length, dtype.itemsize) for shape in self.cache_shapes)
-        return tables + sum(caches)
+        return run_bytes(self.config, self.start, self.stop, max_length, dtype)
 
     def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
@@ -179,6 +189,18 @@ class Stage(nn.Module):
                     block.mlp(torch.zeros(1, n_rows, self.config.n_embd, device=weight.device, dtype=weight.dtype))
         except Exception as e:  # of many kinds, from a missing compiler to a bug of one
             raise EngineError(f"--compile: torch cannot compile here: {(str(e).splitlines() or [''])[0]}") from e
+
+
+def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
+    """`Stage.run_bytes` of blocks that need not be built."""
+    tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
+    caches = (cache_shape_of(config, i).n_bytes(max_length, dtype.itemsize) for i in range(start, stop))
+    return int(tables + sum(caches))
+
+
+def module_bytes(config: Config, start: int, stop: int) -> int:
+    """Memory of the blocks as Python objects, without one weight: nothing, but where a config asks for many experts."""
+    return (stop - start) * (BLOCK_BYTES + config.n_expert * EXPERT_BYTES)
 
 
 class StarterStage(Stage):

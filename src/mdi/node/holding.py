@@ -130,16 +130,27 @@ class Holding:
                 409,
             )
 
-    def missing(self, request: InitRequest, check: Callable[[], None]) -> list[PartSpec]:
-        """Parts that are not here; hashing a checkpoint may take a while, and `check` is called again and again."""
+    def missing(
+        self, request: InitRequest, check: Callable[[], None], on_part: Callable[[], None] = lambda: None
+    ) -> list[PartSpec]:
+        """Parts that are not here.
+
+        Args:
+            check: called again and again, for hashing weights may take a while.
+            on_part: called after each part that was looked for.
+        """
         source = self._weights
-        own: set[str] = set()
-        if source is not None and source.config_hash == request.config_hash:
-            for part in request.parts:
-                check()
-                if part.name in source.part_names():
-                    own.add(source.info(part.name).sha256)
-        return [p for p in request.parts if p.sha256 not in own and not self.store.has(p.sha256, check)]
+        if source is not None and source.config_hash != request.config_hash:
+            source = None
+        missing = []
+        for part in request.parts:
+            check()
+            is_there = source is not None and part.name in source.part_names()
+            is_own = source is not None and is_there and source.info(part.name).sha256 == part.sha256
+            if not is_own and not self.store.has(part.sha256, check):
+                missing.append(part)
+            on_part()
+        return missing
 
     def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         """Make room for what is to come. Raises ControlError if there is too little."""
@@ -162,7 +173,7 @@ class Holding:
         needed = held_bytes(
             [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
         )
-        needed += self.kind.secondary_stage(request).run_bytes(request.max_length, computing.kv_dtype)
+        needed += self.kind.stage_bytes(request, computing.kv_dtype)
         if needed > free:
             start, stop = request.blocks
             kind = quantize or str(dtype).removeprefix("torch.")
@@ -173,8 +184,15 @@ class Holding:
                 507,
             )
 
-    def stage(self, request: InitRequest, computing: Computing, check: Callable[[], None]) -> Stage:
-        """The stage of a run; the one in memory, if it is the same. `check` is called before each part."""
+    def stage(
+        self, request: InitRequest, computing: Computing, check: Callable[[], None], on_part: Callable[[], None]
+    ) -> Stage:
+        """The stage of a run; the one in memory, if it is the same.
+
+        Args:
+            check: called between the blocks, while they are built.
+            on_part: called before each part that is loaded.
+        """
         device, dtype, quantize = computing.device, computing.dtype, computing.quantize
         compiled = self._compile or request.compile
         parts = {part.name: part for part in request.parts}
@@ -185,10 +203,10 @@ class Holding:
         if self._stage is not None and self._stage_key == key:
             return self._stage
         self.drop_stage()  # give the memory back before the next one takes it
-        stage = self.kind.secondary_stage(request)
+        stage = self.kind.secondary_stage(request, check)
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
-            check()
+            on_part()
             return self._source_of(parts[name], request).tensors(name)
 
         stage.load(list(parts), tensors, device, dtype, Quantizer(quantize))

@@ -30,6 +30,7 @@ class Job:
         state: LOADING, READY (everything is here, the ring is open) or RUNNING.
         missing: parts that the starter has to send, by sha256; None until that is known.
         failure: what went wrong while they came.
+        n_looked_for: parts that were looked for on this machine, of those in the request.
         is_loading, n_loaded: whether the stage is being loaded, and parts that it has taken in, of those in the request.
         report_caches: while READY, tells how much cache this node can hold.
         metrics: what was measured, once the run is over.
@@ -43,6 +44,7 @@ class Job:
         self.failure: MdiError | None = None
         self.total_bytes = 0
         self.received_bytes = 0
+        self.n_looked_for = 0
         self.is_loading = False
         self.n_loaded = 0
         self.report_caches: Callable[[], CacheReport] | None = None
@@ -65,6 +67,13 @@ class Job:
         if self.state != "LOADING" or not self.is_loading:
             return None
         return {"done": self.n_loaded, "total": len(self.request.parts)}
+
+    @property
+    def looking(self) -> dict[str, int] | None:
+        """How far it is with looking for the weights that are here already."""
+        if self.state != "LOADING" or self.missing is not None:
+            return None
+        return {"done": self.n_looked_for, "total": len(self.request.parts)}
 
     @property
     def is_running(self) -> bool:

@@ -6,9 +6,11 @@ SecondaryNode; everything else, from the control plane to the frames, is the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from litgpt.config import Config
 
 from mdi.checkpoint.parts import stage_parts
@@ -17,7 +19,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError
-from mdi.model.stage import Stage, StarterStage
+from mdi.model.stage import Stage, StarterStage, module_bytes, run_bytes
 from mdi.node.weights import StarterWeights
 from mdi.text import TextCodec
 
@@ -60,8 +62,15 @@ class ModelKind:
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         return stage_parts(0, stop, starter=True)
 
-    def secondary_stage(self, request: InitRequest) -> Stage:
-        return Stage(self.config(request.config), *request.blocks)
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> Stage:
+        """A secondary's stage, empty; `check` is called between its blocks."""
+        return Stage(self.config(request.config), *request.blocks, check)
+
+    def stage_bytes(self, request: InitRequest, kv_dtype: torch.dtype) -> int:
+        """What that stage takes beside its weights, with the caches of one sequence; nothing is built to tell it."""
+        config = self.config(request.config)
+        caches = run_bytes(config, *request.blocks, request.max_length, kv_dtype)
+        return caches + module_bytes(config, *request.blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""

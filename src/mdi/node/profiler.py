@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,19 @@ class Profiler:
         """Memory of a device for weights and caches: what is free, and what this process would let go of."""
         return device_free_bytes(device) + self.held_bytes_of(device)
 
-    def profile(self, subject: Subject, store: BlockStore | None, fresh: bool = False) -> NodeProfile:
+    def profile(
+        self,
+        subject: Subject,
+        store: BlockStore | None,
+        fresh: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> NodeProfile:
         """This node's profile for a subject; what was measured before is taken from the kept file.
 
         Args:
             store: parts that are here already.
             fresh: measure again in any case.
+            check: called again and again; what it raises goes through.
 
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.
@@ -104,7 +111,7 @@ class Profiler:
             key = self._key(subject)
             speeds = None if fresh else self._kept().get(key)
             if speeds is None:
-                speeds = self._measure(subject)
+                speeds = self._measure(subject, check)
                 self._keep(key, speeds)
         process_bytes = 0 if subject.device.type == "cuda" else self._process_bytes
         return NodeProfile(
@@ -128,11 +135,12 @@ class Profiler:
         with computing_threads(subject.threads):
             return self._key(subject) in self._kept()
 
-    def _measure(self, subject: Subject) -> Speeds:
+    def _measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
         next_report = time.monotonic() + REPORT_S
 
         def told(what: str, done: int, total: int) -> None:
             nonlocal next_report
+            check()
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
             if time.monotonic() > next_report:

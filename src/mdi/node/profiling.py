@@ -93,8 +93,7 @@ class Bench:
         disk = disk_read_bytes_s(cache_dir)
         self._progress("memory", 1, total)
         memory = self._read_bytes_s()
-        self._progress("building blocks", 2, total)
-        stage = self._blocks()
+        stage = self._blocks(lambda: self._progress("building blocks", 2, total))
         times = []
         for i, rows in enumerate(ROWS):
             self._progress(f"a block at {rows} rows", 3 + i, total)
@@ -115,13 +114,13 @@ class Bench:
         vector = torch.ones(n, device=self._device)
         return n_rows * n * 4 / self._mean_s(lambda: torch.mv(matrix, vector))
 
-    def _blocks(self) -> Stage:
-        """A stage of blocks from the middle of the model, with weights of chance."""
+    def _blocks(self, check: Callable[[], None]) -> Stage:
+        """A stage of blocks from the middle of the model, with weights of chance; `check` is called between them."""
         per_block = self._bytes_of(f"transformer.h.{self._config.n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, self._config.n_layer, WORKING_SET_BYTES // max(per_block, 1)))
         self._check_room(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")
         start = min(self._config.n_layer // 2, self._config.n_layer - n_blocks)
-        stage = Stage(self._config, start, start + n_blocks)
+        stage = Stage(self._config, start, start + n_blocks, check)
         parts = [f"block.{i}" for i in range(start, start + n_blocks)]
         stage.load(parts, self._tensors_of, self._device, self._dtype, Quantizer(self._quantize))
         stage.prepare(min(self._config.block_size, CONTEXT + max(ROWS)), self._device, self._dtype)

@@ -182,6 +182,7 @@ class SecondaryNode:
             "clock_s": time.time(),
             "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
+            "looking": job.looking if job else None,
             "loading": job.loading if job else None,
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and known else None,
@@ -258,7 +259,7 @@ class SecondaryNode:
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """Measured on the main thread, as a run's stage computes there; runs have to wait for its few seconds."""
-        errand = Errand(lambda: self._profile(request))
+        errand = Errand(lambda check: self._profile(request, check))
         with self._lock:
             if self._job is not None:
                 raise ControlError(self._busy, 409)
@@ -289,7 +290,7 @@ class SecondaryNode:
 
     # The work, on the main thread
 
-    def _profile(self, request: ProfileRequest) -> dict[str, Any]:
+    def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
         computing = self._holding.computing(request)
         subject = Subject(
             request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
@@ -297,11 +298,11 @@ class SecondaryNode:
         )  # fmt: skip
         is_kept = not request.fresh and self._profiler.is_kept(subject)
         try:
-            profile = self._profiler.profile(subject, self._store, request.fresh)
+            profile = self._profiler.profile(subject, self._store, request.fresh, check)
         except CheckpointError:
             if not self._holding.drop_stage():  # the weights of the last run were in the way
                 raise
-            profile = self._profiler.profile(subject, self._store, request.fresh)
+            profile = self._profiler.profile(subject, self._store, request.fresh, check)
         with computing_threads(computing.threads):
             n_threads = torch.get_num_threads()
         return {"profile": profile.to_json(), "format": subject.format, "threads": n_threads, "kept": is_kept}

@@ -66,7 +66,7 @@ class Service:
         computing = self._job.computing
         self._wait_for_parts(computing)
         max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
-        stage = self._holding.stage(self._request, computing, self._next_part)
+        stage = self._holding.stage(self._request, computing, self._job.check, self._next_part)
         check_room(self._name, stage, max_length, device, kv_dtype)
         stage.prepare(max_length, device, kv_dtype)
         ring, seat = self._close_ring(stage, computing)
@@ -80,7 +80,7 @@ class Service:
     def _wait_for_parts(self, computing: Computing) -> None:
         """Find out what is missing, and wait until it has come."""
         job, holding = self._job, self._holding
-        missing = holding.missing(self._request, job.check)
+        missing = holding.missing(self._request, job.check, self._part_looked_for)
         holding.check_memory(self._request, computing, self._free_bytes(computing.device))
         holding.check_disk(self._request, missing)
         with job.changed:
@@ -100,6 +100,9 @@ class Service:
             if time.monotonic() > next_report:
                 next_report += 2
                 logger.info("%s: %.1f of %.1f MB", self._name, job.received_bytes / 1e6, job.total_bytes / 1e6)
+
+    def _part_looked_for(self) -> None:
+        self._job.n_looked_for += 1
 
     def _next_part(self) -> None:
         """Called before each part that is loaded: those before it are in."""

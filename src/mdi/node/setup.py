@@ -14,12 +14,14 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.node.memory import CacheReport
+from mdi.node.patience import Patience
 from mdi.node.progress import Progress
 from mdi.node.weights import StarterWeights
 
 POLL_S = 0.2
 BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
 REPORT_S = 2.0
+STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")
 
@@ -113,7 +115,9 @@ class SecondarySetup:
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         next_report = time.monotonic() + REPORT_S
-        while (missing := self._loading_status().get("missing")) is None:
+        patience = self._patience()
+        while (missing := (status := self._loading_status()).get("missing")) is None:
+            patience.look(status, time.monotonic())
             if time.monotonic() > next_report:
                 next_report += REPORT_S
                 logger.info("%s looks through the weights that it has", self.name)
@@ -121,7 +125,7 @@ class SecondarySetup:
         specs = {part.sha256: part for part in self._request.parts}
         try:
             parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
-            if any(not 0 <= have <= part.n_bytes for part, have in parts):
+            if any(not 0 <= have <= part.n_bytes for part, have in parts) or len(set(parts)) < len(parts):
                 raise ValueError
             return parts
         except (KeyError, TypeError, ValueError):
@@ -157,8 +161,13 @@ class SecondarySetup:
             skip = 0
 
     def _wait_ready(self) -> None:
-        while self._loading_status()["state"] != "READY":
+        patience = self._patience()
+        while (status := self._loading_status())["state"] != "READY":
+            patience.look(status, time.monotonic())
             self._cancelled.wait(POLL_S)
+
+    def _patience(self) -> Patience:
+        return Patience(self.name, len(self._request.parts), STALL_S, time.monotonic())
 
     def ask_caches(self) -> CacheReport:
         """How much cache the node can hold, now that it is ready.

@@ -10,8 +10,9 @@ from typing import Any
 from litgpt.config import Config
 
 from mdi.checkpoint.manifest import config_hash
-from mdi.errors import CheckpointError
-from mdi.model.stage import StarterStage
+from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import Shape, model_shapes
+from mdi.model.attention import cache_shape_of
 from mdi.partition.formats import WeightFormat, weight_format
 from mdi.partition.model import BlockShape, ModelShape
 
@@ -20,6 +21,8 @@ KEPT = ("gate", "kv_b_proj")
 # Measured, docs/placement.md: what a process takes that computes; what packing a part takes, of the bytes of the plain one.
 RUNTIME_BYTES = 20_000_000
 PACKING_SHARE = 0.75
+
+_Shapes = Mapping[str, Shape]
 
 
 def model_shape(config: Mapping[str, Any], format: str) -> ModelShape:
@@ -42,8 +45,10 @@ def _shape(config_json: str, format: str) -> ModelShape:
     config_dict = json.loads(config_json)
     config = Config(**config_dict)
     kind = weight_format(format)
-    stage = _skeleton(config_json)
-    tensors = {name: tuple(tensor.shape) for name, tensor in stage.state_dict().items()}
+    tensors = model_shapes(config_dict, config.name or "this model")
+    of_block: dict[str, dict[str, Shape]] = {}
+    for name, shape in tensors.items():
+        of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, kind)
     # An embedding is never in 4 bits: see model.quantize.
     embedding_kind = weight_format("int8") if format == "int4" else kind
@@ -54,7 +59,7 @@ def _shape(config_json: str, format: str) -> ModelShape:
         format=format,
         context_length=config.block_size,
         row_bytes=config.n_embd * kind.value_bytes,
-        blocks=tuple(_block(config, stage, i, tensors, kind) for i in range(config.n_layer)),
+        blocks=tuple(_block(config, i, of_block[f"block.{i}"], kind) for i in range(config.n_layer)),
         embedding_bytes=embedding,
         head_bytes=head,
         head_load_bytes=_load_bytes(_values(tensors["lm_head.weight"]), kind),
@@ -67,22 +72,8 @@ def _shape(config_json: str, format: str) -> ModelShape:
     )
 
 
-@functools.lru_cache(maxsize=2)
-def _skeleton(config_json: str) -> StarterStage:
-    """The whole model, without memory."""
-    config = Config(**json.loads(config_json))
-    try:
-        return StarterStage(config, config.n_layer)
-    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
-        raise CheckpointError(f"litgpt cannot build {config.name or 'this model'}: {type(e).__name__}: {e}") from None
-
-
-_Shapes = Mapping[str, "tuple[int, ...]"]
-
-
-def _block(config: Config, stage: StarterStage, i: int, tensors: _Shapes, kind: WeightFormat) -> BlockShape:
-    own = {name: shape for name, shape in tensors.items() if name.startswith(f"transformer.h.{i}.")}
-    cache = stage.blocks[i].attn.cache_shape
+def _block(config: Config, i: int, own: _Shapes, kind: WeightFormat) -> BlockShape:
+    cache = cache_shape_of(config, i)
     return BlockShape(
         weight_bytes=_bytes(own, kind),
         load_bytes=_load_bytes(sum(map(_values, own.values())), kind),

@@ -1,0 +1,42 @@
+"""How long a starter waits for a node that says it is getting ready: as long as that comes on. Pure: no clock, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mdi.errors import NodeLostError
+
+
+class Patience:
+    """With one node, in one step of its set-up.
+
+    Args:
+        name: of the node.
+        n_parts: that it looks for and loads: what it says beyond that is no progress.
+        limit_s: how long it may stand still.
+        now_s: any clock's time.
+    """
+
+    def __init__(self, name: str, n_parts: int, limit_s: float, now_s: float) -> None:
+        self._name = name
+        self._n_parts = n_parts
+        self._limit_s = limit_s
+        self._since_s = now_s
+        self._done = 0
+
+    def look(self, status: Mapping[str, Any], now_s: float) -> None:
+        """Take in what the node says of itself. Raises NodeLostError if it has stood still for too long."""
+        done = self._count(status.get("looking")) + self._count(status.get("loading"))
+        if done > self._done:
+            self._done, self._since_s = done, now_s
+        elif now_s - self._since_s > self._limit_s:
+            raise NodeLostError(
+                self._name,
+                f"{self._name} says that it is getting ready, but has not come on for {self._limit_s:.0f} s: look at what it "
+                "prints, and start it again",
+            )
+
+    def _count(self, stage: Any) -> int:
+        done = stage.get("done") if isinstance(stage, Mapping) else None
+        return min(max(done, 0), self._n_parts) if isinstance(done, int) else 0

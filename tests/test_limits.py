@@ -1,0 +1,195 @@
+"""Configs that ask for too much are refused before anything is built, and sizes are known without building."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from litgpt.config import Config, configs
+from litgpt.model import GPT
+
+import mdi.model.stage
+from families import DEEPSEEK_V3, FAMILIES, config_of
+from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.shapes import full_config, model_shapes
+from mdi.control.client import ControlClient
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.errors import CheckpointError, ControlError
+from mdi.limits import LIMITS, excess
+from mdi.model.attention import cache_shape_of
+from mdi.model.stage import Stage, module_bytes, run_bytes
+from secondaries import entry_of, secondary
+
+RUN = "0123456789abcdef"
+PLAIN = asdict(config_of("Llama-2-7b-hf"))
+EXPERTS = asdict(config_of("Mixtral-8x7B-v0.1"))
+
+HOSTILE = {
+    "experts": {**EXPERTS, "n_expert": 100_000},
+    "experts in all": {**EXPERTS, "n_layer": 1000, "n_expert": 1000},
+    "blocks": {**PLAIN, "n_layer": 20_000},
+    "blocks with windows": {**PLAIN, "n_layer": 300_000_000, "sliding_window_size": 16},
+    "wide": {**PLAIN, "n_embd": 1 << 40},
+    "heads": {**PLAIN, "n_head": 1 << 13, "head_size": 1 << 13},
+    "latent": {**DEEPSEEK_V3, "latent_attention": {**DEEPSEEK_V3["latent_attention"], "kv_lora_rank": 1 << 40}},
+    "not a number": {**PLAIN, "n_layer": float("nan")},
+    "less than none": {**EXPERTS, "n_expert": -1},
+    "any other": {**PLAIN, "rope_base": 1 << 80},
+}
+
+
+def init_request(config: dict[str, Any], stop: int) -> InitRequest:
+    """One that claims that its parts have a byte each."""
+    parts = tuple(PartSpec(f"block.{i}", f"{i:064x}", 1) for i in range(1, stop))
+    return InitRequest(
+        epoch=RUN, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1, model="m",
+        config=config, config_hash=config_hash(config), stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the blocks that stages build from here on."""
+    found: list[int] = []
+    real = Stage.make_block
+
+    def make_block(config: Config, index: int, layer: int) -> Any:
+        found.append(index)
+        return real(config, index, layer)
+
+    monkeypatch.setattr(Stage, "make_block", staticmethod(make_block))
+    return found
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_too_large_is_refused_at_each_door(name: str) -> None:
+    config = HOSTILE[name]
+    assert excess(config)
+    stop = 2
+    for read, request in (
+        (InitRequest.from_json, init_request(config, stop).to_json()),
+        (ProfileRequest.from_json, ProfileRequest(config, "c", "float32").to_json()),
+    ):
+        with pytest.raises(ControlError) as caught:
+            read({**request, "parts": [vars(part) for part in request.get("parts", ()) if isinstance(part, PartSpec)]})
+        assert caught.value.status == 400
+    with pytest.raises(CheckpointError):
+        full_config(config, "model_config.yaml")
+    with pytest.raises(CheckpointError):
+        model_shapes(config, "a model")
+
+
+def test_no_model_that_exists_is_refused() -> None:
+    for settings in configs:
+        assert excess(settings) == "" == excess(asdict(Config(**settings)))
+    for family in FAMILIES:
+        assert excess(asdict(config_of(family))) == ""
+    kimi = {**EXPERTS, "n_layer": 61, "n_expert": 384, "n_embd": 7168, "n_head": 64, "moe_intermediate_size": 2048}
+    assert excess({**kimi, "vocab_size": 163_840, "block_size": 262_144}) == ""
+    assert set(LIMITS) >= {key for key, value in kimi.items() if key.startswith("n_") and value and value > 100}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_those_of_the_whole_model(family: str) -> None:
+    config = config_of(family)
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
+    assert model_shapes(asdict(config), family) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_dense", [0, 2, 5, 9])
+def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int) -> None:
+    config = config_of(family)
+    if not config.n_expert:
+        return
+    config.first_k_dense_replace = n_dense
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
+    assert model_shapes(asdict(config), family) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_of_blocks_that_are_not_built(family: str) -> None:
+    config = config_of(family)
+    stage = Stage(config, 1, config.n_layer)
+    assert [cache_shape_of(config, i) for i in range(1, config.n_layer)] == stage.cache_shapes
+    assert run_bytes(config, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
+
+
+def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
+    def check() -> None:
+        if len(built) == 3:
+            raise ControlError("the starter is gone")
+
+    with pytest.raises(ControlError):
+        Stage(config_of("Llama-2-7b-hf", n_layer=50), 10, 50, check)
+    assert built == [10, 11, 12]
+
+
+def test_a_node_builds_nothing_for_weights_that_have_not_come(tmp_path: Path, built: list[int]) -> None:
+    """The largest model that is allowed, by parts of a byte: told what it lacks, and nothing of it stands in memory."""
+    config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
+    with secondary(0, tmp_path / "cache") as node:
+        client = ControlClient(entry_of(node))
+        client.init(init_request(config, 64))
+        while (status := client.status(RUN))["missing"] is None and status["state"] == "LOADING":
+            threading.Event().wait(0.02)
+        assert len(status["missing"]) == 63 and built == []
+        client.stop(RUN)
+
+
+def test_modules_count_as_memory(tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many experts take memory even without weights: on a small board more than there is."""
+    config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
+    assert module_bytes(config, 0, 64) > 300e6
+    with secondary(0, tmp_path / "cache") as node:
+        monkeypatch.setattr(type(node._profiler), "available_bytes", lambda self, device: 200_000_000)
+        client = ControlClient(entry_of(node))
+        client.init(init_request(asdict(config), 64))
+        while (status := client.status(RUN))["state"] == "LOADING":
+            threading.Event().wait(0.02)
+        assert status["state"] == "IDLE" and "memory" in status["error"] and built == []
+
+
+def test_a_stranger_s_request_leaves_the_node_free(tmp_path: Path, built: list[int]) -> None:
+    with secondary(0, tmp_path / "cache") as node:
+        client = ControlClient(entry_of(node))
+        for config in (HOSTILE["experts"], HOSTILE["blocks"], HOSTILE["blocks with windows"]):
+            for ask in (
+                lambda config=config: client.init(init_request(config, 2)),
+                lambda config=config: client.profile(ProfileRequest(config, "c", "float32")),
+            ):
+                with pytest.raises(ControlError) as caught:
+                    ask()  # type: ignore[no-untyped-call]
+                assert caught.value.status == 400
+        assert client.status()["state"] == "IDLE" and built == []
+
+
+def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of large blocks may take long to build: the node is free again at the next block."""
+    monkeypatch.setattr("mdi.node.secondary.PROFILE_S", 0.2)
+    config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=8))
+    go_on, n_built = threading.Event(), 0
+    real = mdi.model.stage.Stage.make_block
+
+    def make_block(config: Config, index: int, layer: int) -> Any:
+        nonlocal n_built
+        n_built += 1
+        assert go_on.wait(60)
+        return real(config, index, layer)
+
+    monkeypatch.setattr(Stage, "make_block", staticmethod(make_block))
+    with secondary(0, tmp_path / "cache") as node:
+        client = ControlClient(entry_of(node))
+        with pytest.raises(ControlError) as caught:
+            client.profile(replace(ProfileRequest(config, config_hash(config), "float32"), fresh=True))
+        assert caught.value.status == 504
+        go_on.set()
+        while client.status()["measuring"]:
+            threading.Event().wait(0.02)
+        assert n_built <= 1
