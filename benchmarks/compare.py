@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -31,13 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from random_checkpoint import SHAPES, make_checkpoint  # noqa: E402
+from records import RESULTS, save  # noqa: E402
 from side_by_side.measures import medians  # noqa: E402
 from side_by_side.runner import run_scenario, say  # noqa: E402
 from side_by_side.scenario import Outcome, Scenario  # noqa: E402
 from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
 from side_by_side.targets import FLAGS, SCENARIOS, Setup, grid  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 MAKE_S = 900  # for a file that is made once
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 
@@ -52,8 +51,7 @@ def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup) -> dict[
     outcome = run_scenario(scenario, pythons, setup.ckpt.parent / "logs", args.repeats, args.budget)
     result = to_json(scenario, outcome, setup)
     result["seconds"] = round(time.monotonic() - begin, 1)
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"{scenario.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    save(args.results / f"{scenario.name}.json", result)
     print(f"\n### {scenario.title}\n\n{scenario_table(result)}\n", flush=True)
     return result
 
@@ -64,8 +62,7 @@ def to_json(scenario: Scenario, outcome: Outcome, setup: Setup) -> dict[str, Any
         nodes = [node["peak_rss_bytes"] for node in end.get("nodes", [])] or [end.get("peak_rss_bytes", 0)]
         peaks[name] = ", ".join(f"{n / 1e6:.0f}" for n in nodes if n)
     return {
-        "name": scenario.name, "title": scenario.title, "shape": setup.shape, "machine": machine(),
-        "date": time.strftime("%Y-%m-%d %H:%M"), "brevity": setup.brevity,
+        "name": scenario.name, "title": scenario.title, "shape": setup.shape, "brevity": setup.brevity,
         "checks": [check.to_json() for check in scenario.results(outcome)],
         "medians": {label: medians(rounds) for label, rounds in outcome.rounds.items()},
         "systems": {run.label: run.system for run in scenario.runs},
@@ -106,19 +103,6 @@ def make_chunks(setup: Setup, scenario: Scenario) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MAKE_S)
         if done.returncode:
             say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    import torch
-
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
-            "torch": torch.__version__, "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}  # fmt: skip
 
 
 def run_all(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
@@ -162,9 +146,7 @@ def conditions(results: list[dict[str, Any]]) -> str:
     """On what and when it was measured; where scenarios differ in it, all that there was."""
     found = {}
     for result in results:
-        m = result["machine"]
-        system = f"{m['cores']} cores of {m['cpu']}, {m['system']}, Python {m['python']}, torch {m['torch']}"
-        found[f"{system}, shape {result['shape']}, {result['date'][:10]}"] = None
+        found[f"{result['machine']}, shape {result['shape']}, {result['date'][:10]}"] = None
     return "Measured on: " + "; ".join(found) + "."
 
 

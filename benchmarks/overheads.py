@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import re
 import secrets
 import statistics
@@ -31,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from records import add_json_flag, machine, save
 from round_trip import HOST, N_COLS, round_trips
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -228,20 +227,7 @@ def help_times(n_repeats: int) -> dict[str, float]:
     return times
 
 
-def machine() -> dict[str, Any]:
-    import psutil
-    import torch
-
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total,
-                "system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
-    return {"cpu": platform.processor(), "cores": os.cpu_count(), "system": platform.platform()}
-
-
 def report(result: dict[str, Any]) -> None:
-    print(json.dumps(result["machine"]))
     print("\nround trip of 8 KB between two processes, us     median      p99   (medians of the rounds)")
     for name, t in result["round_trip"].items():
         low, high = t["lowest_round_median_us"], t["highest_round_median_us"]
@@ -262,11 +248,11 @@ def report(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    add_json_flag(parser, "overheads")
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it works")
     args = parser.parse_args()
     n_rounds, n_trips, n_warm, n_repeats = (2, 50, 10, 1) if args.quick else (9, 500, 50, 3)
-    result: dict[str, Any] = {"machine": machine(), "round_trip": round_trips(n_rounds, n_trips, n_warm)}
+    result: dict[str, Any] = {"round_trip": round_trips(n_rounds, n_trips, n_warm)}
     result["wire_bytes"] = wire_bytes()
     with tempfile.TemporaryDirectory(prefix="mdi-overheads-") as name:
         folder = Path(name)
@@ -274,9 +260,10 @@ def main() -> None:
         result["start_up"] = start_up(folder, n_repeats)
         result["memory"] = memory(folder)
     result["help_s"] = help_times(n_repeats + 2)
+    print(machine())
     report(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not args.quick:
+        save(args.json, result)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from records import add_json_flag, save
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -136,7 +138,7 @@ def regression(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    add_json_flag(parser, "placement-memory")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -162,8 +164,7 @@ def main() -> None:
     stage = [abs(r["predicted_s"] / r["stage_s"] - 1) for r in rows]
     print(f"error of memory: median {statistics.median(memory):.1%}, worst {max(memory):.1%}; of stage time: median "
           f"{statistics.median(stage):.0%}, worst {max(stage):.0%}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    save(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from records import add_json_flag, save
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -390,7 +392,7 @@ def main() -> None:
         "--clients", help="compare GMA and OPA with so many sequences, e.g. 1,2,4, instead of all splits"
     )
     parser.add_argument("--profile-only", action="store_true", help="only measure the nodes")
-    parser.add_argument("--json", type=Path)
+    add_json_flag(parser, "placement-ring")
     parser.add_argument("--child-profile", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--child-starter", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -410,8 +412,7 @@ def main() -> None:
             result = run(args, cluster, folder, ckpt)
         finally:
             cluster.close()
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    save(args.json, result)
 
 
 def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) -> dict[str, Any]:

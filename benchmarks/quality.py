@@ -14,7 +14,6 @@ least) is made 30 times larger, and undone in the layer that reads it. In exact 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +37,7 @@ from mdi.model.formats import FORMATS, decode, encode  # noqa: E402
 from mdi.model.quantize import Quantizer  # noqa: E402
 from mdi.model.stage import StarterStage  # noqa: E402
 from mdi.text import TextCodec  # noqa: E402
+from records import add_json_flag, save  # noqa: E402
 
 FACTOR, SHARE = 30.0, 0.002
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
     parser.add_argument("--text", type=Path, required=True, help="its last tenth is what is measured on")
     parser.add_argument("--n-tokens", type=int, default=20_000, help="of the held-out text (default: 20000)")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    add_json_flag(parser, "quality")
     args = parser.parse_args()
     codec = TextCodec.from_checkpoint(args.ckpt)
     text = args.text.read_text(encoding="utf-8")
@@ -160,8 +160,7 @@ def main() -> None:
     print(f"\n{'one multiplication, 2048 to 5632':<34}{'plain':>8}{'planted':>9}")
     for name, errors in results["matmul"].items():
         print(f"{name:<34}{errors['plain']:>8.4f}{errors['planted']:>9.4f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    save(args.json, {"n_tokens": len(ids), **results})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
 
+from records import RESULTS, machine, save  # noqa: E402
 from thesis_case import Case, reference_ids, run_case, spawn_case  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
 
@@ -68,21 +68,6 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
             file.write(json.dumps(self.data).encode())
-
-
-def machine() -> str:
-    """The machine in a few words."""
-    import psutil
-    import torch
-
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = lines[0] if lines else name
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = psutil.virtual_memory().total / 1e9
-    return f"{n_cores} cores of {name}, {memory:.0f} GB, torch {torch.__version__}"
 
 
 def measure(args: argparse.Namespace, models: list[Model], results: Results) -> int:
@@ -215,7 +200,15 @@ def main() -> None:
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
     write_report(results.data, ROOT if is_for_docs else None, results.path.parent)
+    if is_for_docs:
+        save(RESULTS / "thesis.json", small(results.data))
     sys.exit(1 if n_failed else 0)
+
+
+def small(data: dict[str, Any]) -> dict[str, Any]:
+    """Without the time of every token, which the figures show."""
+    runs = {key: {k: v for k, v in run.items() if k != "points"} for key, run in data.get("runs", {}).items()}
+    return {**data, "runs": runs}
 
 
 if __name__ == "__main__":

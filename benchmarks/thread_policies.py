@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from records import add_json_flag, save
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--busy", default="0,1,2", help="busy processes beside (%(default)s)")
     parser.add_argument("--quotas", default="1,1.5", help="cores; empty leaves them out (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
+    add_json_flag(parser, "thread-policies")
     parser.add_argument("--child", choices=SHAPES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -145,6 +148,7 @@ def main() -> None:
     ]
     situations += [(f"quota {cores}", quota(float(cores), settings)) for cores in filter(None, args.quotas.split(","))]
     print(f"tokens/s, {args.shape}; load before: {os.getloadavg()[0]:.1f}")
+    results: dict[str, dict[str, list[float]]] = {}
     try:
         for name, situation in situations:
             found: dict[str, list[float]] = {setting.name: [] for setting in settings}
@@ -152,6 +156,7 @@ def main() -> None:
                 for _ in range(args.repeats):
                     for setting in settings:
                         found[setting.name].append(setting.measure())
+            results[name] = found
             for key, rates in found.items():
                 print(
                     f"| {name} | {key} | {statistics.median(rates):.4g} | {min(rates):.4g} to {max(rates):.4g} |",
@@ -160,6 +165,7 @@ def main() -> None:
     finally:
         for setting in settings:
             setting.close()
+    save(args.json, {"shape": args.shape, "tokens_s": results})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Documents name what is there: every one is found from the README, and no link leads nowhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "old").glob("*.md"),
+    *ROOT.glob("assets/*/*.md"),
+]
+
+
+def anchors(path: Path) -> set[str]:
+    """Names that headings get."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        found = path.parent / name if name else path
+        assert found.exists(), f"{path.name}: {target}"
+        assert not anchor or anchor in anchors(found), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_every_document_is_linked_from_the_readme(path: Path) -> None:
+    assert f"](docs/{path.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "src").glob("*.py"), *(ROOT / "src/mdi").glob("*/__init__.py")], ids=str)
+def test_the_readme_names_every_launcher_and_package(path: Path) -> None:
+    name = f"{path.parent.name}/" if path.name == "__init__.py" else path.name
+    assert name in (ROOT / "README.md").read_text(encoding="utf-8")
