@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
+from mdi.checkpoint.checked import BELIEVED_S
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
@@ -43,7 +45,7 @@ def test_a_part_arrives(tmp_path: Path) -> None:
     assert sum(counted) == len(DATA)
     tensors = store.part(INFO, {}, "").tensors("block.0")
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
-    assert [p.name for p in store.directory.iterdir()] == [f"{INFO.sha256}.safetensors"]
+    assert sorted(p.name for p in store.directory.iterdir()) == sorted([f"{INFO.sha256}.safetensors", "checked.json"])
 
 
 def test_more_than_the_part_is_not_read(tmp_path: Path) -> None:
@@ -141,14 +143,48 @@ def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
     assert len(asked) == -(-len(DATA) // PIECE_BYTES), "whoever waits is asked between the pieces"
 
 
-def test_a_part_is_hashed_once_by_each_process(tmp_path: Path) -> None:
+def test_a_part_is_hashed_once_by_all_processes(tmp_path: Path) -> None:
     BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
-    store = BlockStore(tmp_path)
-    assert store.has(INFO.sha256)
     for _ in range(3):
+        store = BlockStore(tmp_path)  # as another process has it
         asked: list[int] = []
         assert store.has(INFO.sha256, lambda asked=asked: asked.append(1)) and store.part(INFO, {}, "")
-        assert not asked
+        assert not asked, "using a file sets its time, which is no reason to hash it"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 3}', f'{{"{INFO.sha256}": "x"}}', f'{{"{INFO.sha256}": []}}'])
+def test_a_damaged_record_is_ignored(tmp_path: Path, text: str) -> None:
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    (tmp_path / "checked.json").write_text(text)
+    asked: list[int] = []
+    assert BlockStore(tmp_path).has(INFO.sha256, lambda: asked.append(1)) and asked
+
+
+@pytest.mark.parametrize("age_s", [BELIEVED_S + 10, -100])
+def test_what_was_hashed_long_ago_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    store = BlockStore(tmp_path)
+    store.receive(INFO, 0, io.BytesIO(DATA).read)
+    later = time.time() + age_s
+    monkeypatch.setattr("mdi.checkpoint.checked.time.time", lambda: later)
+    for one in (store, BlockStore(tmp_path)):
+        asked: list[int] = []
+        assert one.has(INFO.sha256, lambda asked=asked: asked.append(1)) and asked
+        monkeypatch.setattr("mdi.checkpoint.checked.time.time", lambda: later + 2 * age_s)
+
+
+def test_many_parts_are_looked_for_at_a_time(tmp_path: Path) -> None:
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    (tmp_path / "checked.json").unlink()
+    assert BlockStore(tmp_path).have(["ab" * 32, INFO.sha256, "cd" * 32]) == {INFO.sha256}
+
+    def stop() -> None:
+        raise LookupError("the run was ended")
+
+    (tmp_path / "checked.json").unlink()
+    with pytest.raises(LookupError):
+        BlockStore(tmp_path).have([INFO.sha256, "ab" * 32], stop)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
 from mdi import cli_prepare
+from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.layout import PAGE_BYTES, TensorSpec, read_header
@@ -195,6 +196,26 @@ def test_formats_and_versions_have_hashes_of_their_own(
     monkeypatch.setattr("mdi.checkpoint.packed.LAYOUT_VERSION", 99)
     assert packed(path, "int8").known("block.0") is None
     assert packed(path, "int8").info("block.0").sha256 not in shas.values()
+
+
+def test_a_chunk_is_hashed_once(lit: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = lit
+    file = write_chunks(packed(path, "int8"), path, (5,))[0]
+    record = tmp_path / "cache" / "checked.json"
+    hashed: list[str] = []
+    real = ChunkFile.verify_part
+    monkeypatch.setattr(ChunkFile, "verify_part", lambda self, name: (hashed.append(name), real(self, name)))
+    names = ChunkFile(file).part_names()
+    for expected in (names, []):
+        hashed.clear()
+        ChunkFile(file).verify(names, CheckedFiles(record))
+        assert sorted(hashed) == sorted(expected)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="is damaged: sha256"):
+            ChunkFile(file).verify(names, CheckedFiles(record))
 
 
 # -- refusals

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
 
 from mdi.blocks import block_span
+from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.shapes import check_tensors
@@ -18,7 +21,7 @@ from mdi.errors import CheckpointError
 
 
 class ChunkFile(WeightSource):
-    """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify_part` computes them.
+    """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify` computes them.
 
     Raises:
         CheckpointError: missing, cut short, damaged, not what its manifest says, or no chunk of this program.
@@ -56,6 +59,27 @@ class ChunkFile(WeightSource):
 
     def remember(self, info: PartInfo) -> None:
         """A chunk's hashes are fixed."""
+
+    def verify(self, parts: Collection[str], checked: CheckedFiles, check: Callable[[], None] = lambda: None) -> None:
+        """Hash the parts that are not known to be whole, a few at a time.
+
+        Args:
+            checked: where it is kept that they are.
+            check: called between parts; what it raises goes through.
+
+        Raises:
+            CheckpointError: a part is not what the manifest says.
+        """
+        where, stamp = self.path.absolute(), stamp_of(self.path)
+
+        def verify(name: str) -> None:
+            check()
+            key = f"{where}:{name}:{self.info(name).sha256}"
+            if not checked.knows(key, stamp):
+                self.verify_part(name)
+                checked.add(key, stamp)
+
+        in_threads(functools.partial(verify, name) for name in parts)
 
     def verify_part(self, name: str) -> None:
         """Compute the sha256 of a part. Raises CheckpointError if it is not the one of the manifest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
 from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.parts import Part
 from mdi.config import nearest_existing
@@ -44,37 +46,43 @@ class BlockStore:
         self.limit_bytes = limit_bytes
         self._changed = threading.Condition()
         self._coming: set[str] = set()
-        self._checked: dict[str, tuple[int, ...]] = {}  # sha256 -> stamp of the file that was hashed by this process
+        self.checked = CheckedFiles(self.directory / "checked.json")
 
     def has(self, sha256: str, check: Callable[[], None] = lambda: None) -> bool:
         """Whether the part is here, and what its name says. A file that is not is removed, so that the part can come again.
 
-        Disks lose bits without a word. So each file is hashed once per process, and again when its size or time has changed.
+        A file is hashed again when it looks otherwise than it did then, and when that was long ago.
 
         Args:
             check: called again and again while a file is hashed; what it raises goes through.
         """
         path = self.path(sha256)
-        digest = hashlib.sha256()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
         try:
             with open(path, "rb", buffering=0) as file:
-                stamp = _stamp(file.fileno())
-                if self._checked.get(sha256) == stamp:
+                stamp = stamp_of(file.fileno())
+                if self.checked.knows(sha256, stamp):
                     return True
-                while piece := file.read(PIECE_BYTES):
+                while n_bytes := file.readinto(buffer):
                     check()
-                    digest.update(piece)
+                    digest.update(buffer[:n_bytes])
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as e:
             logger.warning("%s cannot be read: %s", path, e.strerror or e)
         if digest.hexdigest() == sha256:
-            self._checked[sha256] = stamp
+            self.checked.add(sha256, stamp)
             return True
         logger.warning("%s was damaged since it came, and is removed", path)
+        self.checked.drop(sha256)
         with contextlib.suppress(OSError):
             path.unlink()
         return False
+
+    def have(self, shas: Collection[str], check: Callable[[], None] = lambda: None) -> set[str]:
+        """Those of some parts that are here, see `has`; a few are hashed at a time."""
+        found = in_threads(functools.partial(self.has, sha256, check) for sha256 in shas)
+        return {sha256 for sha256, is_here in zip(shas, found, strict=True) if is_here}
 
     def path(self, sha256: str) -> Path:
         """Where the part is, or will be. Raises CheckpointError if this is no sha256 (it may come from the network)."""
@@ -199,7 +207,7 @@ class BlockStore:
             )
         with self._disk(info):
             os.replace(partial, self.path(info.sha256))
-            self._checked[info.sha256] = _stamp(self.path(info.sha256))
+            self.checked.add(info.sha256, stamp_of(self.path(info.sha256)))
 
     def part(self, info: Part, config: dict[str, Any], config_hash: str) -> PartFile:
         """A part that is here, to read weights from; `config` is the model's.
@@ -213,7 +221,7 @@ class BlockStore:
         file = PartFile(path, info, config, config_hash)
         with contextlib.suppress(OSError):
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems
-            self._checked[info.sha256] = _stamp(path)
+            self.checked.follow(info.sha256, stamp_of(path))
         return file
 
     def _receive(
@@ -265,9 +273,3 @@ class BlockStore:
 
     def _partial(self, sha256: str) -> Path:
         return self.path(sha256).with_suffix(".part")
-
-
-def _stamp(file: int | Path) -> tuple[int, ...]:
-    """What changes when somebody writes to a file, or puts another one in its place."""
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -1,0 +1,104 @@
+"""Which files were hashed, and what they looked like then, so that one that has not changed since is not read for it again.
+
+Disks lose bits without a word, and without a change of any time: so what was hashed long ago is not believed. Best effort: a
+place that cannot be written to will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BELIEVED_S = 7 * 24 * 3600.0
+N_THREADS = 4  # one reads a gigabyte a second where the processor has instructions for SHA-256
+
+Stamp = tuple[int, ...]
+
+
+class CheckedFiles:
+    """A JSON file, from keys to what was seen. Safe for threads; of several processes the last one to write wins, and what the
+    others lose is hashed again.
+
+    Args:
+        path: of the file; its folder need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._kept: dict[str, Any] = self._read()
+
+    def knows(self, key: str, stamp: Stamp) -> bool:
+        """Whether what `key` names was hashed, not too long ago, and its file has looked like this ever since."""
+        with self._lock:
+            entry = self._kept.get(key)
+        return entry is not None and tuple(entry[:-1]) == stamp and _is_recent(entry)
+
+    def add(self, key: str, stamp: Stamp) -> None:
+        """What `key` names has just been hashed, and is as it should be."""
+        self._change(key, [*stamp, int(time.time())])
+
+    def follow(self, key: str, stamp: Stamp) -> None:
+        """The file looks like this by our own doing; when it was hashed does not change."""
+        with self._lock:
+            entry = self._kept.get(key)
+        if entry is not None:
+            self._change(key, [*stamp, entry[-1]])
+
+    def drop(self, key: str) -> None:
+        self._change(key, None)
+
+    def _change(self, key: str, entry: list[int] | None) -> None:
+        with self._lock:
+            kept = self._read()
+            for some in (self._kept, kept):
+                some.pop(key, None)
+                if entry is not None:
+                    some[key] = entry
+            self._write(kept)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            entries = {str(key): [int(n) for n in entry] for key, entry in data.items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}
+        return {key: entry for key, entry in entries.items() if entry and _is_recent(entry)}
+
+    def _write(self, kept: dict[str, Any]) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(json.dumps(kept), encoding="utf-8")
+                os.replace(temporary, self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def stamp_of(file: int | Path) -> Stamp:
+    """What a file looks like from outside: size, times, and which one it is. OSError if it is not there."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+
+
+def in_threads(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """The results of some calls that hash, a few of which run at a time; what one raises ends the others before they begin."""
+    with ThreadPoolExecutor(min(N_THREADS, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _is_recent(entry: list[int]) -> bool:
+    return 0 <= time.time() - entry[-1] <= BELIEVED_S  # a clock that was set back would make it recent for ever
