@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import io
 import json
@@ -131,6 +132,37 @@ def test_broken_nodes_file(failure: Failure, tmp_path: Path, checkpoint: Path, t
     path.write_text(text, encoding="utf-8")
     told = failure("starter", "--ckpt", checkpoint, "--nodes-config", path, status=2)
     assert str(path) in told and words in told
+
+
+def test_a_nodes_file_without_end(failure: Failure, checkpoint: Path) -> None:
+    assert "/dev/zero" in failure("starter", "--ckpt", checkpoint, "--nodes-config", "/dev/zero", status=2)
+    assert "/dev/zero" in failure("plan", "--config", "pythia-14m", "--profiles", "/dev/zero", status=2)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no pinning on this system")
+def test_cores_of_the_nodes_file_that_are_not_there(failure: Failure, tmp_path: Path) -> None:
+    told = failure("secondary", "--nodes-config", nodes_file(tmp_path, cores=[4095]), "0", status=2)
+    assert "4095" in told and "nodes file" in told
+
+
+def test_too_little_memory_is_not_told_as_damage(
+    failure: Failure, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("unable to mmap 1000 bytes from file: Cannot allocate memory (12)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.load", fail)
+        assert "damaged" in failure("sample", "--ckpt", checkpoint, status=1)
+        patch.setattr("mdi.checkpoint.mapping.mmap.mmap", refuse)
+        told = failure("sample", "--ckpt", checkpoint, status=1)
+    assert "memory" in told and "damaged" not in told
+    monkeypatch.setattr("mdi.cli_starter._generate", lambda *args: bytes(1 << 62))
+    assert launch("sample", ["--ckpt", str(checkpoint)]) == 1
+    assert capsys.readouterr().err.startswith("error: out of memory")
 
 
 @pytest.mark.parametrize("flags", [["5"], ["x"], [], ["0", "1"], ["-1"]])
@@ -385,8 +417,10 @@ def test_more_nodes_than_blocks(failure: Failure, tmp_path: Path, checkpoint: Pa
         (["--n-tokens", "0"], "new tokens"),
         (["--n-tokens", "-1"], "new tokens"),
         (["--n-samples", "0"], "samples"),
-        (["--sequence-length", "0"], "--sequence-length 0"),
+        (["--sequence-length", "0"], "error: --sequence-length"),
+        (["--sequence-length", "-3"], "error: --sequence-length"),
         (["--sequence-length", str(CONTEXT + 1)], str(CONTEXT)),
+        (["--prompt", "FILE:/dev/zero"], "/dev/zero"),
         (["--prompt", ""], "empty"),
         (["--prompt", "FILE:"], "FILE:"),
         (["--prompt", "FILE:no/such/prompts.txt"], "no/such/prompts.txt"),

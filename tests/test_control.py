@@ -6,8 +6,10 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -699,3 +701,31 @@ def test_proxies_of_the_environment_are_ignored(client: ControlClient, monkeypat
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert client.status()["state"] == "IDLE"
+
+
+def test_a_strangers_requests_leave_no_traceback(
+    served: tuple[FakeNode, ControlServer], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests that contradict themselves, and clients that go away in the middle of a body."""
+    node, port = served[0], served[1].port
+    caplog.set_level("WARNING")
+    chunked = b"POST /init HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 9\r\n\r\n"
+    for rest in (b"5\r\nhello\r\n0\r\n\r\n", b"zz\r\n"):
+        assert raw(port, chunked + rest, then_shut=True).startswith(b"HTTP/1.1 411")
+    raw(port, b"\x16\x03\x01\x02\x00 HTTP/9.9\r\n\r\n", then_shut=True)
+    head = b"PUT /parts/" + b"a" * 64 + b"?run=x HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    while not node.broken_off.empty():
+        node.broken_off.get_nowait()
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
+        sock.sendall(head + bytes(100))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+    node.broken_off.get(timeout=DEADLINE_S)
+    assert send("GET", f"http://127.0.0.1:{port}/").status_code == 200
+    assert not caplog.records and "Traceback" not in capsys.readouterr().err
+
+
+def test_what_the_http_library_says_does_not_reach_the_terminal(served: tuple[FakeNode, ControlServer]) -> None:
+    """A log without handlers is written to stderr by Python itself."""
+    app = served[1]._server.wsgi_app
+    handlers = [type(handler) for log in (app.log.error_log, app.log.access_log) for handler in log.handlers]
+    assert handlers.count(logging.NullHandler) == 2

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
+from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import Expectation, RingListener, open_socket
@@ -159,6 +160,18 @@ def test_a_talking_stranger_is_dropped(port: RingListener, guests: Guests, data:
     assert is_dropped(stranger)
     send_frame(guests.connect(port), hello())
     let_in(expectation).close()
+
+
+def test_strangers_without_end_do_not_fill_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="mdi")
+    now = 0.0
+    log = DropLog("node", lambda: now)
+    for _ in range(10_000):
+        log.tell("192.0.2.1:1", "why")
+    assert len(caplog.messages) == N_TOLD + 9 and "5120 connections" in caplog.messages[-1]
+    now = 2 * QUIET_S
+    log.tell("192.0.2.2:1", "why")
+    assert "192.0.2.2" in caplog.messages[-1], "after a quiet minute each is told again"
 
 
 def test_a_silent_stranger_and_one_that_dawdles_are_dropped_after_a_while(

@@ -145,6 +145,11 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except MemoryError:
+        if is_debugging:
+            raise
+        show_error("out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)")
+        return 1
     except Exception as e:  # a defect, or a machine at its limits: memory, a driver, a disk
         if is_debugging:
             raise

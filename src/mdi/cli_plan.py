@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.methods import DEFAULT_METHOD, METHODS
+from mdi.settings import TEXT_LIMIT_BYTES, read_limited
 from mdi.terminal import show
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _plan(args: argparse.Namespace) -> PlanReport:
             "start from)"
         )
     try:
-        text = args.profiles.read_text(encoding="utf-8-sig")
+        text = read_limited(args.profiles, TEXT_LIMIT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"cannot read {args.profiles}: {getattr(e, 'strerror', None) or e}") from None
     return plan_on(args, read_profile(text, str(args.profiles)))

@@ -186,6 +186,8 @@ def starter_options(args: argparse.Namespace) -> Any:
     wait_s = getattr(args, "wait", 30.0)
     if not 0 <= wait_s < float("inf"):
         raise UsageError(f"--wait must be 0 seconds or more, got {wait_s}")
+    if args.sequence_length is not None and args.sequence_length < 1:
+        raise UsageError(f"--sequence-length must be at least 1, got {args.sequence_length}")
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
         raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
+from mdi.settings import TEXT_LIMIT_BYTES, read_limited
 
 N_NODES_LIMIT = 1024
 DTYPES = ("float32", "float16", "bfloat16")  # that a node can compute in
@@ -127,7 +128,8 @@ def load_nodes(path: str | Path) -> tuple[NodeConfig, ...]:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file that must hold an object; UsageError says what is wrong and where."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        # Some editors begin a file with a byte order mark.
+        text = read_limited(Path(path), TEXT_LIMIT_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except (OSError, UnicodeDecodeError) as e:

@@ -4,6 +4,7 @@
     |-- UsageError            what the user typed or wrote: flags, JSON, prompts
     |   `-- SplitError        a model that cannot be cut as asked
     |-- CheckpointError       a model on disk: missing, cut short, of another shape
+    |-- MemoryShortError      this machine has too little memory, or this process may not have more
     |-- PlacementError        a model that fits no node, or not as asked
     |-- DownloadError         the hub: unknown, gated, unreachable
     |-- WireError             bytes on a ring link that are no frame of ours
@@ -35,6 +36,10 @@ class CheckpointError(MdiError):
 
 class SplitError(UsageError):
     """The model cannot be cut as asked."""
+
+
+class MemoryShortError(MdiError):
+    """There is too little memory for what is to be read or computed; nothing is wrong with that."""
 
 
 class PlacementError(MdiError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mdi.config import nearest_existing
 from mdi.errors import UsageError
+from mdi.settings import TEXT_LIMIT_BYTES, read_limited
 
 DEFAULT_PROMPT = "Who are you?"
 DEFAULT_N_SAMPLES = 3  # of a single prompt
@@ -55,7 +56,7 @@ def _paragraphs(name: str) -> list[str]:
     if path.is_dir():
         raise UsageError(f"{path} is a directory: expected a text file with a prompt per paragraph")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_limited(path, TEXT_LIMIT_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"no such prompt file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except UnicodeDecodeError as e:

@@ -10,15 +10,24 @@ from typing import Any
 from mdi.errors import CheckpointError
 from mdi.limits import excess
 
+TEXT_LIMIT_BYTES = 64 << 20  # of any file that is read as a whole
 YAML_LIMIT_BYTES = 256 << 10  # real ones have a few kilobytes, and the parser takes seconds for a megabyte
 VALUES_LIMIT = 20_000  # with aliases written out; a list with a number per block is the longest that models have
+
+
+def read_limited(path: Path, limit_bytes: int) -> bytes:
+    """The content of a file. OSError if it cannot be read, or has more bytes: a device may have them without end."""
+    with open(path, "rb") as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise OSError(f"it has more than {limit_bytes >> 20} MB, or no end")
+    return content
 
 
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file; see `parse_yaml`. Raises CheckpointError."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(YAML_LIMIT_BYTES + 1)
+        content = read_limited(path, TEXT_LIMIT_BYTES)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from None
     return parse_yaml(content, str(path))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, MemoryShortError
 
 
 def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -> np.ndarray:
@@ -19,6 +20,7 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
 
     Raises:
         CheckpointError: the file cannot be opened, or is shorter.
+        MemoryShortError: there is no memory for it.
     """
     if start == stop:
         return np.empty(0, dtype=np.uint8)
@@ -31,5 +33,10 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
             access = mmap.ACCESS_COPY if is_writable else mmap.ACCESS_READ
             mapped = mmap.mmap(file.fileno(), stop - first, access=access, offset=first)
     except OSError as e:
+        if e.errno == errno.ENOMEM:
+            raise MemoryShortError(
+                f"there is too little memory to map {(stop - first) / 1e6:.0f} MB of {path}: free some, or raise the limit "
+                "of this process (ulimit -v)"
+            ) from None
         raise CheckpointError(f"cannot map {path} into memory: {e.strerror or e}") from None
     return np.frombuffer(mapped, dtype=np.uint8, count=stop - start, offset=start - first)

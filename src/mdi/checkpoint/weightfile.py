@@ -15,7 +15,7 @@ import numpy as np
 from mdi.checkpoint.layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.mapping import map_bytes
 from mdi.config import nearest_existing
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, MemoryShortError
 
 if TYPE_CHECKING:
     import torch
@@ -122,12 +122,15 @@ def _torch_load(path: Path) -> Any:
             return _mapped_if_possible(path)
     except FileNotFoundError:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
+    except MemoryError:
+        raise MemoryShortError(f"there is too little memory to read {path}") from None
     except Exception as e:  # what torch raises for a file that is no checkpoint is not documented: of many kinds
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         if type(e).__name__ == "UnpicklingError":  # torch's own words advise to read it without the restriction
             raise CheckpointError(
                 f"{path} is refused: it is damaged, or holds more than weights, which could run code when read"
             ) from None
+        map_bytes(path, 0, path.stat().st_size)  # torch tells a lack of memory in words only; this by its type
         raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {reason}") from None
 
 

@@ -79,6 +79,10 @@ class StatusOnly:
         pass
 
 
+class _BodyBrokenError(Exception):
+    """The client went away in the middle of its body, or the body is not in the form that it was said to be."""
+
+
 def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
     """Turn a handler's return value, or its MdiError, into a JSON answer."""
 
@@ -93,6 +97,9 @@ def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
             status = e.status if isinstance(e, ControlError) and e.status else 400 if isinstance(e, UsageError) else 500
             cherrypy.response.status = status
             result = {"error": str(e)}
+        except _BodyBrokenError:
+            cherrypy.response.status = 400
+            result = {"error": "the body was cut off"}
         return json.dumps(result).encode()
 
     return answered
@@ -121,17 +128,27 @@ def _allow(method: str) -> None:
 
 
 def _content_length() -> int:
-    n_bytes = _number(cherrypy.request.headers.get("Content-Length", ""))
-    if n_bytes is None:
-        raise ControlError("a request with a body must say its Content-Length", 411)
+    headers = cherrypy.request.headers
+    n_bytes = _number(headers.get("Content-Length", ""))
+    if n_bytes is None or "Transfer-Encoding" in headers:
+        raise ControlError("a request with a body must say its Content-Length, and come as it is", 411)
     return n_bytes
+
+
+def _read(n_bytes: int) -> bytes:
+    """At most so many bytes of the body; b"" at its end."""
+    try:
+        data: bytes = cherrypy.request.rfile.read(n_bytes)
+    except (OSError, ValueError) as e:  # cheroot's own errors are of the second
+        raise _BodyBrokenError(str(e)) from None
+    return data
 
 
 def _read_json() -> Any:
     n_bytes = _content_length()
     if n_bytes > JSON_LIMIT_BYTES:
         raise ControlError(f"a body of {n_bytes} bytes; at most {JSON_LIMIT_BYTES} are accepted here", 413)
-    body = cherrypy.request.rfile.read(n_bytes)
+    body = _read(n_bytes)
     if len(body) != n_bytes:
         raise ControlError("the body was cut off", 400)
     return parse_json(body)
@@ -172,7 +189,7 @@ class _Pages:
         start = _number(offset)
         if start is None:
             raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
-        self._node.receive_part(run, sha256, start, _content_length(), cherrypy.request.rfile.read)
+        self._node.receive_part(run, sha256, start, _content_length(), _read)
         return {}
 
     def _profile(self) -> dict[str, Any]:
@@ -191,7 +208,7 @@ class _Pages:
             raise ControlError(f"a body of {n_bytes} bytes; at most {ECHO_LIMIT_BYTES} are accepted here", 413)
         self._node.check_echo()
         n_left = n_bytes
-        while n_left and (piece := cherrypy.request.rfile.read(min(n_left, 1 << 16))):
+        while n_left and (piece := _read(min(n_left, 1 << 16))):
             n_left -= len(piece)
         if n_left:
             raise ControlError("the body was cut off", 400)
@@ -212,6 +229,10 @@ def _plain_error(status: str, message: str, traceback: str, version: str) -> byt
 
 
 class _Server(wsgi.Server):
+    def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
+        """What strangers can provoke without end is for the debug log."""
+        logger.debug("HTTP: %s", msg, exc_info=traceback)
+
     @staticmethod
     def bind_socket(socket_: socket.socket, bind_addr: tuple[str, int]) -> socket.socket:
         try:
@@ -245,8 +266,8 @@ class ControlServer:
     def __init__(self, node: Node, addr: str, port: int, name: str) -> None:
         app = cherrypy.Application(_Pages(node), "", {"/": {"error_page.default": _plain_error}})
         app.log.screen = False
-        app.log.access_log.handlers = []
-        app.log.error_log.handlers = []
+        for log in (app.log.access_log, app.log.error_log):
+            log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr
         app.log.error_log.propagate = app.log.access_log.propagate = False
         self._server = _Server(
             (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from mdi.errors import RingError, UsageError, WireError
+from mdi.net.drops import DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, send_frame, tune
 from mdi.net.wire import HANDSHAKE_LIMITS, HEADER_BYTES, Frame, Kind, decode_frame, decode_header
@@ -81,6 +82,7 @@ class RingListener:
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
         self._name = name
+        self._drops = DropLog(name)
         self._sock.setblocking(False)
         self._lock = threading.Lock()
         self._expected: Expectation | None = None
@@ -165,8 +167,9 @@ class RingListener:
             if pending.deadline <= now:
                 self._drop(pending, f"it said nothing for {HELLO_DEADLINE_S:.0f} s")
 
-    def _drop(self, pending: _Pending, why: str, level: int = logging.INFO) -> None:
-        logger.log(level, "%s: dropped a connection from %s: %s", self._name, pending.peer, why)
+    def _drop(self, pending: _Pending, why: str, is_told: bool = True) -> None:
+        if is_told:
+            self._drops.tell(pending.peer, why)
         with contextlib.suppress(KeyError):  # it was let in, but broke off before it got its answer
             self._selector.unregister(pending.sock)
         pending.sock.close()
@@ -207,7 +210,7 @@ class RingListener:
                 send_frame(pending.sock, Frame.message(Kind.ERROR, frame.epoch, fault.to_bytes()))
             # One that only wants to know whether this port can be reached (control.reach) is no intruder.
             is_question = isinstance(hello.extensions, dict) and bool(hello.extensions.get("question"))
-            return self._drop(pending, str(e), logging.DEBUG if is_question else logging.INFO)
+            return self._drop(pending, str(e), is_told=not is_question)
         self._selector.unregister(pending.sock)
         pending.sock.setblocking(True)
         tune(pending.sock)

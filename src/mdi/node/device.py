@@ -182,7 +182,8 @@ def pin_to_cores(cores: Sequence[int]) -> None:
     strange = sorted(set(cores) - allowed)
     if strange:
         raise UsageError(
-            f"--cores: this process cannot run on core {strange[0]}; it may use {', '.join(map(str, sorted(allowed)))}"
+            f"this process cannot run on core {strange[0]} (--cores, or `cores` in the nodes file); it may use "
+            f"{', '.join(map(str, sorted(allowed)))}"
         )
     tasks = Path("/proc/self/task")
     threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []

@@ -24,7 +24,7 @@ from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
-from mdi.errors import CheckpointError, ControlError, MdiError, RingError
+from mdi.errors import CheckpointError, ControlError, MdiError, MemoryShortError, RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.device import computing_threads, devices
@@ -299,7 +299,7 @@ class SecondaryNode:
         is_kept = not request.fresh and self._profiler.is_kept(subject)
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
-        except CheckpointError:
+        except (CheckpointError, MemoryShortError):
             if not self._holding.drop_stage():  # the weights of the last run were in the way
                 raise
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
@@ -321,6 +321,7 @@ class SecondaryNode:
             logger.warning("%s: %s", name, error)
         except Exception as e:  # whatever it is, this node must be ready for the next run
             error = str(e) if isinstance(e, MdiError) else f"{type(e).__name__}: {e}"
+            error = "it ran out of memory" if isinstance(e, MemoryError) else error
             logger.error("%s: %s", name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
         with self._lock:
             if self._job is not job:
