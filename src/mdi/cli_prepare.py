@@ -31,6 +31,7 @@ examples:
   prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
   prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
   prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
+  prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
   prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
@@ -68,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
     hub.add_argument("--revision", help="branch, tag or commit (default: main)")
     conversion = parser.add_argument_group("conversion")
+    conversion.add_argument(
+        "--export",
+        choices=("hf",),
+        help="write the model as a Hugging Face directory (config.json, safetensors) instead",
+    )
+    conversion.add_argument("--out", type=Path, metavar="DIR", help="where --export writes to: a new directory")
     conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
     conversion.add_argument("--device", help="accepted for compatibility; all of this is work for the CPU and the disk")
     parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
@@ -98,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
         n_layer = source.config_dict["n_layer"]
         stored = source.packing.blocks if source.packing else source.dtype
         print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {_size(n_bytes)}")
-        if args.n_nodes is None:
+        if args.export is not None:
+            _export(source, directory, args)
+        elif args.n_nodes is None:
             print(f"run it on this machine: starter.py --ckpt {directory}")
         else:
             _cut(source, directory, args)
@@ -114,6 +123,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(
             "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
         )
+    if (args.export is None) != (args.out is None):
+        raise UsageError("--export FORMAT and --out DIRECTORY go together")
+    if args.export is not None and args.n_nodes is not None:
+        raise UsageError("--export writes one directory: leave --n-nodes and --layers out")
     if args.n_nodes is not None and args.n_nodes < 1:
         raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
 
@@ -178,6 +191,14 @@ def _convert(directory: Path, args: argparse.Namespace) -> Path:
                 "convert it again"
             )
     return directory
+
+
+def _export(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+    from mdi.checkpoint.export import export_hf
+
+    with _bar("exporting") as progress:
+        export_hf(source, directory, args.out, progress)
+    print(f"written as a Hugging Face model: {args.out}")
 
 
 def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:

@@ -215,7 +215,7 @@ def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., No
     from litgpt.config import Config
     from litgpt.scripts import convert_hf_checkpoint as litgpt
 
-    name = config["name"] if kind is None else _litgpt_family(kind, config)
+    name = config["name"] if kind is None else litgpt_family(kind, config)
     lit_config, name = Config(**{**config, "name": name}), name.lower()
     qkv: dict[Any, Any] = {}  # halves of what is joined, between two calls
     if "falcon" in name:
@@ -238,7 +238,7 @@ def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., No
     return functools.partial(litgpt.copy_weights_gpt_neox, lit_config)
 
 
-def _litgpt_family(kind: str, config: dict[str, Any]) -> str:
+def litgpt_family(kind: str, config: dict[str, Any]) -> str:
     """A name by which litgpt's converters recognise a model of this model_type: they go by names."""
     if kind == "falcon":
         return "falcon-7b" if config["shared_attention_norm"] else "falcon-40b"
