@@ -79,9 +79,21 @@ class BlockStore:
             path.unlink()
         return False
 
-    def have(self, shas: Collection[str], check: Callable[[], None] = lambda: None) -> set[str]:
-        """Those of some parts that are here, see `has`; a few are hashed at a time."""
-        found = in_threads(functools.partial(self.has, sha256, check) for sha256 in shas)
+    def have(
+        self, shas: Collection[str], check: Callable[[], None] = lambda: None, on_part: Callable[[], None] = lambda: None
+    ) -> set[str]:  # fmt: skip
+        """Those of some parts that are here, see `has`; a few are hashed at a time.
+
+        Args:
+            on_part: called after each that was looked for.
+        """
+
+        def look(sha256: str) -> bool:
+            is_here = self.has(sha256, check)
+            on_part()
+            return is_here
+
+        found = in_threads(functools.partial(look, sha256) for sha256 in shas)
         return {sha256 for sha256, is_here in zip(shas, found, strict=True) if is_here}
 
     def path(self, sha256: str) -> Path:

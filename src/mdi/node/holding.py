@@ -51,7 +51,6 @@ class Holding:
     ) -> None:
         self._name = name
         self._weights = weights
-        self._verified: set[str] = set()  # parts of a chunk that were hashed
         self.store = store
         self._default_device = self.device = choose_device(device)
         self.own = {"device": device, "threads": threads}
@@ -142,15 +141,15 @@ class Holding:
         source = self._weights
         if source is not None and source.config_hash != request.config_hash:
             source = None
-        missing = []
+        others = []
         for part in request.parts:
             check()
-            is_there = source is not None and part.name in source.part_names()
-            is_own = source is not None and is_there and source.info(part.name).sha256 == part.sha256
-            if not is_own and not self.store.has(part.sha256, check):
-                missing.append(part)
-            on_part()
-        return missing
+            if source is not None and _holds(source, part):
+                on_part()
+            else:
+                others.append(part)
+        here = self.store.have([part.sha256 for part in others], check, on_part)
+        return [part for part in others if part.sha256 not in here]
 
     def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         """Make room for what is to come. Raises ControlError if there is too little."""
@@ -203,6 +202,9 @@ class Holding:
         if self._stage is not None and self._stage_key == key:
             return self._stage
         self.drop_stage()  # give the memory back before the next one takes it
+        if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
+            own = [part.name for part in request.parts if _holds(self._weights, part)]
+            self._weights.verify(own, self.store.checked, check)
         stage = self.kind.secondary_stage(request, check)
 
         def tensors(name: str) -> dict[str, torch.Tensor]:
@@ -218,12 +220,13 @@ class Holding:
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""
-        source, name = self._weights, part.name
+        source = self._weights
         if source is not None:
             source.release()  # parts are needed one after the other
-        if source is not None and name in source.part_names() and source.info(name).sha256 == part.sha256:
-            if isinstance(source, ChunkFile) and name not in self._verified:  # its manifest is only a claim
-                source.verify_part(name)
-                self._verified.add(name)
+        if source is not None and _holds(source, part):
             return source
         return self.store.part(part, request.config, request.config_hash)
+
+
+def _holds(source: WeightSource, part: PartSpec) -> bool:
+    return part.name in source.part_names() and source.info(part.name).sha256 == part.sha256

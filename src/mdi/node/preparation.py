@@ -194,8 +194,9 @@ class Preparation:
                 logger.info(
                     "%s loads its weights: %d of %d parts (%.0f s)", name, done, len(parts), last_report - begin
                 )
-            return weights.verified_tensors(part)
+            return weights.tensors(part)
 
+        weights.verify(parts, check)
         self.stage.load(parts, tensors, computing.device, computing.dtype, quantizer)
         check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
         self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from mdi.blocks import span
+from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
@@ -190,12 +191,12 @@ class StarterWeights:
         source.release()
         return source.pieces(part)
 
-    def verified_tensors(self, part: str) -> Mapping[str, torch.Tensor]:
-        """`tensors`, for use on this node: a chunk's are hashed first. CheckpointError if they are damaged."""
-        source = self._source_of(part)
-        if isinstance(source, ChunkFile):
-            source.verify_part(part)
-        return self.tensors(part)
+    def verify(self, parts: Sequence[str], check: Callable[[], None]) -> None:
+        """Hash what comes from chunks, where it is not known to be whole. CheckpointError if it is damaged."""
+        sources = {part: self._source_of(part) for part in parts}
+        for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
+            record = CheckedFiles(chunk.path.with_name("checked.json"))
+            chunk.verify([part for part, source in sources.items() if source is chunk], record, check)
 
     @property
     def n_layer(self) -> int:
