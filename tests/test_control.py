@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.config import NodeConfig
+from mdi.control import admission as admission_module
 from mdi.control import client as client_module
-from mdi.control import server as server_module
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
@@ -537,7 +537,7 @@ def test_slow_and_silent_clients_hold_nobody_up(
 
 
 def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(admission_module, "REQUEST_S", 0.3)
     node = FakeNode()
     server = ControlServer(node, "127.0.0.1", 0, "secondary0")
     try:

@@ -1,8 +1,4 @@
-"""One HTTP exchange that ends whatever the other side does: every wait has a deadline, and the answer a largest size.
-
-`http.client`'s own timeout begins anew with every byte that comes, so that a peer which sends one byte a second holds its
-client for ever.
-"""
+"""One HTTP exchange that ends whatever the other side does: every wait has a deadline, and the answer a largest size."""
 
 from __future__ import annotations
 
@@ -10,9 +6,10 @@ import contextlib
 import errno
 import http.client
 import socket
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from mdi.control.deadline import DeadlineSocket
 
 ANSWER_LIMIT_BYTES = 4 << 20
 
@@ -39,20 +36,6 @@ class Answer:
     status: int
     reason: str
     body: bytes
-
-
-class _Socket(socket.socket):
-    """A socket whose reads must all be done by one deadline (time.monotonic())."""
-
-    deadline = float("inf")
-
-    def recv_into(self, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        if left != float("inf"):
-            self.settimeout(left)
-        return super().recv_into(*args, **kwargs)
 
 
 def exchange(
@@ -89,7 +72,7 @@ def exchange(
             # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
                 connection.request(method, target, body, {"Content-Length": str(n_bytes), "Connection": "close"})
-            sock.deadline = time.monotonic() + answer_s
+            sock.read_within(answer_s)
             with connection.getresponse() as response:
                 found = Answer(response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1))
                 is_whole = not response.length
@@ -121,7 +104,7 @@ def problem_of(error: Exception) -> str:
     return "closed"
 
 
-def _connect(addr: str, port: int, connect_s: float) -> _Socket:
+def _connect(addr: str, port: int, connect_s: float) -> DeadlineSocket:
     try:
         plain = socket.create_connection((addr, port), connect_s)
     except TimeoutError:
@@ -129,7 +112,7 @@ def _connect(addr: str, port: int, connect_s: float) -> _Socket:
     except (OSError, ValueError) as e:  # ValueError: a name that no resolver takes
         problem = problem_of(e) if isinstance(e, OSError) else "name"
         raise ExchangeError(problem, getattr(e, "strerror", None) or str(e)[:200]) from None
-    sock = _Socket(fileno=plain.detach())
+    sock = DeadlineSocket.around(plain)
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

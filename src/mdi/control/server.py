@@ -20,14 +20,16 @@ import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
+from mdi.control.admission import REQUEST_S, Admission
+from mdi.control.deadline import DeadlineSocket
 from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest, parse_json
 from mdi.errors import ControlError, MdiError, UsageError
 
 JSON_LIMIT_BYTES = 4 << 20
 ECHO_LIMIT_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 64 << 10
-N_THREADS = 40  # of them, 20 may be held by clients that dribble, and the starter is still answered
-REQUEST_TIMEOUT_S = 10
+BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
+END_S = 2  # for answers that are on their way
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +159,9 @@ def _read_json() -> Any:
 class _Pages:
     _cp_config = {"request.process_request_body": False}
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, admission: Admission) -> None:
         self._node = node
+        self._admission = admission
         self.index = cherrypy.expose(_answer(self._index))
         self.init = cherrypy.expose(_answer(self._init))
         self.stop = cherrypy.expose(_answer(self._stop))
@@ -170,15 +173,18 @@ class _Pages:
 
     def _index(self, *, run: str | None = None) -> dict[str, Any]:
         _allow("GET")
+        self._admission.heard()
         return self._node.status(run)
 
     def _init(self) -> dict[str, Any]:
         _allow("POST")
-        return self._node.init(InitRequest.from_json(_read_json()))
+        answer = self._node.init(InitRequest.from_json(self._read_json()))
+        self._admission.own(cherrypy.request.remote.ip)
+        return answer
 
     def _stop(self) -> dict[str, Any]:
         _allow("PUT")
-        body = _read_json()
+        body = self._read_json()
         if not isinstance(body, dict) or not isinstance(body.get("run"), str):
             raise ControlError("field 'run': expected the id of the run that is to end", 400)
         self._node.stop(body["run"], body.get("leave") is True)
@@ -189,16 +195,21 @@ class _Pages:
         start = _number(offset)
         if start is None:
             raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
-        self._node.receive_part(run, sha256, start, _content_length(), _read)
+
+        def read(n: int) -> bytes:
+            self._admission.heard()  # the node wants this part
+            return _read(n)
+
+        self._node.receive_part(run, sha256, start, _content_length(), read)
         return {}
 
     def _profile(self) -> dict[str, Any]:
         _allow("POST")
-        return self._node.profile(ProfileRequest.from_json(_read_json()))
+        return self._node.profile(ProfileRequest.from_json(self._read_json()))
 
     def _probe(self) -> dict[str, Any]:
         _allow("POST")
-        return self._node.probe(ProbeRequest.from_json(_read_json()))
+        return self._node.probe(ProbeRequest.from_json(self._read_json()))
 
     def _echo(self) -> dict[str, Any]:
         """Bytes that only measure the way here: read and forgotten."""
@@ -213,6 +224,11 @@ class _Pages:
         if n_left:
             raise ControlError("the body was cut off", 400)
         return {"n_bytes": n_bytes}
+
+    def _read_json(self) -> Any:
+        body = _read_json()
+        self._admission.heard()
+        return body
 
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
         raise ControlError(
@@ -246,6 +262,9 @@ class _Server(wsgi.Server):
 class _Connection(HTTPConnection):
     """cheroot leaves its writer to the garbage collector, which complains, from Python 3.13 on, that a client went away."""
 
+    def __init__(self, server: Any, sock: socket.socket, *args: Any) -> None:
+        super().__init__(server, DeadlineSocket.around(sock), *args)
+
     def close(self) -> None:
         super().close()
         with contextlib.suppress(OSError):
@@ -264,14 +283,16 @@ class ControlServer:
     """
 
     def __init__(self, node: Node, addr: str, port: int, name: str) -> None:
-        app = cherrypy.Application(_Pages(node), "", {"/": {"error_page.default": _plain_error}})
+        admission = Admission()
+        app = cherrypy.Application(_Pages(node, admission), "", {"/": {"error_page.default": _plain_error}})
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
             log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr
         app.log.error_log.propagate = app.log.access_log.propagate = False
         self._server = _Server(
-            (addr, port), app, numthreads=N_THREADS, server_name=name, timeout=REQUEST_TIMEOUT_S, shutdown_timeout=2
+            (addr, port), app, server_name=name, timeout=REQUEST_S, shutdown_timeout=END_S, request_queue_size=BACKLOG
         )
+        self._server.requests = admission
         self._server.keep_alive_conn_limit = 0
         self._server.ConnectionClass = _Connection
         self._server.max_request_header_size = HEADER_LIMIT_BYTES

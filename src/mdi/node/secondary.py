@@ -37,6 +37,7 @@ from mdi.node.service import Service
 
 PROFILE_S = 170.0
 PROBE_S = 25.0
+N_PROBES = 16
 
 logger = logging.getLogger("mdi")
 
@@ -85,6 +86,7 @@ class SecondaryNode:
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._profiler = Profiler(config.name, cache_dir)
         self._probing = threading.Lock()
+        self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
         self._lock = threading.Lock()
         self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
         self._job: Job | None = None
@@ -272,12 +274,18 @@ class SecondaryNode:
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         self.check_echo()
-        if not self._probing.acquire(timeout=PROBE_S):
-            raise ControlError(f"{self.config.name} is busy reaching another node", 409)
+        busy = ControlError(f"{self.config.name} is busy reaching another node", 409)
+        if not self._probes.acquire(blocking=False):
+            raise busy
         try:
-            return try_node(request).to_json()
+            if not self._probing.acquire(timeout=PROBE_S):
+                raise busy
+            try:
+                return try_node(request).to_json()
+            finally:
+                self._probing.release()
         finally:
-            self._probing.release()
+            self._probes.release()
 
     def check_echo(self) -> None:
         job = self._job

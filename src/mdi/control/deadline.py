@@ -1,0 +1,36 @@
+"""A socket whose reads must all be done by one moment. A timeout alone begins anew with every byte that comes, so that a peer
+which sends one byte a second holds its other side for ever.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+
+class DeadlineSocket(socket.socket):
+    """Takes the place of a socket that is read through a file object, as `http.client` and cheroot do."""
+
+    _deadline: float | None = None
+
+    @classmethod
+    def around(cls, sock: socket.socket) -> DeadlineSocket:
+        """The same connection; `sock` must not be used any more."""
+        return cls(fileno=sock.detach())
+
+    def read_within(self, seconds: float) -> None:
+        """From now on, so long for all reads together; TimeoutError comes after that."""
+        self._deadline = time.monotonic() + seconds
+
+    def read_each_within(self, seconds: float) -> None:
+        """From now on, so long for each read."""
+        self._deadline = None
+        self.settimeout(seconds)
+
+    def recv_into(self, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self.settimeout(left)
+        return super().recv_into(*args, **kwargs)
