@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import mdi
 import mdi.node.job
 import mdi.node.kind
 import mdi.node.preparation
@@ -19,9 +21,10 @@ import mdi.node.resources
 import mdi.node.setup
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, EngineError, MdiError, UsageError
+from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.holding import Holding
+from mdi.node.local import free_ports
 from mdi.node.preparation import Preparation
 from mdi.node.sample import Sample, SampleReader
 from mdi.node.secondary import SecondaryNode
@@ -203,3 +206,31 @@ def test_json_does_not_swallow_what_else_was_asked_for(
     assert launch("sample", ["--ckpt", str(plain_checkpoint), "--device", "cpu", *flags]) == 0
     assert len(json.loads(capsys.readouterr().out)["samples"]) == 1
     assert len(times.read_text().splitlines()) == 2
+
+
+def test_a_node_of_another_version_that_understands_is_told(
+    ring: Ring,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", logger="mdi")
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+    assert "version" not in caplog.text
+    status = SecondaryNode.status
+    monkeypatch.setattr(SecondaryNode, "status", lambda self, run: {**status(self, run), "version": "1.9.0"})
+    starter, _ = ring()
+    assert generate(starter) == list(reference("The ring", 6))
+    (told,) = [record.getMessage() for record in caplog.records if "version" in record.getMessage()]
+    assert "secondary0" in told and "1.9.0" in told and mdi.__version__ in told
+
+
+def test_a_wrong_port_in_is_told_with_the_right_one(ring: Ring) -> None:  # noqa: F811
+    starter, secondary = ring()
+    (wrong,) = free_ports(1)
+    (node,) = starter.cluster.secondaries
+    starter.cluster = replace(starter.cluster, secondaries=(replace(node, port_in=wrong),))
+    with pytest.raises(NodeLostError) as caught:
+        generate(starter)
+    assert caught.value.node == "secondary0"
+    assert str(wrong) in str(caught.value) and f"listens on {secondary.ring_port}" in str(caught.value)

@@ -192,10 +192,13 @@ def _port_problem(node: NodeConfig, what: str, port: int, reach: Reach, own_port
         words += f" ({reach.detail})"
     field_name = "communication.port" if what == "control" else "inference.port_in"
     if isinstance(own_port, int) and own_port != port:
-        return Problem(
-            node.name, words, f"The node listens on {own_port}: correct {field_name}, on both machines alike"
-        )
+        return Problem(node.name, words, port_remedy(own_port, field_name))
     return Problem(node.name, words, _advice(reach.problem, node, port, field_name))
+
+
+def port_remedy(own_port: int, field_name: str) -> str:
+    """What to do where a node listens on another port than the nodes file says."""
+    return f"The node listens on {own_port}: correct {field_name}, on both machines alike"
 
 
 def _advice(problem: str, node: NodeConfig, port: int, field_name: str) -> str:

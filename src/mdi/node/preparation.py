@@ -46,6 +46,7 @@ class Preparation:
     Attributes:
         stage: the starter's own, loaded, after `run`.
         memory: what the caches of all nodes hold, after `run`.
+        ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
@@ -74,6 +75,7 @@ class Preparation:
         self._ring_port = ring_port
         self._max_length = max_length
         self.placement = ""
+        self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
 
     def run(self, check: Callable[[], None]) -> None:
@@ -89,6 +91,7 @@ class Preparation:
             while not all(setup.wait(0.1) for setup in setups):
                 self._check(setups, check)
             self._raise_first(setups)
+            self.ring_ports = {setup.name: setup.ring_port for setup in setups}
             self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
         finally:
             for setup in setups:

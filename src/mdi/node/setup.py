@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mdi
+from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.node.diagnosis import port_remedy
 from mdi.node.memory import CacheReport
 from mdi.node.patience import Patience
 from mdi.node.progress import Progress
@@ -44,6 +46,7 @@ class SecondarySetup:
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
+        self.ring_port: Any = None  # what the node says of itself, once it has answered
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
@@ -93,7 +96,13 @@ class SecondarySetup:
 
     def _reach(self) -> None:
         """Wait until the node answers."""
-        reach_node(self._client, self._wait_s, self._cancelled, self._check)
+        status = reach_node(self._client, self._wait_s, self._cancelled, self._check)
+        self.ring_port = status.get("ring_port")
+        if (version := status.get("version")) != mdi.__version__:
+            logger.warning(
+                "warning: %s runs version %s of MDI-LLM, this machine version %s: they understand each other, but install "
+                "the same version on both", self.name, version, mdi.__version__,
+            )  # fmt: skip
 
     def _configure(self) -> None:
         """Send the run configuration."""
@@ -216,6 +225,13 @@ class SecondarySetup:
             return self._client.status(self._request.epoch)
         except ControlError as e:
             raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None
+
+
+def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> NodeLostError:
+    """The error of a ring port that nobody got through to, and what the node itself says of that port, if it is another."""
+    if not isinstance(ring_port, int) or ring_port == node.port_in:
+        return error
+    return NodeLostError(error.node, f"{error}. {port_remedy(ring_port, 'inference.port_in')}")
 
 
 def reach_node(

@@ -28,7 +28,7 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.engine.tensors import pinned_buffer
-from mdi.errors import ControlError, UsageError
+from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.model.formats import check_format
 from mdi.net.handshake import close_starter_ring
@@ -43,6 +43,7 @@ from mdi.node.options import StarterOptions
 from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
 from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample, SampleReader
+from mdi.node.setup import with_true_port
 from mdi.node.weights import StarterWeights
 from mdi.partition.methods import DEFAULT_METHOD
 
@@ -207,6 +208,7 @@ class StarterNode(StatusOnly):
         finally:
             self._configured = preparation.has_begun
         self._stage, self._memory, self._placement = preparation.stage, preparation.memory, preparation.placement
+        self._ring_ports = preparation.ring_ports
         self._state = "READY"
 
     def start(self) -> None:
@@ -227,7 +229,11 @@ class StarterNode(StatusOnly):
             widest = self._kind.widest_row(self.config)
             limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
             pinned = pinned_buffer if self._device.type == "cuda" else None
-            self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
+            try:
+                self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
+            except NodeLostError as e:
+                lost = next((node for node in self.cluster.secondaries if node.name == e.node), first)
+                raise with_true_port(e, lost, self._ring_ports.get(e.node)) from None
             logger.info("the ring is closed: %s", " -> ".join([*self.names, self.names[0]]))
         scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
         self.engine = StarterEngine(
