@@ -101,6 +101,38 @@ def test_shapes_are_those_of_the_whole_model(family: str) -> None:
     assert model_shapes(asdict(config), family) == expected
 
 
+def test_shapes_of_every_kind_of_model_that_litgpt_knows() -> None:
+    sizes = ("name", "hf_config", "head_size", "rope_base", "rotary_percentage", *LIMITS)
+    kinds = {
+        str({k: v for k, v in asdict(Config(**c)).items() if k not in sizes and "rope" not in k}): c for c in configs
+    }
+    assert len(kinds) > 20
+    for settings in kinds.values():
+        config = Config(**settings)
+        config.n_layer, config.n_expert, config.block_size = 1, min(config.n_expert, 3), 8
+        with torch.device("meta"):
+            expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
+        assert model_shapes(asdict(config), config.name) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mlp_class_name": "Nothing"},
+        {"norm_class_name": "BatchNorm1d"},
+        {"shared_attention_norm": True},
+        {"n_embd": None},
+    ],
+)
+def test_shapes_of_what_litgpt_does_not_build(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="describes no model"):
+        model_shapes({**asdict(config_of("Llama-2-7b-hf")), **change}, "it")
+    missing = asdict(config_of("Llama-2-7b-hf"))
+    del missing["n_query_groups"]
+    with pytest.raises(CheckpointError, match="n_query_groups"):
+        model_shapes(missing, "it")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("n_dense", [0, 2, 5, 9])
 def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int) -> None:

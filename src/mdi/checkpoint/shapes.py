@@ -1,32 +1,22 @@
-"""The shape of a model: its litgpt Config, read and checked, and the tensors that litgpt's own GPT then has.
-
-The GPT is built without memory. Knows no weights.
-"""
+"""The shape of a model: its litgpt Config, read and checked, and the tensors that it then has. Knows no weights."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.modelshapes import Shape, shapes_of
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.errors import CheckpointError
 from mdi.limits import excess
 from mdi.settings import check_counts, read_yaml
-
-BLOCKS = "transformer.h."
-
-Shape = tuple[int, ...]
-
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -90,64 +80,20 @@ def check_tensors(
 
 
 def model_shapes(config: dict[str, Any], where: str) -> dict[str, Shape]:
-    """Shape of every tensor of the model, by its name; one block of each sort is built, however many there are.
+    """Shape of every tensor of the model, by its name; nothing is built.
 
     Raises:
         CheckpointError: litgpt cannot build it.
     """
     try:
         return _model_shapes(json.dumps(config, sort_keys=True))
-    except Exception as e:  # whatever a config that makes no sense leads to, deep in the model's code
+    except (ValueError, KeyError, TypeError, ArithmeticError) as e:
         raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
 
 
 @functools.lru_cache(maxsize=4)
 def _model_shapes(config_json: str) -> dict[str, Shape]:
-    import torch
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    settings = json.loads(config_json)
-    if too_much := excess(settings):
+    config = json.loads(config_json)
+    if too_much := excess(config):
         raise ValueError(too_much)
-    config = Config(**settings)
-    small = copy(config)
-    small.n_layer, small.n_expert = 1, min(config.n_expert, 2)
-    with torch.device("meta"):
-        model = GPT(small)
-    around = {name: tuple(t.shape) for name, t in model.state_dict().items() if not name.startswith(BLOCKS)}
-    n_dense = min(config.first_k_dense_replace or 0, config.n_layer)  # the first ones may have no experts
-    dense = _block_shapes(config, 0) if n_dense else {}
-    other = _block_shapes(config, n_dense) if n_dense < config.n_layer else {}
-    blocks = {
-        f"{BLOCKS}{i}.{name}": shape
-        for i in range(config.n_layer)
-        for name, shape in (dense if i < n_dense else other).items()
-    }
-    return {**around, **blocks}
-
-
-def _block_shapes(config: Any, index: int) -> dict[str, Shape]:
-    """Shapes of block `index`, by their names within it. Experts are all alike, so that two of them tell of a thousand."""
-    import torch
-    from litgpt.model import Block
-
-    def built(n_expert: int) -> dict[str, Shape]:
-        small = copy(config)
-        small.n_expert = n_expert
-        with torch.device("meta"):
-            return {name: tuple(t.shape) for name, t in Block(small, index).state_dict().items()}
-
-    if config.n_expert <= 3:
-        return built(config.n_expert)
-    two, three = built(2), built(3)
-    found = {}
-    for name, shape in two.items():
-        if match := _EXPERT.fullmatch(name):
-            if match[2] == "0":
-                found.update({f"{match[1]}{i}{match[3]}": shape for i in range(config.n_expert)})
-        else:  # what is as long as there are experts, such as the router
-            found[name] = tuple(
-                n if n == other else config.n_expert for n, other in zip(shape, three[name], strict=True)
-            )
-    return found
+    return shapes_of(config)

@@ -10,8 +10,9 @@ from typing import Any
 from litgpt.config import Config
 
 from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.modelshapes import Shape
 from mdi.checkpoint.parts import part_of
-from mdi.checkpoint.shapes import Shape, model_shapes
+from mdi.checkpoint.shapes import model_shapes
 from mdi.model.attention import cache_shape_of
 from mdi.partition.formats import WeightFormat, weight_format
 from mdi.partition.model import BlockShape, ModelShape
