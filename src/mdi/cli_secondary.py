@@ -126,6 +126,7 @@ def serve(
     from mdi.node.kind import ModelKind
     from mdi.node.machine import threads_beside
     from mdi.node.secondary import SecondaryNode
+    from mdi.node.temporary import sweep
 
     set_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
     model = ModelKind() if kind is None else kind()
@@ -145,6 +146,8 @@ def serve(
         node.close()
         if weights is not None:
             weights.close()
+        if args.until_stdin_closes:
+            sweep()  # of its starter, if that was killed
     return 0
 
 

@@ -8,17 +8,21 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from mdi.config import ClusterConfig, load_cluster
 from mdi.errors import NodeLostError, UsageError
 from mdi.node.machine import fair_threads
+from mdi.node.temporary import RingFolder
 
-END_S = 5.0  # for what a child still has to tidy up; a stopped one will not
+END_S = 5.0  # for what the children still have to tidy up
+STOPPED_S = 6.0  # a child that was stopped (by SIGSTOP, say) for so long is lost
 
 
 class LocalRing:
@@ -60,11 +64,12 @@ class LocalRing:
         self._ckpt = ckpt
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self._children: list[subprocess.Popen[bytes]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stopped_since: dict[int, float] = {}  # process number -> time.monotonic()
+        self._folder: RingFolder | None = None
 
     def __enter__(self) -> LocalRing:
-        self._folder = tempfile.TemporaryDirectory(prefix="mdi-ring-")
-        path = Path(self._folder.name) / "nodes.json"
+        self._folder = RingFolder()
+        path = self._folder.path / "nodes.json"
         path.write_text(json.dumps(self._nodes()), encoding="utf-8")
         try:
             self.cluster: ClusterConfig = self.load(path)
@@ -83,15 +88,16 @@ class LocalRing:
             with contextlib.suppress(OSError):
                 child.stdin.close()
             with contextlib.suppress(OSError):
-                child.terminate()
+                child.kill() if _is_stopped(child.pid) else child.terminate()
+        deadline = time.monotonic() + END_S
         for child in self._children:
             try:
-                child.wait(END_S)
-            except subprocess.TimeoutExpired:  # stopped, or stuck in a driver
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # stuck in a driver
                 child.kill()
                 child.wait(END_S)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     @property
     def pids(self) -> list[int]:
@@ -99,11 +105,15 @@ class LocalRing:
         return [child.pid for child in self._children]
 
     def check(self) -> None:
-        """Raises NodeLostError if a child has ended: what it has printed itself says why."""
+        """Raises NodeLostError if a child has ended (what it has printed itself says why), or does not run any more."""
         for node, child in zip(self.cluster.secondaries, self._children, strict=True):
             status = child.poll()
             if status is not None:
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
+            if not _is_stopped(child.pid):
+                self._stopped_since.pop(child.pid, None)
+            elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > STOPPED_S:
+                raise NodeLostError(node.name, f"{node.name} (process {child.pid}) was stopped {STOPPED_S:.0f} s ago")
 
     def load(self, path: Path) -> ClusterConfig:
         """Read the nodes file that `arrange` laid out."""
@@ -139,7 +149,7 @@ class LocalRing:
     def _spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
         assert self._folder is not None
         command = [*self.command(nodes, index), "--until-stdin-closes"]
-        command += ["--cache-dir", str(Path(self._folder.name) / f"cache{index}"), *self._flags]
+        command += ["--cache-dir", str(self._folder.path / f"cache{index}"), *self._flags]
         if not self._flags:
             command.append("--quiet")
         if self._ckpt is not None:
@@ -152,6 +162,13 @@ class LocalRing:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=env, start_new_session=os.name == "posix", creationflags=flags
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _named_devices(text: str, n_nodes: int) -> list[str | None]:

@@ -253,6 +253,10 @@ def reach_node(
         except ControlError as e:
             if e.status is not None:
                 raise
+            if e.problem == "silent":  # there is a process, but it hangs or was stopped
+                raise NodeLostError(
+                    client.node.name, f"{e}: look at what {client.node.name} prints, end it, and start it again"
+                ) from None
             if time.monotonic() > deadline or cancelled.is_set():
                 raise NodeLostError(
                     client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "

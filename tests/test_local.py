@@ -1,0 +1,129 @@
+"""A local ring whose processes are stopped or killed: it ends soon, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mdi.control.client
+import mdi.node.local
+import mdi.node.setup
+from mdi.config import NodeConfig
+from mdi.control.client import ControlClient
+from mdi.errors import NodeLostError
+from mdi.node.local import LocalRing
+from mdi.node.setup import reach_node
+from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
+from test_exchange import served
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and locks of POSIX")
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def sleeping(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+
+
+def wait_stopped(pid: int) -> None:
+    for _ in range(1500):
+        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("it was not stopped")
+
+
+def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
+    with LocalRing(3, None, 1, None, False, False) as ring:
+        ring.check()
+        os.kill(ring.pids[1], signal.SIGSTOP)
+        wait_stopped(ring.pids[1])
+        ring.check()
+        threading.Event().wait(0.5)
+        with pytest.raises(NodeLostError) as caught:
+            ring.check()
+        assert caught.value.node == "secondary1"
+        children = list(ring._children)
+    assert children[1].returncode == -signal.SIGKILL, "it would not have noticed anything else"
+    assert children[0].returncode in (0, -signal.SIGTERM)
+    assert not list(folder.iterdir())
+
+
+def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
+    with LocalRing(2, None, 1, None, False, False) as ring:
+        for _ in range(2):
+            os.kill(ring.pids[0], signal.SIGSTOP)
+            wait_stopped(ring.pids[0])
+            ring.check()
+            os.kill(ring.pids[0], signal.SIGCONT)
+            while psutil.Process(ring.pids[0]).status() == psutil.STATUS_STOPPED:
+                threading.Event().wait(0.02)
+            threading.Event().wait(0.3)
+            ring.check()
+
+
+def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None:
+    code = f"""
+import signal, os, tempfile
+tempfile.tempdir = {str(folder)!r}
+from mdi.node.temporary import RingFolder
+kept = RingFolder()
+(kept.path / "cache0").mkdir()
+(kept.path / "cache0" / "part").write_bytes(bytes(9))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    src = str(Path(mdi.node.local.__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": src}, timeout=DEADLINE_S)
+    (left,) = folder.glob(f"{PREFIX}*")
+    other = folder / f"{PREFIX}of-somebody"
+    other.mkdir()
+    alive = RingFolder()
+    assert not left.exists() and alive.path.is_dir()
+    sweep()
+    assert (alive.path / LOCK).exists() and other.is_dir()
+    alive.close()
+    assert [path.name for path in folder.iterdir()] == [other.name]
+
+
+def test_a_node_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, because the system does, and says nothing: it is not about to start."""
+    asked: list[int] = []
+
+    def silent(sock: object) -> None:
+        asked.append(1)
+        sock.recv(1)  # type: ignore[attr-defined]
+
+    with served(silent) as (client, _), pytest.raises(NodeLostError) as caught:
+        monkeypatch.setattr(ControlClient.status, "__defaults__", (None, 0.3))
+        reach_node(client, 1000.0, threading.Event())
+    assert caught.value.node == "secondary0" and asked == [1]
+
+
+def test_a_node_that_is_not_there_yet_is_waited_for() -> None:
+    tries: list[int] = []
+
+    def check() -> None:
+        tries.append(1)
+        if len(tries) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reach_node(ControlClient(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, threading.Event(), check)
