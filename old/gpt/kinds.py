@@ -44,6 +44,10 @@ class WholeTextKind(ModelKind):
     def config(self, fields: dict[str, Any]) -> GPTConfig:
         return config_of(fields, f"this model of {self.system}")
 
+    def kernel_config(self, fields: dict[str, Any]) -> None:
+        """These models compute in torch."""
+        return None
+
     def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
         return WholeTextStage(self.config(request.config), *request.blocks, check)
 

@@ -8,6 +8,7 @@ import torch
 
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import RingEndedError, WireError
+from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import Stage
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame
@@ -24,7 +25,7 @@ class SecondaryLoop:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Stage | TensorStage,
         ring: Ring,
         is_last: bool,
         device: torch.device,
@@ -62,7 +63,7 @@ class SecondaryLoop:
             self._stage.caches.free(seq_id)
         if frame.n_rows != sum(s.n_rows for s in frame.slices):
             raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
-        x = rows_of(frame, self._stage.config.n_embd, self._device, self._dtype)
+        x = rows_of(frame, self._stage.n_embd, self._device, self._dtype)
         if frame.n_rows:
             x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])
         if self._is_last:

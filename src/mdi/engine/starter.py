@@ -18,6 +18,7 @@ from mdi.engine.scheduler import Event, Plan, Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import EngineError, RingEndedError, UsageError
+from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import StarterStage
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, Slice
@@ -43,8 +44,8 @@ class StarterEngine:
     """
 
     def __init__(
-        self, stage: StarterStage, scheduler: Scheduler, max_length: int, device: torch.device, dtype: torch.dtype,
-        wire: str = "auto",
+        self, stage: StarterStage | TensorStage, scheduler: Scheduler, max_length: int, device: torch.device,
+        dtype: torch.dtype, wire: str = "auto",
     ) -> None:  # fmt: skip
         self._stage = stage
         self._scheduler = scheduler
@@ -152,7 +153,7 @@ class StarterEngine:
             x = self._stage.embed(torch.tensor(ids, device=self._device))
             x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
         else:
-            x = torch.empty(0, self._stage.config.n_embd, dtype=self._dtype)
+            x = torch.empty(0, self._stage.n_embd, dtype=self._dtype)
         is_alone = ring.n_nodes == 1  # nothing travels
         if is_alone:
             x = logit_rows(x, slices)

@@ -23,6 +23,7 @@ from mdi.model.few_rows import pad_few_rows
 from mdi.model.huge_pages import use_huge_pages
 from mdi.model.packed import ByteLinear, Fp16Linear
 from mdi.model.quantize import Quantizer
+from mdi.model.room import CacheKind
 
 # Of modules, measured: of a block without experts, of one expert.
 BLOCK_BYTES = 40_000
@@ -46,6 +47,7 @@ class Stage(nn.Module):
     def __init__(self, config: Config, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.config = config
+        self.n_embd = int(config.n_embd)
         self.start, self.stop = start, stop
         blocks = {}
         with torch.device("meta"):
@@ -130,6 +132,14 @@ class Stage(nn.Module):
         size = self.sin.size(1)
         self.sin[:, : size - size // 2].neg_()  # as `rotate` wants it
         self.caches = CacheStore(self.cache_shapes, max_length, device, dtype)
+
+    def cache_kinds(self, dtype: torch.dtype) -> list[CacheKind]:
+        """What a position of a sequence takes, block by block."""
+        return [shape.kind(dtype.itemsize) for shape in self.cache_shapes]
+
+    def copy_bytes(self, dtype: torch.dtype) -> int:
+        """What a growing cache takes beside its new buffer for a moment, at most."""
+        return max((shape.copy_bytes(self.max_length, dtype.itemsize) for shape in self.cache_shapes), default=0)
 
     @property
     def cache_shapes(self) -> list[CacheShape]:

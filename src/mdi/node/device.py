@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mdi.blocks import block_span
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.weights import own_packing
 from mdi.config import check_device, check_dtype
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
+from mdi.kernels import library
+from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
+from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import Stage
 from mdi.node.machine import fair_threads
 from mdi.node.processor import warn_of_processor
@@ -29,7 +35,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which a user c
 class Computing:
     """What a node computes with: device, numbers, what its caches hold, weight format of its blocks, CPU threads.
 
-    `threads` None leaves them as they are.
+    `threads` None leaves them as they are. `packing` is what weights are brought into for the kernels; None: torch computes.
     """
 
     device: torch.device
@@ -37,6 +43,7 @@ class Computing:
     kv_dtype: torch.dtype
     quantize: str | None
     threads: int | None = None
+    packing: Packing | None = None
 
 
 def choose_device(wanted: str | None) -> torch.device:
@@ -93,6 +100,26 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quant
     return DTYPES[name]
 
 
+def choose_packing(
+    config: Mapping[str, Any] | None, device: torch.device, dtype: str | None, stored: str, blocks: str | None,
+    head: str | None,
+) -> Packing | None:  # fmt: skip
+    """What the kernels are to read; None if torch computes.
+
+    Args:
+        config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        dtype: what the user wants to compute in; the kernels compute in float32.
+        stored: type of the checkpoint's weights.
+        blocks, head: formats that were asked for; None takes those that lose nothing.
+    """
+    if config is None or device.type != "cpu" or check_dtype(dtype) not in (None, "float32"):
+        return None
+    if why_not_in_kernels(config) is not None or library.load() is None:
+        return None
+    own = own_packing(stored)
+    return Packing(blocks or own.blocks, head or own.head)
+
+
 def choose_kv_dtype(wanted: str, computed: torch.dtype, device: torch.device) -> torch.dtype:
     """The number format that caches hold: with "auto" what the node computes in.
 
@@ -111,7 +138,9 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(arm is not None and arm())
 
 
-def check_room(name: str, stage: Stage, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+def check_room(
+    name: str, stage: Stage | TensorStage, max_length: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
     needed = stage.run_bytes(max_length, dtype)
     available = device_free_bytes(device)

@@ -15,10 +15,12 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
+from mdi.kernels.stage import KernelStage
 from mdi.model.formats import check_format
+from mdi.model.kernel_stage import KV_TYPES, TensorStage
 from mdi.model.quantize import Quantizer
 from mdi.model.stage import Stage
-from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, held_bytes
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, choose_packing, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.partition.placement import size
 
@@ -60,7 +62,7 @@ class Holding:
         self.kind = kind
         check_format(quantize, self.device)
         choose_dtype(dtype, "float32", self.device)  # a wrong wish is told before anything is bound
-        self._stage: Stage | None = None
+        self._stage: Stage | TensorStage | None = None
         self._stage_key: tuple[Any, ...] | None = None
         self.blocks: tuple[int, int] | None = None
         self.model: str | None = None
@@ -92,10 +94,15 @@ class Holding:
         if self.own["device"] is None and request.device is not None:
             device = choose_device(request.device)
         quantize = self._format(request.quantize, device)
-        dtype = choose_dtype(self._dtype or request.dtype, request.stored_dtype, device, quantize is not None)
+        wished = self._dtype or request.dtype
+        config = self.kind.kernel_config(request.config)
+        blocks = quantize or (request.stored_format if isinstance(request, InitRequest) else None)
+        packing = choose_packing(config, device, wished, request.stored_dtype, blocks, None)
+        is_float32 = quantize is not None or packing is not None
+        dtype = choose_dtype(wished, request.stored_dtype, device, is_float32)
         kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device) if isinstance(request, InitRequest) else dtype
         threads = request.threads if self.own["threads"] is None else None  # its own are set already
-        return Computing(device, dtype, kv_dtype, quantize, threads)
+        return Computing(device, dtype, kv_dtype, quantize, threads, packing)
 
     def _format(self, wished: str | None, device: torch.device) -> str | None:
         """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
@@ -172,7 +179,7 @@ class Holding:
         needed = held_bytes(
             [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
         )
-        needed += self.kind.stage_bytes(request, computing.kv_dtype)
+        needed += self._run_bytes(request, computing)
         if needed > free:
             start, stop = request.blocks
             kind = quantize or str(dtype).removeprefix("torch.")
@@ -185,7 +192,7 @@ class Holding:
 
     def stage(
         self, request: InitRequest, computing: Computing, check: Callable[[], None], on_part: Callable[[], None]
-    ) -> Stage:
+    ) -> Stage | TensorStage:
         """The stage of a run; the one in memory, if it is the same.
 
         Args:
@@ -197,7 +204,7 @@ class Holding:
         parts = {part.name: part for part in request.parts}
         key = (
             request.config_hash, request.blocks, request.parts, dtype, device, compiled, quantize,
-            torch.get_num_threads(),  # some kernels are built for a number of them
+            torch.get_num_threads(), computing.packing, computing.kv_dtype if computing.packing else None,
         )  # fmt: skip
         if self._stage is not None and self._stage_key == key:
             return self._stage
@@ -205,18 +212,35 @@ class Holding:
         if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
             own = [part.name for part in request.parts if _holds(self._weights, part)]
             self._weights.verify(own, self.store.checked, check)
-        stage = self.kind.secondary_stage(request, check)
 
-        def tensors(name: str) -> dict[str, torch.Tensor]:
+        def source(name: str) -> WeightSource:
             on_part()
-            return self._source_of(parts[name], request).tensors(name)
+            return self._source_of(parts[name], request)
 
-        stage.load(list(parts), tensors, device, dtype, Quantizer(quantize))
+        stage = self._kernel_stage(request, computing) or self.kind.secondary_stage(request, check)
+        if isinstance(stage, TensorStage):
+            stage.load(list(parts), lambda name: source(name).weights(name, computing.packing))
+        else:
+            stage.load(list(parts), lambda name: source(name).tensors(name), device, dtype, Quantizer(quantize))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
         self.blocks, self.model, self.device = request.blocks, request.model, device
         return stage
+
+    def _run_bytes(self, request: InitRequest, computing: Computing) -> int:
+        """What a stage takes beside its weights, with the caches of one sequence; no weights are there yet."""
+        stage = self._kernel_stage(request, computing)
+        if stage is None:
+            return self.kind.stage_bytes(request, computing.kv_dtype)
+        return stage.run_bytes(request.max_length, computing.kv_dtype)
+
+    def _kernel_stage(self, request: InitRequest, computing: Computing) -> TensorStage | None:
+        """A stage for the kernels, without weights; None if torch computes."""
+        if computing.packing is None:
+            return None
+        cache_type = KV_TYPES[computing.kv_dtype]
+        return TensorStage(KernelStage(request.config, *request.blocks, torch.get_num_threads(), cache_type))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

@@ -52,6 +52,10 @@ class ModelKind:
         """The model's config from its plain form, as it stands in a checkpoint and in /init."""
         return Config(**fields)
 
+    def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""
+        return fields
+
     def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
         """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
         return stage_parts(start, stop, starter=False)

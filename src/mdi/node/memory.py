@@ -10,6 +10,7 @@ import torch
 
 from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError
+from mdi.model.kernel_stage import TensorStage
 from mdi.model.room import CHUNK_ROWS, CacheKind
 from mdi.model.stage import Stage
 from mdi.node.resources import device_free_bytes
@@ -58,7 +59,7 @@ class CacheReport:
 
 
 def report_caches(
-    stage: Stage, dtype: torch.dtype, device: torch.device, by_hand: int | None, weights_are_mapped: bool
+    stage: Stage | TensorStage, dtype: torch.dtype, device: torch.device, by_hand: int | None, weights_are_mapped: bool
 ) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
@@ -71,17 +72,19 @@ def report_caches(
         weights_are_mapped: whether weights that are as they were stored are pages of a file, which count as free memory, but
             must stay. Those in another format are no parameters of the stage any more.
     """
-    shapes = stage.cache_shapes
+    own_kinds = stage.cache_kinds(dtype)
     by_window: dict[int | None, int] = {}
-    for shape in shapes:
-        kind = shape.kind(dtype.itemsize)
+    for kind in own_kinds:
         by_window[kind.window] = by_window.get(kind.window, 0) + kind.position_bytes
-    copy_bytes = max((shape.copy_bytes(stage.max_length, dtype.itemsize) for shape in shapes), default=0)
+    copy_bytes = stage.copy_bytes(dtype)
     limit = by_hand
     if limit is None:
-        mapped = sum(p.nbytes for p in stage.parameters()) if weights_are_mapped and device.type == "cpu" else 0
+        if isinstance(stage, TensorStage):
+            mapped = stage.mapped_bytes
+        else:
+            mapped = sum(p.nbytes for p in stage.parameters()) if weights_are_mapped and device.type == "cpu" else 0
         limit = int((device_free_bytes(device) - mapped) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
-        limit -= max(0, limit) // (len(shapes) + 1)
+        limit -= max(0, limit) // (len(own_kinds) + 1)
     kinds = tuple(CacheKind(window, n) for window, n in by_window.items())
     return CacheReport(max(0, limit - copy_bytes), by_hand is not None, kinds, str(device))
 

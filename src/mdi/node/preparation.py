@@ -6,19 +6,23 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mdi.blocks import block_span
+from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.memory import CacheMemory
 from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
+from mdi.kernels.stage import KernelStarterStage
+from mdi.model.kernel_stage import KV_TYPES, TensorStage
 from mdi.model.quantize import Quantizer
+from mdi.model.stage import StarterStage
 from mdi.node.device import Computing, check_room, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.node.memory import report_caches, share_out
@@ -182,13 +186,13 @@ class Preparation:
         """Load the starter's own stage; `check` is called before each part, for loading may take long."""
         weights, options, computing = self._weights, self._options, self._computing
         stop = weights.blocks[0][1]
-        self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+        self.stage: StarterStage | TensorStage
         quantizer = Quantizer(computing.quantize, options.quantize_head or weights.quantize_head)
         parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
 
         begin = last_report = time.monotonic()
 
-        def tensors(part: str) -> Mapping[str, torch.Tensor]:
+        def source(part: str) -> WeightSource:
             nonlocal last_report
             check()
             if time.monotonic() - last_report > REPORT_S:
@@ -197,10 +201,19 @@ class Preparation:
                 logger.info(
                     "%s loads its weights: %d of %d parts (%.0f s)", name, done, len(parts), last_report - begin
                 )
-            return weights.tensors(part)
+            return weights.source_of(part)
 
         weights.verify(parts, check)
-        self.stage.load(parts, tensors, computing.device, computing.dtype, quantizer)
+        if computing.packing is not None:
+            cache_type = KV_TYPES[computing.kv_dtype]
+            inner = KernelStarterStage(weights.config, stop, torch.get_num_threads(), cache_type)
+            self.stage = TensorStage(inner)
+            self.stage.load(parts, lambda part: source(part).weights(part, computing.packing))
+        else:
+            self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+            self.stage.load(
+                parts, lambda part: source(part).tensors(part), computing.device, computing.dtype, quantizer
+            )
         check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
         self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)
         if options.compile:

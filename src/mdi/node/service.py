@@ -14,6 +14,7 @@ from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.tensors import DTYPES, pinned_buffer
 from mdi.errors import RingError
 from mdi.metrics import peak_rss_bytes
+from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import Stage
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
@@ -112,7 +113,7 @@ class Service:
             job.n_loaded += 1
         job.is_loading = True
 
-    def _close_ring(self, stage: Stage, computing: Computing) -> tuple[TcpRing, Seat]:
+    def _close_ring(self, stage: Stage | TensorStage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
         job, request, device = self._job, self._request, computing.device
         is_mapped = request.stored_format is None and computing.dtype == DTYPES.get(request.stored_dtype)
@@ -130,12 +131,12 @@ class Service:
             job.report_caches = None
             self._listener.forget(expectation)
         # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-        widest = self._holding.kind.widest_row(stage.config)
+        widest = self._holding.kind.widest_row(self._holding.kind.config(request.config))
         limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
         pinned = pinned_buffer if device.type == "cuda" else None
         return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned), seat
 
-    def _compute(self, stage: Stage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
+    def _compute(self, stage: Stage | TensorStage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
         is_last = seat.index == seat.n_nodes - 1
         loop = SecondaryLoop(stage, ring, is_last, computing.device, computing.dtype, seat.wire)
         try:

@@ -35,7 +35,7 @@ from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype
+from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, choose_packing
 from mdi.node.driver import EngineThread
 from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
@@ -110,7 +110,13 @@ class StarterNode(StatusOnly):
         self._quantize = options.quantize or self._weights.quantize
         check_format(self._quantize, self._device)
         self.config = self._kind.config(self._weights.config)
-        self._dtype = choose_dtype(self._wished_dtype, self._weights.dtype, self._device, self._quantize is not None)
+        stored = self._weights.dtype
+        self._packing = choose_packing(
+            self._kind.kernel_config(self._weights.config), self._device, self._wished_dtype, stored,
+            self._quantize or self._weights.stored_format, options.quantize_head or self._weights.quantize_head,
+        )  # fmt: skip
+        is_float32 = self._quantize is not None or self._packing is not None
+        self._dtype = choose_dtype(self._wished_dtype, stored, self._device, is_float32)
         self._kv_dtype = choose_kv_dtype(options.kv_dtype, self._dtype, self._device)
         self._directory = self._weights.directory
         self.codec = self._kind.open_codec(self._directory, options.prompt_style)
@@ -198,7 +204,7 @@ class StarterNode(StatusOnly):
         if self._clients:
             logger.info("loading %s on %d nodes", self._weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
-        computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize)
+        computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize, packing=self._packing)
         preparation = Preparation(
             self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run_id,
             self._listener.port if self._listener is not None else None, self.max_length,

@@ -191,6 +191,12 @@ class StarterWeights:
         source.release()
         return source.pieces(part)
 
+    def source_of(self, part: str) -> WeightSource:
+        """Where a part is read from. CheckpointError if it is in none of the starter's files."""
+        source = self._source_of(part)
+        source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
+        return source
+
     def verify(self, parts: Sequence[str], check: Callable[[], None]) -> None:
         """Hash what comes from chunks, where it is not known to be whole. CheckpointError if it is damaged."""
         sources = {part: self._source_of(part) for part in parts}

@@ -1,0 +1,177 @@
+"""What one node holds of a model, in the kernels. Rows are arrays of float32; torch is not needed.
+
+Same life as a stage of torch (`model.stage`): made for a range of blocks, loaded part by part, prepared for a run, then called
+for each frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+
+from mdi.errors import EngineError, KernelError
+from mdi.kernels.blocks import Blocks, Context, cache_classes, linear, model_of
+from mdi.kernels.layout import Matrix, floats
+from mdi.kernels.pages import PAGE, CacheClass, CachePages
+from mdi.kernels.rope import n_tables, rope_n_elem
+
+Weights = Mapping[str, Matrix | np.ndarray]
+
+
+class KernelStage:
+    """Blocks [start, stop).
+
+    Args:
+        config: litgpt's Config as a plain dict, with all defaults.
+        n_threads: that compute.
+        cache_type: what caches hold, one of kernels.pages.CACHE_TYPES.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], start: int, stop: int, n_threads: int = 1, cache_type: str = "float32"
+    ) -> None:
+        self.config = config
+        self.start, self.stop = start, stop
+        self.n_embd = int(config["n_embd"])
+        self.cache_type = cache_type
+        self.max_length = 0
+        self._n_threads = n_threads
+        self._weights: dict[str, Weights] = {}
+
+    def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
+        """Take the weights; their memory is used where it lies.
+
+        Args:
+            parts: names of the parts that make up this stage.
+            weights: gives those of a part, by their names in the full model.
+
+        Raises:
+            KernelError: a tensor is missing or of another shape.
+        """
+        self._weights = {part: weights(part) for part in parts}
+        self._context = Context(self._n_threads)
+        self._blocks = Blocks(self.config, self.start, self.stop, self._of_block, self.cache_type, self._context)
+
+    def _of_block(self, index: int) -> dict[str, Matrix | np.ndarray]:
+        prefix = f"transformer.h.{index}."
+        return {name.removeprefix(prefix): weight for name, weight in self._weights[f"block.{index}"].items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they lie."""
+        return sum(
+            weight.data.nbytes if isinstance(weight, Matrix) else weight.nbytes
+            for part in self._weights.values()
+            for weight in part.values()
+        )
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the weights of the blocks lie in a file."""
+        weights = [w for part in self._weights.values() for w in part.values() if isinstance(w, Matrix)]
+        return bool(weights) and all(not w.data.flags.writeable for w in weights)
+
+    @property
+    def n_blocks(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def cache_classes(self) -> list[CacheClass]:
+        return cache_classes(self.config, self.start, self.stop, self.cache_type)[0]
+
+    def run_bytes(self, max_length: int) -> int:
+        """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
+        tables = 2 * 4 * max_length * rope_n_elem(self.config) * n_tables(self.config)
+        return tables + sum(c.n_pages(max_length) * c.page_bytes for c in self.cache_classes)
+
+    def prepare(self, max_length: int) -> None:
+        """Build what depends on the longest sequence of a run: position tables and, empty, the caches."""
+        self.max_length = max_length
+        memory = psutil.virtual_memory().total  # reserved, not taken; who enters is decided by what is free
+        most = [max(c.n_pages(max_length), memory // c.page_bytes) for c in self.cache_classes]
+        self._blocks.prepare(max_length, most)
+
+    @property
+    def caches(self) -> CachePages:
+        return self._blocks.caches
+
+    def forward(self, x: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """Run the blocks.
+
+        Args:
+            x: float32 (N, n_embd), the rows of all slices; they stay as they are.
+            slices: (seq_id, start position, n_rows), in row order.
+
+        Returns:
+            float32 (N, n_embd), memory of its own.
+
+        Raises:
+            EngineError: a slice that fits neither the run's length nor its sequence's cache.
+        """
+        rows = np.array(x, dtype=np.float32, order="C", copy=True)
+        if self.n_blocks:
+            self._blocks.forward(rows, slices)
+        return rows
+
+
+class KernelStarterStage(KernelStage):
+    """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
+
+    def __init__(self, config: Mapping[str, Any], stop: int, n_threads: int = 1, cache_type: str = "float32") -> None:
+        super().__init__(config, 0, stop, n_threads, cache_type)
+
+    def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
+        super().load(parts, weights)
+        embedding, head = self._weights["embedding"], self._weights["head"]
+        self._table = _array(embedding, "transformer.wte.weight")
+        self._table_scale = embedding.get("transformer.wte.weight_scale")
+        matrix = head.get("lm_head.weight")
+        shape = (self.config["padded_vocab_size"], self.n_embd)
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != shape or self._table.shape != shape:
+            raise KernelError(f"embedding and head of this model are {shape[0]} x {shape[1]}")
+        self._head = matrix
+        self._head_bias = _array(head, "lm_head.bias") if "lm_head.bias" in head else None
+        if "transformer.ln_f.weight" in head:
+            bias = _array(head, "transformer.ln_f.bias") if "transformer.ln_f.bias" in head else None
+            self._norm: tuple[np.ndarray, np.ndarray | None] = (_array(head, "transformer.ln_f.weight"), bias)
+        else:
+            self._norm = (np.ones(self.n_embd, dtype=np.float32), None)  # a norm without weights
+        self._model = model_of(self.config, self.cache_type)
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) token ids -> float32 (N, n_embd)
+
+        Raises:
+            EngineError: a token that the model does not have.
+        """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._table):
+            raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model has {len(self._table)}")
+        rows = self._table[ids]
+        x = rows.astype(np.float32) if rows.dtype == np.int8 else floats(rows)
+        if self._table_scale is not None:
+            assert isinstance(self._table_scale, np.ndarray)
+            x = x * self._table_scale[ids, None]
+        if self.config["scale_embeddings"]:
+            x = x * np.float32(self.n_embd**0.5)
+        return x
+
+    def head(self, x: np.ndarray) -> np.ndarray:
+        """float32 (M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
+        rows = np.ascontiguousarray(x, dtype=np.float32)
+        softcap = self.config["final_logit_softcapping"]
+        return linear(self._context, self._model, self._norm, self._head, self._head_bias, rows, softcap)
+
+
+def _array(weights: Weights, name: str) -> np.ndarray:
+    found = weights.get(name)
+    if not isinstance(found, np.ndarray):
+        raise KernelError(f"the weights lack {name}")
+    return found
+
+
+def position_bytes(cache_class: CacheClass) -> int:
+    """What a position takes, rounded up to whole bytes of a page."""
+    return -(-cache_class.page_bytes // PAGE)
