@@ -22,6 +22,14 @@ settings.load_profile("new" if os.environ.get("MDI_FUZZ") else "same")
 DAEMONS_OF_LIBRARIES = ("tqdm", "pytest_timeout", "pytest-timeout", "Thread-tqdm", "InductorSubproc")
 
 
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of this process compute in torch, as where there is no compiler: for faults that a test puts into its stage."""
+    from mdi.kernels import library
+
+    monkeypatch.setattr(library, "load", lambda: None)
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())

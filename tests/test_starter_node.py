@@ -65,23 +65,24 @@ def test_loading_that_takes_long_is_told(
                 return
             threading.Event().wait(0.02)
 
-    missing, tensors = Holding.missing, Holding._tensors
+    missing, source_of = Holding.missing, Holding._source_of
     looks = "secondary0 looks through the weights that it has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
     monkeypatch.setattr(Holding, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
 
-    def load(self: Holding, name: str, sha256: str) -> Any:
-        if name == "block.3":
+    def load(self: Holding, part: Any, request: Any) -> Any:
+        if part.name == "block.3":
             told(loads)
-        return tensors(self, name, sha256)
+        return source_of(self, part, request)
 
-    monkeypatch.setattr(Holding, "_tensors", load)
+    monkeypatch.setattr(Holding, "_source_of", load)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert looks in caplog.text and loads in caplog.text
     assert "starter loads its weights: 0 of 4 parts (0 s)" in caplog.text
 
 
+@pytest.mark.usefixtures("in_torch")
 def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     class Overflowing(Stage):
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,6 +96,7 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
     assert "not finite" in wait_state(secondary, "IDLE")["error"], "the others are told why"
 
 
+@pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit])
 def test_whatever_ends_the_engine_ends_every_wait(
     ring: Ring,  # noqa: F811

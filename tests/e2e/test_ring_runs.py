@@ -40,7 +40,7 @@ def test_greedy_ids_are_those_of_litgpt(ring: Cluster, checkpoint: Path, starter
 def test_the_json_object(ring: Cluster, checkpoint: Path, starter: Starter) -> None:
     result = starter(checkpoint, ring.path, "--n-tokens", 9, *prompt_flags(["A", "Who are you?", LONG]))
     found = result.json
-    assert set(found) == {"samples", "tokens_per_s", "n_nodes", "nodes", "model"}
+    assert set(found) == {"samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed"}
     assert result.out.count("\n") == 1
     assert all(set(sample) == SAMPLE_FIELDS for sample in found["samples"])
     assert all(set(node) == NODE_FIELDS for node in found["nodes"])

@@ -28,14 +28,18 @@ from mdi.kernels.structures import (
     MdiStage,
 )
 
-_SETTINGS = frozenset(
-    """attention_logit_softcapping attention_scores_scalar first_k_dense_replace gelu_approximate head_size
-    intermediate_size latent_attention mlp_class_name moe_intermediate_size n_embd n_expert n_expert_groups
-    n_expert_per_token n_head n_query_groups n_shared_expert name norm_1 norm_2 norm_class_name norm_eps norm_qk
-    norm_qk_type parallel_residual post_attention_norm post_mlp_norm rope_adjustments rope_base
-    rope_condense_ratio rope_indices rope_interleave rope_local_base_freq rotary_percentage routed_scaling_factor
-    shared_attention_norm sliding_window_indices sliding_window_size""".split()
-)  # of litgpt's Config that are read here and in kernels.rope
+# Settings of litgpt's Config that are read here and in kernels.rope.
+# fmt: off
+_SETTINGS = {
+    "attention_logit_softcapping", "attention_scores_scalar", "first_k_dense_replace", "gelu_approximate",
+    "head_size", "intermediate_size", "latent_attention", "mlp_class_name", "moe_intermediate_size", "n_embd",
+    "n_expert", "n_expert_groups", "n_expert_per_token", "n_head", "n_query_groups", "n_shared_expert", "name",
+    "norm_1", "norm_2", "norm_class_name", "norm_eps", "norm_qk", "norm_qk_type", "parallel_residual",
+    "post_attention_norm", "post_mlp_norm", "rope_adjustments", "rope_base", "rope_condense_ratio",
+    "rope_indices", "rope_interleave", "rope_local_base_freq", "rotary_percentage", "routed_scaling_factor",
+    "shared_attention_norm", "sliding_window_indices", "sliding_window_size",
+}
+# fmt: on
 MOST_ROPE = 1024  # csrc/rotary.h
 MOST_THREADS = 256  # csrc/stage.h
 
