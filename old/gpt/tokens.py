@@ -69,7 +69,8 @@ def gpt2_codec(directory: Path, prompt_style: str) -> TextCodec:
         codec = TextCodec.from_checkpoint(directory, prompt_style)
     else:
         codec = _from_merges(directory, prompt_style)
-    eos_id = read_json(directory / "config.json").get("eos_token_id")
+    config = directory / "config.json"  # not where the model was trained here
+    eos_id = read_json(config).get("eos_token_id") if config.is_file() else None
     if type(eos_id) is int and eos_id < codec.vocab_size:
         codec.eos_ids |= {eos_id}
     return codec

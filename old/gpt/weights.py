@@ -101,7 +101,7 @@ class GPTSource(WeightSource):
 
 
 def open_nano(where: Path) -> GPTSource:
-    """A checkpoint of nanoGPT/train.py.
+    """A checkpoint of nanoGPT/train.py or GPT2/train.py.
 
     Raises:
         CheckpointError: something is missing, damaged, or of another shape than the config says.
@@ -130,11 +130,13 @@ def parse_nano_config(content: bytes, path: Path) -> GPTConfig:
 
 
 def open_gpt2(where: Path) -> GPTSource:
-    """A directory with config.json and model.safetensors (whole or in shards) or pytorch_model.bin.
+    """A directory with config.json and model.safetensors (whole or in shards) or pytorch_model.bin, or of GPT2/train.py.
 
     Raises:
         CheckpointError: as `open_nano`; also a GPT-2 of a variant that this model does not compute.
     """
+    if (where / NANO_CONFIG).is_file() and (where / NANO_WEIGHTS).is_file():
+        return open_nano(where)
     if not (where / "config.json").is_file():
         raise CheckpointError(
             f"{where} is no Hugging Face directory of GPT-2: it lacks config.json (the nearest folder that exists is "

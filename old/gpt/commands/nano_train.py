@@ -51,9 +51,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 
     if args.init not in ("scratch", "resume"):
         raise UsageError(f"--init {args.init}: a NanoGPT begins from scratch, or goes on with resume")
-    for name in FOREIGN:
-        if getattr(args, name, None):
-            raise UsageError(f"--{name.replace('_', '-')} is for src/train.py: a NanoGPT's shape is --blocks and so on")
+    refuse_foreign(args, "a NanoGPT's shape is --blocks and so on")
     folder = args.out or Path(args.ckpt).expanduser()
     if args.init == "resume":
         return resumed(folder, data), folder
@@ -61,6 +59,15 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     config = shape_of(args, data.vocab_size)
     model = random_model(config, TrainingSettings.seed if args.seed is None else args.seed)
     return Beginning(model, config, {"model_config.yaml": nano_config_file(config), **data.tokenizer}), folder
+
+
+def refuse_foreign(args: argparse.Namespace, instead: str) -> None:
+    """Raises UsageError for flags of src/train.py that have no meaning here; `instead` says what has."""
+    from mdi.errors import UsageError
+
+    for name in FOREIGN:
+        if getattr(args, name, None):
+            raise UsageError(f"--{name.replace('_', '-')} is for src/train.py: {instead}")
 
 
 def shape_of(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
@@ -89,7 +96,7 @@ def resumed(folder: Path, data: DataSet) -> Beginning:
     model = random_model(config, 0)
     given = model.load_state_dict(saved.weights, strict=False)
     if given.unexpected_keys or set(given.missing_keys) - {"lm_head.weight"}:  # tied, so that it may be named once
-        raise CheckpointError(f"the state in {folder} is not that of the NanoGPT that it describes")
+        raise CheckpointError(f"the state in {folder} is not that of the GPT that it describes")
     same = saved.data_sha256 == data.sha256
     notes = [] if same else [f"warning: {data.folder} is not the data set that this run began with"]
     return Beginning(model, config, {**saved.files, **data.tokenizer}, saved=saved, notes=notes)
