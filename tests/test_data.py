@@ -225,3 +225,21 @@ def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*file: No space left.*unchanged"), replacing(path):
         raise OSError(28, "No space left on device")
     assert path.read_bytes() == b"old"
+
+
+def test_several_processes_give_the_same_ids(tmp_path: Path) -> None:
+    """In order, with ends between the texts, however many pieces there are."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(7):
+        (texts / f"{i}.txt").write_text(f"{i}: {TEXT * (i + 1)}", encoding="utf-8")
+    assert prepare(texts, "--out", tmp_path / "one", "--vocab-size", 300) == 0
+    assert prepare(texts, "--out", tmp_path / "two", "--tokenizer", tmp_path / "one", "--workers", 2) == 0
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_a_number_of_workers_that_makes_no_sense(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(UsageError):
+        prepare(tmp_path / "text.txt", "--vocab-size", 300, "--workers", 0)

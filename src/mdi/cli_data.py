@@ -39,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--column", default="text", metavar="NAME", help="of the text, in files with rows (%(default)s)"
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that encode; the result is the same (%(default)s)",
+    )
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--files", metavar="PATTERN", help='which files, e.g. "data/*.parquet" (default: those of --split)'
@@ -57,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from mdi.training.vocabulary import load_vocabulary, train_vocabulary
 
     val_fraction = parse_fraction(args.val_fraction)
+    if not 1 <= args.workers <= 1024:
+        raise UsageError(f"--workers {args.workers}: expected from 1 to 1024")
     out, paths = find_data(args)
     logger.info("reading %d files", len(paths))
     if args.tokenizer is None:
@@ -69,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         tqdm(unit="char", unit_scale=True, desc="encoding", delay=2) as bar,
     ):
         texts = read_texts(paths, args.column)
-        ids = encode_texts(texts, vocabulary, file, with_ends=with_ends, progress=bar.update)
+        ids = encode_texts(texts, vocabulary, file, with_ends=with_ends, progress=bar.update, n_workers=args.workers)
         meta = write_data_set(out, ids, vocabulary, paths, val_fraction)
         n_chars = bar.n
     print(

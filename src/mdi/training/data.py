@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
 from mdi.settings import parse_json
+from mdi.training.encoders import encoded
 from mdi.training.storage import make_folder, missing, sha256_file
 from mdi.training.texts import PIECE_CHARS, pieces
 from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
@@ -54,6 +55,13 @@ class DataSet:
     sha256: str
 
 
+def _pieces_and_ends(texts: Iterable[str]) -> Iterator[str]:
+    """Pieces of each text; after each text an empty one."""
+    for text in texts:
+        yield from pieces(text)
+        yield ""
+
+
 def id_type(vocab_size: int) -> IdType:
     """The smallest of uint16 and uint32 that holds every id below `vocab_size`, little-endian."""
     return ID_TYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
@@ -66,6 +74,7 @@ def encode_texts(
     *,
     with_ends: bool,
     progress: Callable[[int], object] | None = None,
+    n_workers: int = 1,
 ) -> TokenIds:
     """All texts after one another, encoded into a file bit by bit, so that they may be larger than the memory.
 
@@ -73,6 +82,7 @@ def encode_texts(
         file: to write the ids into; what comes back is a map of it.
         with_ends: after each text comes the end-of-text token, if the tokenizer has one.
         progress: called with the number of characters just encoded.
+        n_workers: processes that encode; the ids do not depend on it.
 
     Raises:
         UsageError: the disk is full.
@@ -81,12 +91,10 @@ def encode_texts(
     end = np.asarray([] if vocabulary.eos_id is None or not with_ends else [vocabulary.eos_id], dtype=dtype)
     n_bytes = 0
     try:
-        for text in texts:
-            for piece in pieces(text):
-                n_bytes += file.write(np.asarray(vocabulary.encode(piece), dtype=dtype).tobytes())
-                if progress is not None:
-                    progress(len(piece))
-            n_bytes += file.write(end.tobytes())
+        for n_chars, content in encoded(_pieces_and_ends(texts), vocabulary, dtype, n_workers):
+            n_bytes += file.write(content if n_chars else end.tobytes())
+            if progress is not None:
+                progress(n_chars)
         file.flush()
     except OSError as err:
         raise UsageError(

@@ -101,6 +101,11 @@ def load_vocabulary(path: Path) -> Vocabulary:
         raise UsageError(f"{folder / name} cannot be read as a tokenizer: {err}") from err
 
 
+def vocabulary_of(files: dict[str, bytes]) -> Vocabulary:
+    """The vocabulary whose `files` these are."""
+    return _from_json(files) if "tokenizer.json" in files else _from_sentencepiece(files)
+
+
 def _from_json(files: dict[str, bytes]) -> Vocabulary:
     from tokenizers import Tokenizer
 
