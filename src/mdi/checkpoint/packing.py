@@ -161,6 +161,11 @@ def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
     return padded
 
 
+def arrays_of(weights: PartWeights) -> list[np.ndarray]:
+    """The memory that weights lie in, see checkpoint.resident."""
+    return [weight.data if isinstance(weight, Matrix) else weight for weight in weights.values()]
+
+
 def plain(weights: PartWeights) -> dict[str, np.ndarray]:
     """The float32 tensors that weights stand for, in their own shapes; for torch, and to be packed anew."""
     found = {}
