@@ -351,7 +351,7 @@ FIELDS_OF_VERSION = {
         "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype layout_version "
         "max_length model n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads "
         "wire_dtype",
-        "config config_hash device dtype fresh quantize run stored_dtype threads",
+        "config config_hash device dtype fresh quantize run slots stored_dtype threads",
     )
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import mdi.node.contention
 import mdi.node.kind
 import mdi.node.profiler
 import mdi.node.setup
@@ -22,7 +23,7 @@ from mdi.cli import launch
 from mdi.cli_starter import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import ProfileRequest
+from mdi.control.messages import ProfileRequest, Slots
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
 from mdi.model.stage import Stage
@@ -30,6 +31,7 @@ from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
 from mdi.node.machine import host_of
 from mdi.node.options import StarterOptions
+from mdi.node.planning import told_blocks
 from mdi.node.profiler import Profiler, Subject
 from mdi.node.profiling import Bench, Speeds
 from mdi.node.secondary import SecondaryNode
@@ -54,11 +56,20 @@ def speeds(block_ms: float) -> Speeds:
     return Speeds(1e9, 1e10, times, ((1, 1e-4), (16, 2e-4)))
 
 
+@pytest.fixture(autouse=True)
+def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdi.node.survey, "LEAD_S", 0.02)
+    monkeypatch.setattr(mdi.node.contention, "SLOT_S", 0.02)
+
+
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds of a block on each node, in place of what this machine would measure just now."""
     block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
     monkeypatch.setattr(Profiler, "_measure", lambda self, subject, check: speeds(block_ms[self._name]))
+    # These nodes stand for machines of their own.
+    monkeypatch.setattr(mdi.node.survey, "level_times", lambda nodes, alike: tuple(nodes))
+    monkeypatch.setattr(Survey, "_shares", lambda self: {})
     return block_ms
 
 
@@ -217,10 +228,7 @@ def test_what_is_given_is_not_measured(
                 assert starter._weights is not None
                 found = [stop - start for start, stop in starter._weights.blocks]
                 assert counts is None or found == counts
-                told = ", ".join(
-                    f"{name} {start}-{stop - 1}"
-                    for name, (start, stop) in zip(starter.names, starter._weights.blocks, strict=True)
-                )
+                told = told_blocks(starter.names, starter._weights.blocks)
                 assert f"blocks {told}; nothing was measured" in caplog.messages
             finally:
                 starter.close()
@@ -315,6 +323,8 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        if request.slots is not None:
+            return {"machine_share": 0.5}
         asked.append(self.node.name)
         return {"profile": replace(OWN, name=f"{self.node.name} by itself").to_json(), "format": "int8"}
 
@@ -359,7 +369,7 @@ def test_what_takes_long_is_told(
     Profiler("starter", tmp_path, span_s=0.001).profile(
         Subject(config, "h", torch.device("cpu"), torch.float32, None), None
     )
-    assert "starter measures a block at 16 rows (5 of 7)" in caplog.messages
+    assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
 
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:
@@ -383,6 +393,8 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
         busy.release()
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        if request.slots is not None:
+            return {"machine_share": 0.5}
         alone(self.node.name)
         return {"profile": OWN.to_json(), "format": "float32"}
 
@@ -394,6 +406,46 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
     with secondaries(2, tmp_path) as nodes:
         survey_of(cluster_of(nodes), own=own).run()
     assert order == ["starter", "secondary0", "secondary1"]
+
+
+def test_nodes_of_one_machine_then_compute_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what it takes of the machine; a node that cannot, or tells nonsense, is counted as before."""
+    together = threading.Barrier(3)
+    places: dict[str, tuple[int, int]] = {}
+
+    def share(name: str, slots: Slots) -> float:
+        together.wait(30)  # fails if one is asked only when another has answered
+        places[name] = (slots.place, slots.n_nodes)
+        return {"starter": 0.5, "secondary0": 0.75}.get(name, 17.0)
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        if request.slots is not None:
+            return {"machine_share": share(self.node.name, request.slots)}
+        return {"profile": OWN.to_json(), "format": "float32"}
+
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    with secondaries(2, tmp_path) as nodes:
+        profiles, _ = survey_of(cluster_of(nodes), own_share=lambda slots: share("starter", slots)).run()
+    assert places == {"starter": (0, 3), "secondary0": (1, 3), "secondary1": (2, 3)}
+    assert [(p.machine, p.machine_share) for p in profiles] == [("loopback", s) for s in (0.5, 0.75, 0.0)]
+
+
+def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise while one of them measured itself must not decide who gets all blocks."""
+    times = {"starter": 0.001, "secondary0": 0.002, "secondary1": 0.006}
+
+    def profile_of(name: str, n_threads: int = 1) -> NodeProfile:
+        return replace(OWN, name=name, block_s=((1, times[name]),), n_threads=n_threads)
+
+    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+        own = profile_of(self.node.name, 2 if self.node.name == "secondary1" else 1)
+        return {"machine_share": 0.0} if request.slots else {"profile": own.to_json(), "format": "float32"}
+
+    monkeypatch.setattr(ControlClient, "profile", profile)
+    with secondaries(2, tmp_path) as nodes:
+        survey = survey_of(cluster_of(nodes), own=lambda: profile_of("starter"), own_format="float32")
+        profiles, _ = survey.run()
+    assert [p.block_s[0][1] for p in profiles] == [pytest.approx(0.0015), pytest.approx(0.0015), 0.006]
 
 
 def test_a_node_that_is_not_there(answering: list[str]) -> None:

@@ -12,6 +12,8 @@ from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
 from mdi.partition.methods import METHODS, place
 from mdi.partition.placement import Placement
+from mdi.partition.preference import MARGIN, useful_nodes
+from mdi.partition.throughput import fastest
 
 
 def placed(cost: CostModel, method: str) -> Placement | None:
@@ -25,12 +27,34 @@ def placed(cost: CostModel, method: str) -> Placement | None:
 @settings(max_examples=300)
 def test_throughput_is_the_best_of_all_placements(cost: CostModel) -> None:
     best = min((cost.predict(*p).round_s for p in every_placement(cost)), default=None)
-    found = placed(cost, "throughput")
+    found, chosen = fastest(cost), placed(cost, "throughput")
     if best is None:
-        assert found is None
+        assert found is None and chosen is None
     else:
-        assert found is not None
+        assert found is not None and chosen is not None
         assert cost.predict(found.order, found.counts).round_s == pytest.approx(best, rel=1e-8)
+        assert cost.predict(chosen.order, chosen.counts).round_s <= best * MARGIN * (1 + 1e-8)
+
+
+@given(problems(max_nodes=4, max_blocks=5))
+@settings(max_examples=150)
+def test_of_rings_that_are_about_as_fast_the_preferred_one(cost: CostModel) -> None:
+    rounds: dict[int, float] = {}
+    for order, counts in every_placement(cost):
+        rounds[len(order)] = min(rounds.get(len(order), float("inf")), cost.predict(order, counts).round_s)
+    chosen = placed(cost, "throughput")
+    assert (chosen is None) == (not rounds)
+    if chosen is None:
+        return
+    limit = min(rounds.values()) * MARGIN
+    good = [n for n, round_s in rounds.items() if round_s <= limit * (1 - 1e-8)]
+    fair = [n for n, round_s in rounds.items() if round_s <= limit * (1 + 1e-8)]
+    useful = [n for n in good if n <= useful_nodes(cost)]
+    assert len(chosen.order) in fair
+    if useful:
+        assert max(useful) <= len(chosen.order) <= useful_nodes(cost), "all nodes that have something to do"
+    else:
+        assert len(chosen.order) <= min(good), "no more nodes than it must be"
 
 
 @given(problems())
@@ -40,8 +64,9 @@ def test_latency_is_the_shortest_way_of_all(cost: CostModel) -> None:
     best = min(ways, default=None)
     found = placed(cost, "latency")
     assert (found is None) == (best is None)
-    if found is not None:
-        assert cost.predict(found.order, found.counts, n_sequences=1).round_s == pytest.approx(best, rel=1e-8)
+    if found is not None and best is not None:
+        way = cost.predict(found.order, found.counts, n_sequences=1).round_s
+        assert best * (1 - 1e-8) <= way <= best * MARGIN * (1 + 1e-8)
 
 
 @given(problems(max_nodes=7, max_blocks=9))
@@ -68,7 +93,7 @@ def test_throughput_is_never_worse_than_the_simple_placements(cost: CostModel) -
         if other is not None:
             assert best is not None
             rate = cost.predict(best.order, best.counts).tokens_s
-            assert rate >= cost.predict(other.order, other.counts).tokens_s * (1 - 1e-8)
+            assert rate >= cost.predict(other.order, other.counts).tokens_s / MARGIN * (1 - 1e-8)
 
 
 @given(problems(max_nodes=6, max_blocks=8))

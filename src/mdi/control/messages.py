@@ -15,6 +15,8 @@ from mdi.net.wire import WIRE_DTYPES
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 3
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")
+N_SLOTS_LIMIT = 64  # nodes of one machine
+AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096
 N_THREADS_LIMIT = 4096
 
@@ -137,6 +139,28 @@ class InitRequest:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """When a node of a machine with several is to compute, so that all know what they take from each other.
+
+    Attributes:
+        after_ms: from the request on to the first slot. Clocks of machines differ; a delay needs none.
+        place: number of the slot in which this node computes alone.
+        n_nodes: of the machine; all compute in the slot after their own ones.
+    """
+
+    after_ms: int
+    place: int
+    n_nodes: int
+
+    @classmethod
+    def from_json(cls, data: Any) -> Slots:
+        """Raises ControlError (400): a node must not wait for as long as a peer likes."""
+        get = _Fields.of(data)
+        n_nodes = get.integer("n_nodes", 2, N_SLOTS_LIMIT)
+        return cls(get.integer("after_ms", 0, AFTER_MS_LIMIT), get.integer("place", 0, n_nodes - 1), n_nodes)
+
+
+@dataclass(frozen=True)
 class ProfileRequest:
     """Body of `POST /profile`: which model the node is to measure itself with.
 
@@ -145,6 +169,7 @@ class ProfileRequest:
         stored_dtype, dtype, quantize, device, threads: as in `InitRequest`: the node measures itself as it would run.
         fresh: measure again, whatever is kept.
         run: id of the run that is to be placed, if there is one: its starter may end the node's process, part or no part.
+        slots: the node is to measure nothing but what it takes of its machine, at these times.
     """
 
     config: dict[str, Any]
@@ -156,6 +181,7 @@ class ProfileRequest:
     device: str | None = None
     threads: int | None = None
     run: str | None = None
+    slots: Slots | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,6 +201,7 @@ class ProfileRequest:
             device=None if data.get("device") is None else get.string("device"),
             threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
             run=None if data.get("run") is None else get.hex("run", 16),
+            slots=None if data.get("slots") is None else Slots.from_json(data["slots"]),
         )
 
 

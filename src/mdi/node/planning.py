@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mdi.control.messages import ProfileRequest
 from mdi.errors import CheckpointError
 from mdi.model.formats import FORMATS, check_format
 from mdi.node.device import choose_device, choose_dtype
-from mdi.node.profiler import Profiler, Subject
+from mdi.node.profiler import Profiler, Subject, share_of
 from mdi.node.shape import model_shape
 from mdi.node.standin import standing_in
 from mdi.node.survey import Survey
@@ -28,6 +29,7 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.placement import Placement
 from mdi.partition.plan import PlanReport, plan
 from mdi.partition.profile import ClusterProfile, NodeProfile
+from mdi.partition.table import left_out_lines
 
 logger = logging.getLogger("mdi")
 
@@ -92,7 +94,7 @@ def profile_cluster(
     request = ProfileRequest(
         model.config, model.config_hash, model.stored_dtype, wishes.wished_dtype, wishes.quantize, fresh, run=run
     )
-    survey = Survey(cluster, request, own, wait_s, check)
+    survey = Survey(cluster, request, own, wait_s, check, partial(share_of, subject), subject.format)
     nodes, links = survey.run()
     for name, other in survey.formats.items():
         if other != subject.format:
@@ -166,5 +168,4 @@ def told(report: PlanReport) -> list[str]:
     """What is worth saying of a plan when a run begins."""
     ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
-    lines += [f"left out: {name} ({reason})" for name, reason in report.placement.left_out]
-    return lines
+    return lines + left_out_lines(report.placement)

@@ -19,10 +19,13 @@ import mdi
 from mdi.checkpoint.files import replacing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
+from mdi.control.messages import Slots
 from mdi.errors import CheckpointError, MdiError
+from mdi.node.contention import machine_share
 from mdi.node.device import computing_threads
 from mdi.node.profiling import ROWS, SPAN_S, Bench, Speeds
 from mdi.node.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
+from mdi.node.shape import model_shape
 from mdi.partition.profile import NodeProfile
 
 FILE = "profiles.json"
@@ -113,6 +116,7 @@ class Profiler:
             if speeds is None:
                 speeds = self._measure(subject, check)
                 self._keep(key, speeds)
+            n_threads = torch.get_num_threads()
         process_bytes = 0 if subject.device.type == "cuda" else self._process_bytes
         return NodeProfile(
             name=self._name,
@@ -128,6 +132,7 @@ class Profiler:
             head_s=speeds.head_s,
             shared_bytes=machine_free_bytes(subject.device),
             held_bytes=self.held_bytes_of(subject.device),
+            n_threads=n_threads,
         )
 
     def is_kept(self, subject: Subject) -> bool:
@@ -194,6 +199,13 @@ class Profiler:
                 file.write(json.dumps({key: asdict(value) for key, value in latest.items()}, indent=1).encode())
         except (CheckpointError, OSError) as e:
             logger.warning("what was measured cannot be kept: %s", e)
+
+
+def share_of(subject: Subject, slots: Slots) -> float:
+    """The part of its machine that this node takes while it computes the subject; see `mdi.node.contention`."""
+    n_bytes = sum(block.weight_bytes for block in model_shape(subject.config, subject.format).blocks)
+    with computing_threads(subject.threads):
+        return machine_share(slots, n_bytes, subject.device)
 
 
 def _device_name(device: torch.device) -> str:

@@ -32,7 +32,7 @@ from mdi.node.errand import Errand
 from mdi.node.holding import Holding
 from mdi.node.job import Abandoned, Job
 from mdi.node.kind import ModelKind
-from mdi.node.profiler import Profiler, Subject
+from mdi.node.profiler import Profiler, Subject, share_of
 from mdi.node.service import Service
 
 PROFILE_S = 170.0
@@ -304,6 +304,8 @@ class SecondaryNode:
             request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
             threads=computing.threads,
         )  # fmt: skip
+        if request.slots is not None:
+            return {"machine_share": share_of(subject, request.slots)}
         is_kept = not request.fresh and self._profiler.is_kept(subject)
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)

@@ -1,7 +1,8 @@
 """A cluster that is really there, as numbers: every node measures itself, and every link of the ring is tried.
 
 Nodes of one machine measure one after the other, because together each would measure its share; machines work at the same
-time. Links are tried last, one by one.
+time. Then the nodes of each machine compute at the same time, to know what they take from each other. Links are tried last,
+one by one.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import ProbeRequest, ProfileRequest
+from mdi.control.messages import N_SLOTS_LIMIT, ProbeRequest, ProfileRequest, Slots
 from mdi.control.reach import Route, try_node
 from mdi.errors import ControlError, MdiError, UsageError
+from mdi.node.contention import LEAD_S, slots_of
 from mdi.node.machine import host_of
 from mdi.node.setup import BUSY_S, reach_node
 from mdi.partition.profile import LinkProfile, NodeProfile
-from mdi.partition.sharing import share_memory
+from mdi.partition.sharing import level_times, share_memory
 
 REPORT_S = 2.0
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
@@ -40,6 +42,8 @@ class Survey:
         own: measures the starter, on the calling thread.
         wait_s: how long to wait for a node that does not answer yet.
         check: called again and again meanwhile; what it raises ends the waiting.
+        own_share: what part of its machine the starter takes, on the calling thread; 0 is unknown.
+        own_format: that the starter measures in.
     """
 
     def __init__(
@@ -49,7 +53,11 @@ class Survey:
         own: Callable[[], NodeProfile],
         wait_s: float,
         check: Callable[[], None] = lambda: None,
+        own_share: Callable[[Slots], float] = lambda slots: 0.0,
+        own_format: str = "",
     ) -> None:
+        self._own_format = own_format
+        self._own_share = own_share
         self._cluster = cluster
         self._request = request
         self._own = own
@@ -77,14 +85,23 @@ class Survey:
             starter = self._own()
             self._wait(threads)
             self._in_threads({"starter": beside}, self._ask)
+            shares = self._shares()
         finally:
             self._ended.set()
         found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
-        profiles = share_memory(found, [host_of(node.addr) for node in self._cluster.nodes])
+        machines = [host_of(node.addr) for node in self._cluster.nodes]
+        profiles = share_memory(found, machines)
         tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
         if tight:
             logger.info("%s share the memory of their machine: each is counted with a part of it", ", ".join(tight))
-        return profiles, self._links()
+        placed = tuple(
+            replace(profile, machine=machine, machine_share=shares.get(profile.name, 0.0))
+            for profile, machine in zip(profiles, machines, strict=True)
+        )
+        alike = [
+            (p.machine, p.device, p.n_cores, p.n_threads, self._formats.get(p.name, self._own_format)) for p in placed
+        ]
+        return level_times(placed, alike), self._links()
 
     @property
     def formats(self) -> dict[str, str]:
@@ -151,6 +168,35 @@ class Survey:
         self._formats[node.name] = str(answer.get("format", ""))
         self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile
+
+    def _shares(self) -> dict[str, float]:
+        """What part of its machine each node takes, by name; nothing for a node that has a machine of its own."""
+        hosts: dict[str, list[NodeConfig]] = {}
+        for node in self._cluster.nodes[:N_SLOTS_LIMIT]:
+            hosts.setdefault(host_of(node.addr), []).append(node)
+        found: dict[str, float] = {}
+        own, asked = None, {}
+        begin = time.monotonic() + LEAD_S
+        for nodes in hosts.values():
+            for node, slots in zip(nodes, slots_of(len(nodes), begin) if len(nodes) > 1 else (), strict=False):
+                if node is self._cluster.starter:
+                    own = slots
+                else:
+                    asked[node.name] = slots
+
+        def ask(node: NodeConfig) -> None:
+            request = replace(self._request, device=node.device, threads=node.threads, slots=asked[node.name])
+            try:
+                share = float(self._clients[node.name].profile(request).get("machine_share", 0.0))
+                found[node.name] = share if 0 <= share <= 1 else 0.0
+            except (ControlError, TypeError, ValueError) as e:
+                logger.info("what %s takes of its machine was not measured: %s", node.name, e)
+
+        threads = self._start({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
+        if own is not None:
+            found[self._cluster.starter.name] = self._own_share(own)
+        self._wait(threads)
+        return found
 
     @staticmethod
     def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:

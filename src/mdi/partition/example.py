@@ -11,9 +11,9 @@ _GB = 10**9
 
 
 def boards() -> ClusterProfile:
-    """One board with 8 GB and two with 4 GB."""
+    """Three boards with 4 GB each."""
     nodes = (
-        _board("starter", 7 * _GB, 9e9),
+        _board("starter", int(3.2 * _GB), 5e9),
         _board("secondary0", int(3.2 * _GB), 5e9),
         _board("secondary1", int(3.2 * _GB), 5e9),
     )

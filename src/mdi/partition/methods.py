@@ -9,6 +9,7 @@ from mdi.errors import PlacementError, UsageError
 from mdi.partition.cost import CostModel
 from mdi.partition.greedy import PREFERENCES, by_score, gma_scores, opa_scores
 from mdi.partition.placement import Placement, check_counts, check_fits, describe, size
+from mdi.partition.preference import preferred, useful_nodes
 from mdi.partition.split import split_layers
 from mdi.partition.spread import ring_of, spread
 from mdi.partition.throughput import fastest
@@ -55,7 +56,10 @@ def by_hand(cost: CostModel, counts: Sequence[int]) -> Placement:
 
 
 def _fastest(cost: CostModel, method: str) -> Placement:
-    """Also tries what the simpler ways would choose, so that it is never worse, however many nodes there are."""
+    """Of the rings that are about as fast as the fastest the one to prefer (`mdi.partition.preference`).
+
+    Also tries what the simpler ways would choose, so that it is never much worse, however many nodes there are.
+    """
     simple = []
     if cost.n_nodes > 1:
         simple.append(tuple(range(min(cost.n_nodes, cost.n_layer + 1))))
@@ -67,6 +71,7 @@ def _fastest(cost: CostModel, method: str) -> Placement:
     best = fastest(cost, simple)
     if best is None:
         raise misfit(cost)
+    best = preferred(cost, best)
     check_counts(cost, best.order, best.counts)
     reasons = {i: _reason(cost, i, best.order, best.round_s) for i in _few_left_out(cost, best.order)}
     placement = Placement.of(method, cost.profile, best.order, best.counts, reasons)
@@ -94,6 +99,9 @@ def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> st
     rounds = [s.round_s for s in found if s is not None]
     if not rounds:
         return "not needed"
+    if n_used > useful_nodes(cost):
+        n = cost.timed.n_sequences
+        return f"{'one sequence keeps' if n == 1 else f'{n} sequences keep'} no more nodes busy"
     return f"without it the ring is {min(rounds) / round_s:.2f} times as fast"
 
 

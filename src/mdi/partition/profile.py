@@ -31,6 +31,7 @@ class NodeProfile:
         name: "starter" or "secondary<i>", or whatever the cluster's owner calls it.
         device: "cpu", "cuda:0", ...
         n_cores: cores that it may use, by affinity and cgroup quota; 0.6 is 60 % of one core.
+        n_threads: CPU threads that it computes with; 0 is unknown.
         memory_bytes: free memory of the device, for weights, caches, activations and the process; cgroup limit respected.
         disk_bytes: free space under the cache folder.
         disk_read_bytes_s: 0 is unknown.
@@ -43,6 +44,10 @@ class NodeProfile:
         shared_bytes: what is free of the device for all its processes together, whatever the limits of this one: nodes of one
             machine take from the same, see `mdi.partition.sharing`; 0 is unknown.
         held_bytes: the part of `memory_bytes` that it holds now, and would let go of.
+        machine: nodes with the same name here stand on one machine; "" is a machine of its own.
+        machine_share: part of its machine's cores and memory bandwidth that it takes while it computes, from 0 to 1, see
+            `mdi.partition.machines`; a node of one thread on two cores takes a half, or all if it alone can use up the
+            bandwidth. 0 is unknown, and shares nothing.
     """
 
     name: str
@@ -58,6 +63,9 @@ class NodeProfile:
     cached_parts: tuple[str, ...] = ()
     shared_bytes: int = 0
     held_bytes: int = 0
+    n_threads: int = 0
+    machine: str = ""
+    machine_share: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -70,10 +78,14 @@ class NodeProfile:
             _text(fields[name], f"{where}.{name}")
         for name in ("memory_bytes", "disk_bytes", "process_bytes"):
             fields[name] = _whole(fields[name], f"{where}.{name}")
-        for name in ("shared_bytes", "held_bytes"):
+        for name in ("shared_bytes", "held_bytes", "n_threads"):
             fields[name] = _whole(fields.get(name, 0), f"{where}.{name}")
         for name in ("n_cores", "disk_read_bytes_s", "read_bytes_s"):
             fields[name] = _number(fields[name], f"{where}.{name}")
+        _text(fields.get("machine", ""), f"{where}.machine", may_be_empty=True)
+        fields["machine_share"] = _number(fields.get("machine_share", 0.0), f"{where}.machine_share")
+        if fields["machine_share"] > 1:
+            raise UsageError(f"{where}.machine_share: a node takes at most 1, all of its machine")
         if not fields["n_cores"]:
             raise UsageError(f"{where}.n_cores: a node needs more than 0 cores")
         for name in ("block_s", "head_s"):

@@ -1,9 +1,14 @@
-"""Memory that several nodes take from the same machine or GPU: each says that all of it is free, but it is there once."""
+"""What the profiles of nodes on one machine have to do with each other.
+
+Memory of the machine or GPU: each node says that all of it is free, but it is there once. And times: nodes that are alike are
+equally fast, whatever else the machine did while one of them measured itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from mdi.partition.profile import NodeProfile
 
@@ -31,3 +36,21 @@ def share_memory(nodes: Sequence[NodeProfile], hosts: Sequence[str]) -> tuple[No
             part = claim if total <= free else claim * free // total
             shared[i] = replace(nodes[i], memory_bytes=nodes[i].memory_bytes - claim + part)
     return tuple(shared)
+
+
+def level_times(nodes: Sequence[NodeProfile], alike: Sequence[Hashable]) -> tuple[NodeProfile, ...]:
+    """The profiles with the mean times of nodes that are alike, so that noise does not decide which one gets the blocks.
+
+    Args:
+        alike: of each node; equal where machine, device, cores, threads and format are.
+    """
+    groups: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
+    for i, key in enumerate(alike):
+        groups.setdefault((key, tuple(rows for rows, _ in nodes[i].block_s)), []).append(i)
+    level = list(nodes)
+    for (_, rows), group in groups.items():
+        means = [fmean(nodes[i].block_s[k][1] for i in group) for k in range(len(rows))]
+        read = fmean(nodes[i].read_bytes_s for i in group)
+        for i in group:
+            level[i] = replace(nodes[i], block_s=tuple(zip(rows, means, strict=True)), read_bytes_s=read)
+    return tuple(level)

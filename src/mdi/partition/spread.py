@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mdi.partition.cost import CostModel, Terms
+from mdi.partition.machines import Machine, busiest_s, stage_limits, work_s
 
 TOLERANCE = 1e-9  # relative; what is nearer than this counts as equal
 _INF = float("inf")
@@ -57,7 +58,9 @@ def spread(cost: CostModel, ring: Ring, below_s: float = _INF) -> Spread | None:
     Of spreads with equal rounds, one whose slowest stage is as fast as can be.
     """
     terms = cost.terms(len(ring.order))
-    fill: _Fill = _Alike(cost, terms, ring.order) if cost.is_uniform else _Different(cost, terms, ring.order)
+    machines = cost.machines(ring.order) if terms.n_frames > 1 else ()
+    make = _Alike if cost.is_uniform else _Different
+    fill: _Fill = make(cost, terms, ring.order, machines)
     frames, link = terms.n_frames, ring.busy_s
 
     def attempt(stage_s: float, round_s: float) -> Spread | None:
@@ -65,7 +68,7 @@ def spread(cost: CostModel, ring: Ring, below_s: float = _INF) -> Spread | None:
         counts = fill.shortest(stage_s) if link <= stage_s or frames == 1 else None
         if counts is None:
             return None
-        result = _measured(terms, ring, counts)
+        result = _measured(terms, ring, counts, machines)
         return result if result.round_s <= round_s * (1 + 1e-12) else None
 
     limit = below_s * (1 - TOLERANCE)
@@ -74,7 +77,7 @@ def spread(cost: CostModel, ring: Ring, below_s: float = _INF) -> Spread | None:
         return None
     low = max(frames * max(link, *(terms.base_s[i] for i in ring.order)), ring.way_s)
     best = _shortest_round(attempt, frames, low, best)
-    return _fastest_stages(attempt, fill, terms, ring, best)
+    return _fastest_stages(attempt, fill, terms, ring, best, machines)
 
 
 class _Fill:
@@ -91,8 +94,9 @@ class _Fill:
 class _Alike(_Fill):
     """All blocks are alike: a node is a fixed time, a time per block and a capacity."""
 
-    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
+    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int], machines: tuple[Machine, ...]) -> None:
         self._n_layer = cost.n_layer
+        self._machines = machines
         self._base = [terms.base_s[i] for i in order]
         self._unit = [terms.unit_s(i) for i in order]
         self._most = [terms.most_blocks(i) for i in order]
@@ -118,10 +122,20 @@ class _Alike(_Fill):
             return None
         counts = [0, *[1] * (len(self._base) - 1)]
         for k in self._by_speed:
-            more = min(caps[k] - counts[k], left)
+            more = min(caps[k] - counts[k], left, self._left_on_machine(k, counts, stage_s))
             counts[k] += more
             left -= more
-        return tuple(counts)
+        return tuple(counts) if left == 0 else None
+
+    def _left_on_machine(self, k: int, counts: list[int], stage_s: float) -> int:
+        """How many more blocks node `k` can hold before its machine is busy for longer than `stage_s`."""
+        for machine in self._machines:
+            shares = dict(machine)
+            if k in shares and stage_s < _INF:
+                stages = [base + n * unit for base, n, unit in zip(self._base, counts, self._unit, strict=True)]
+                free = stage_s * (1 + 1e-12) - work_s(machine, stages)
+                return max(0, int(free / (shares[k] * self._unit[k])))
+        return self._n_layer
 
     def balanced(self, stage_s: float) -> tuple[int, ...] | None:
         counts = self.shortest(stage_s)
@@ -143,18 +157,28 @@ class _Alike(_Fill):
 class _Different(_Fill):
     """Blocks differ: dynamic programming over how many blocks the first nodes hold, O(nodes x blocks)."""
 
-    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
+    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int], machines: tuple[Machine, ...]) -> None:
         self._n_layer, self._terms, self._order = cost.n_layer, terms, order
+        self._machines = machines
         self._weights, self._held = cost.weights, cost.held
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
+        """Exact where no nodes share a machine; else nodes of one may have to keep to an even part of its time."""
+        counts = self._within([stage_s] * len(self._order))
+        if counts is None or not self._machines:
+            return counts
+        if busiest_s(self._machines, _stages(self._terms, self._order, counts)) <= stage_s * (1 + 1e-12):
+            return counts
+        return self._within(stage_limits(self._machines, len(self._order), stage_s))
+
+    def _within(self, limits: Sequence[float]) -> tuple[int, ...] | None:
         n = self._n_layer
-        if not self._reaches(stage_s):
+        if not self._reaches(limits):
             return None
         best = [0.0, *[_INF] * n]  # of the nodes so far, holding the first e blocks: sum of their times
         starts: list[list[int]] = []
         for k, i in enumerate(self._order):
-            best, start_of = self._with(i, best, stage_s, is_starter=k == 0)
+            best, start_of = self._with(i, best, limits[k], is_starter=k == 0)
             starts.append(start_of)
         if best[n] == _INF:
             return None
@@ -164,11 +188,11 @@ class _Different(_Fill):
             stop = start_of[stop]
         return tuple(reversed(counts))
 
-    def _reaches(self, stage_s: float) -> bool:
+    def _reaches(self, limits: Sequence[float]) -> bool:
         """Whether the nodes hold all blocks if each takes as many as it can: cheap, and mostly decides."""
         stop = 0
-        for i in self._order:
-            stop = self._terms.reach(i, stop, stage_s * (1 + 1e-9))
+        for i, limit in zip(self._order, limits, strict=True):
+            stop = self._terms.reach(i, stop, limit * (1 + 1e-9))
         return stop == self._n_layer
 
     def _with(self, i: int, best: list[float], stage_s: float, is_starter: bool) -> tuple[list[float], list[int]]:
@@ -208,14 +232,19 @@ class _Different(_Fill):
 _Attempt = Callable[[float, float], "Spread | None"]
 
 
-def _measured(terms: Terms, ring: Ring, counts: tuple[int, ...]) -> Spread:
+def _stages(terms: Terms, order: Sequence[int], counts: Sequence[int]) -> list[float]:
     stages, start = [], 0
-    for i, count in zip(ring.order, counts, strict=True):
+    for i, count in zip(order, counts, strict=True):
         stages.append(terms.stage_s(i, start, start + count))
         start += count
+    return stages
+
+
+def _measured(terms: Terms, ring: Ring, counts: tuple[int, ...], machines: tuple[Machine, ...]) -> Spread:
+    stages = _stages(terms, ring.order, counts)
     slowest = max(stages)
     link = ring.busy_s if terms.n_frames > 1 else 0.0
-    round_s = max(terms.n_frames * max(slowest, link), sum(stages) + ring.way_s)
+    round_s = max(terms.n_frames * max(slowest, link, busiest_s(machines, stages)), sum(stages) + ring.way_s)
     return Spread(counts, round_s, slowest, ring.order)
 
 
@@ -233,7 +262,9 @@ def _shortest_round(attempt: _Attempt, frames: int, low: float, best: Spread) ->
     return best
 
 
-def _fastest_stages(attempt: _Attempt, fill: _Fill, terms: Terms, ring: Ring, best: Spread) -> Spread:
+def _fastest_stages(
+    attempt: _Attempt, fill: _Fill, terms: Terms, ring: Ring, best: Spread, machines: tuple[Machine, ...]
+) -> Spread:
     """Among spreads with this round, one with the fastest slowest stage; it leaves the most room for noise."""
     low = max(ring.busy_s if terms.n_frames > 1 else 0.0, *(terms.base_s[i] for i in ring.order))
     high = best.slowest_s
@@ -249,5 +280,5 @@ def _fastest_stages(attempt: _Attempt, fill: _Fill, terms: Terms, ring: Ring, be
     counts = fill.balanced(high * (1 + 1e-9))
     if counts is None:
         return best
-    even = _measured(terms, ring, counts)
+    even = _measured(terms, ring, counts, machines)
     return even if even.round_s <= best.round_s * (1 + 1e-12) else best

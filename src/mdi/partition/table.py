@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from mdi.blocks import span
 from mdi.partition.advice import ms
-from mdi.partition.placement import size
+from mdi.partition.placement import Placement, size
 from mdi.partition.plan import NodePlan, PlanReport
 
+MOST_LEFT_OUT = 8  # nodes that are named
 _HEADS = ("node", "device", "blocks", "weights", "caches", "other", "free", "left", "stage", "link")
 
 
@@ -23,16 +24,25 @@ def format_plan(report: PlanReport) -> str:
         *_table([_HEADS, *(_row(node) for node in report.nodes)]),
         "",
     ]
-    for name, reason in report.placement.left_out[:8]:
-        lines.append(f"left out: {name} ({reason})")
-    if len(report.placement.left_out) > 8:
-        lines.append(f"left out: {len(report.placement.left_out) - 8} more")
+    lines += left_out_lines(report.placement)
     one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
     many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
     lines += [f"speed:    {one}{many}", f"limit:    {report.limit}"]
     lines += [f"advice:   {text}" for text in report.advice]
     lines += [f"note:     {text}" for text in report.notes]
     return "\n".join(lines)
+
+
+def left_out_lines(placement: Placement) -> list[str]:
+    """Who has no part in the ring, why, and how all would have one."""
+    left = placement.left_out
+    lines = [f"left out: {name} ({reason})" for name, reason in left[:MOST_LEFT_OUT]]
+    if len(left) > MOST_LEFT_OUT:
+        lines.append(f"left out: {len(left) - MOST_LEFT_OUT} more")
+    can_all_have_blocks = len(left) + len(placement.order) <= sum(placement.counts) + 1
+    if left and can_all_have_blocks:
+        lines.append("          --placement even uses all nodes, if they have the memory")
+    return lines
 
 
 def _row(node: NodePlan) -> tuple[str, ...]:

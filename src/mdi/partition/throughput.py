@@ -37,6 +37,14 @@ def fastest(cost: CostModel, also: Iterable[Sequence[int]] = ()) -> Spread | Non
     return improved(cost, best) if best is not None and cost.n_nodes > EXACT_NODES else best
 
 
+def fastest_of(cost: CostModel, n_used: int, below_s: float) -> Spread | None:
+    """The fastest ring of so many nodes, up to EXACT_NODES; None if no round takes less than `below_s`."""
+    best: Spread | None = None
+    for ring in _rings(cost, n_used, None):
+        best = spread(cost, ring, best.round_s if best else below_s) or best
+    return best
+
+
 def _better(cost: CostModel, ring: Ring, best: Spread | None) -> Spread | None:
     found = spread(cost, ring, best.round_s if best else float("inf"))
     return found or best
@@ -65,7 +73,11 @@ def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tupl
         return
     nodes = cost.profile.nodes
     kinds = {
-        i: (nodes[i].memory_bytes, nodes[i].process_bytes, nodes[i].block_s, nodes[i].read_bytes_s) for i in chosen
+        i: (
+            *(nodes[i].memory_bytes, nodes[i].process_bytes, nodes[i].block_s, nodes[i].read_bytes_s),
+            *(nodes[i].machine, nodes[i].machine_share),
+        )
+        for i in chosen
     }
     seen = set()
     for order in itertools.permutations(chosen):
