@@ -37,7 +37,8 @@ ALLOWED = {
     "report": {"metrics", "blocks", "columns", "config", "errors"},
     "plots": {"metrics", "config", "errors"},
     "display": {"columns", "terminal"},
-    "memory": {"errors"},
+    "gpu_memory": set(),
+    "memory": {"errors", "gpu_memory"},
     "token_times": {"errors"},
 }
 BELOW_NODE = set(ALLOWED)

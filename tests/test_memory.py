@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mdi import memory
+from mdi import gpu_memory
 from mdi.cli import launch
-from mdi.cli_mem_monitor import split_command, summary, title_of
+from mdi.cli_mem_monitor import series_of_nodes, split_command, summary, title_of
 from mdi.errors import UsageError
-from mdi.memory import COLUMNS, Family, Gpu, Sample, Usage, monitor
+from mdi.gpu_memory import Gpu
+from mdi.memory import COLUMNS, Family, Sample, Usage, monitor, node_of
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 MB = 1_000_000
@@ -27,7 +28,8 @@ PARENT = (
     "import subprocess, sys; held = bytearray(b'x') * 60_000_000; "
     f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}]); sys.exit(child.wait())"
 )
-NO_GPU = Gpu(baseline_bytes=None)
+NO_GPU = Gpu()
+NO_GPU.baseline_bytes = None
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -189,7 +191,7 @@ def test_gpu_memory_of_the_processes_or_else_its_growth(tmp_path: Path, monkeypa
     assert sample.gpu_bytes == 42 << 20 and sample.usages[0].gpu_bytes == 42 << 20
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert Gpu().baseline_bytes is None
-    monkeypatch.setattr(memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: None)
     assert Gpu().baseline_bytes is None and Gpu().growth_bytes() is None
 
 
@@ -207,3 +209,48 @@ def test_a_long_command_is_cut_between_words() -> None:
     *shown, dots = title_of(words).split()
     assert dots == "..." and len(title_of(words)) <= 200 and shown == words[: len(shown)]
     assert title_of(["sample.py", "--prompt", "Who are you?"]) == "sample.py --prompt 'Who are you?'"
+
+
+@pytest.mark.parametrize(
+    "command, node",
+    [
+        (
+            ["/venv/bin/python", "-m", "mdi.cli", "secondary", "--nodes-config", "/tmp/nodes.json", "1", "-v"],
+            "secondary1",
+        ),
+        (["python", "src/secondary.py", "--nodes-config", "nodes.json", "0"], "secondary0"),
+        (["python3.11", "/home/me/src/starter.py", "--ckpt", "secondary"], "starter"),
+        (["python", "src/sample.py"], "sample"),
+        (["sleep", "1"], "other"),
+        ([], "other"),
+    ],
+)
+def test_the_node_is_told_by_its_command(command: list[str], node: str) -> None:
+    assert node_of(command) == node
+
+
+def test_a_line_for_each_node() -> None:
+    def usage(node: str, rss: int, pss: int | None) -> Usage:
+        return Usage(1, "python", rss, pss, None, None, node)
+
+    first = Sample(0.5, (usage("starter", 10, 8), usage("secondary0", 5, None)))
+    second = Sample(1.0, (usage("starter", 20, 18), usage("starter", 3, 2)))
+    assert series_of_nodes([first, second]) == {"secondary0": [(0.5, 5)], "starter": [(0.5, 8), (1.0, 20)]}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_a_jetson_shares_its_memory_with_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program that answers as tegrastats does, for ever."""
+    line = "11-21-2026 12:00:00 RAM {used}/3956MB (lfb 1x4MB) SWAP 0/1978MB (cached 0MB) CPU [2%@1479] GR3D_FREQ 0%"
+    script = (
+        f"#!/bin/sh\nwhile read -r used < {tmp_path}/used; do echo '{line}' | sed s/{{used}}/$used/; sleep 0.1; done\n"
+    )
+    (tmp_path / "tegrastats").write_text(script)
+    (tmp_path / "tegrastats").chmod(0o755)
+    (tmp_path / "used").write_text("1000\n")
+    monkeypatch.setattr(gpu_memory, "_nvidia_smi", lambda query: [])
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    gpu = Gpu()
+    assert gpu.is_shared and gpu.baseline_bytes == 1000 << 20 and gpu.by_process() == {}
+    (tmp_path / "used").write_text("1900\n")
+    assert gpu.growth_bytes(200 << 20) == 700 << 20

@@ -4,6 +4,7 @@ The exit status is the command's, Ctrl-C goes to it. Without --output the table 
 
 examples:
   mem_monitor.py -i 0.5 -o memory.csv --img memory.png -- local_ring.py --nodes 3 --ckpt checkpoints/org/model
+  mem_monitor.py --img nodes.png --per-node -- local_ring.py --nodes 3 --ckpt checkpoints/org/model
   mem_monitor.py "python src/sample.py --ckpt checkpoints/org/model --prompt 'Who are you?'"
 """
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=Path, metavar="FILE", help="another CSV file, with a row for each process")
     parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="S", help="seconds between samples (1)")
     parser.add_argument("--img", type=Path, metavar="FILE", help="draw a figure of the memory over time")
+    parser.add_argument("--per-node", action="store_true", help="in the figure, a line for each node instead of sums")
     add_common_flags(parser)
     parser.add_argument(
         "command", metavar="CMD", nargs=argparse.REMAINDER, help="the command and its arguments, or all in one string"
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         csv.writer(sys.stdout).writerows([COLUMNS, *(sample.row() for sample in samples)])
     logger.info("%s", summary(samples))
     if args.img is not None:
-        plot_memory(args.img, series(samples), title_of(command))
+        plot_memory(args.img, series_of_nodes(samples) if args.per_node else series(samples), title_of(command))
         logger.info("figure: %s", args.img)
     return status
 
@@ -116,6 +118,19 @@ def series(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
         if points:
             found[name.upper()] = points
     return found
+
+
+def series_of_nodes(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
+    """What to draw with --per-node: of each node, PSS where the system says it, else RSS; in bytes over time."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        sums: dict[str, int] = {}
+        for usage in sample.usages:
+            size = usage.rss_bytes if usage.pss_bytes is None else usage.pss_bytes
+            sums[usage.node or "other"] = sums.get(usage.node or "other", 0) + size
+        for node, size in sums.items():
+            found.setdefault(node, []).append((sample.time_s, size))
+    return dict(sorted(found.items()))
 
 
 def _table(stack: contextlib.ExitStack, path: Path | None, columns: Sequence[str]) -> TextIO | None:

@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from mdi.errors import UsageError
+from mdi.gpu_memory import Gpu
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: Windows has not all of them
 COLUMNS = ("time_s", "n_processes", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes")
 PROCESS_COLUMNS = ("time_s", "pid", "name", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes")
-_GPU_DEADLINE_S = 10.0
+_PROGRAMS = ("starter", "secondary", "intermediate", "finisher", "sample", "chat", "train", "local_ring", "local-ring")
 _END_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of one process; None where the system does not say."""
+    """Memory of one process; None where the system does not say. `node`: see `node_of`."""
 
     pid: int
     name: str
@@ -38,6 +39,7 @@ class Usage:
     pss_bytes: int | None
     uss_bytes: int | None
     gpu_bytes: int | None
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,29 +85,6 @@ class Sample:
         ]
 
 
-@dataclass
-class Gpu:
-    """What nvidia-smi says. `baseline_bytes`: in use on all GPUs before the command was started; None: there is no GPU."""
-
-    baseline_bytes: int | None = field(default_factory=lambda: _gpu_used_bytes())
-
-    def by_process(self) -> dict[int, int]:
-        """pid -> bytes; empty where the driver names none."""
-        if self.baseline_bytes is None:
-            return {}
-        found: dict[int, int] = {}
-        for pid, mib in _nvidia_smi("--query-compute-apps=pid,used_memory"):
-            if pid.isdigit() and mib.isdigit():
-                found[int(pid)] = found.get(int(pid), 0) + int(mib) * (1 << 20)
-        return found
-
-    def growth_bytes(self) -> int | None:
-        """How much more is in use than before."""
-        if self.baseline_bytes is None:
-            return None
-        return max(0, (_gpu_used_bytes() or 0) - self.baseline_bytes)
-
-
 class Family:
     """A process and all that came from it, also what has lost its parent since."""
 
@@ -120,7 +99,7 @@ class Family:
         on_gpu = self._gpu.by_process()
         usages = [usage for process in self._known.values() if (usage := _usage(process, on_gpu)) is not None]
         of_ours = _sum([usage.gpu_bytes for usage in usages if usage.gpu_bytes is not None])
-        gpu_bytes = of_ours if of_ours else self._gpu.growth_bytes()
+        gpu_bytes = of_ours if of_ours else self._gpu.growth_bytes(sum(usage.rss_bytes for usage in usages))
         return Sample(time_s, tuple(usages), gpu_bytes)
 
     def _look_around(self) -> None:
@@ -208,35 +187,25 @@ def _usage(process: psutil.Process, on_gpu: dict[int, int]) -> Usage | None:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return None
             name, rss = process.name(), process.memory_info().rss
+            node = node_of(process.cmdline())
         try:
             full = process.memory_full_info()
         except psutil.AccessDenied:  # of another user, or on macOS
             full = None
     except psutil.Error:
         return None
-    return Usage(
-        process.pid, name, rss, getattr(full, "pss", None), getattr(full, "uss", None), on_gpu.get(process.pid)
-    )
+    pss, uss = getattr(full, "pss", None), getattr(full, "uss", None)
+    return Usage(process.pid, name, rss, pss, uss, on_gpu.get(process.pid), node)
 
 
-def _gpu_used_bytes() -> int | None:
-    """In use on all GPUs; None if there is none."""
-    rows = _nvidia_smi("--query-gpu=memory.used")
-    sizes = [int(row[0]) * (1 << 20) for row in rows if row[0].isdigit()]
-    return sum(sizes) if sizes else None
-
-
-def _nvidia_smi(query: str) -> list[list[str]]:
-    """Rows of cells; none if there is no such program, or it has nothing to say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_DEADLINE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+def node_of(command: Sequence[str]) -> str:
+    """The node that a command line starts: "starter", "secondary0", ...; else the name of its program, or "other"."""
+    words = [Path(word).name.removesuffix(".py") for word in command[:4]]  # the interpreter, -m, mdi.cli, the command
+    program = next((word for word in words if word in _PROGRAMS), None)
+    if program == "secondary" and "--nodes-config" in command:
+        index = command[command.index("--nodes-config") + 2 :][:1]
+        return f"secondary{index[0]}" if index and index[0].isdigit() else program
+    return program or "other"
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:
