@@ -13,6 +13,7 @@ from families import config_of
 from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.partition.example import boards
+from tiny_checkpoint import write_checkpoint
 
 
 @pytest.fixture
@@ -55,6 +56,23 @@ def test_a_checkpoint_and_its_config_file(tmp_path: Path, capsys: pytest.Capture
     ):
         assert launch("plan", ["--profiles", profiles, *flags, "--dtype", "float32"]) == 0
         assert "in float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("method", "flag"), [("throughput", "--placement throughput"), ("even", "--layers 1,2,2")])
+def test_chunks_that_win_over_the_plan_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: str, method: str, flag: str
+) -> None:
+    ckpt = write_checkpoint(tmp_path / "tiny")
+    flags = ["--profiles", profiles, "--ckpt", str(ckpt), "--placement", method, "--dtype", "float32"]
+    assert launch("plan", flags) == 0
+    assert "chunks" not in capsys.readouterr().out
+    assert launch("prepare-model", [str(ckpt), "--layers", "3,1,1"]) == 0
+    capsys.readouterr()
+    assert launch("plan", flags) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "chunks" in line]
+    assert "starter 0-2, secondary0 3, secondary1 4" in told and told.endswith(flag)
+    assert launch("plan", [*flags, "--layers", "1,2,2"]) == 0
+    assert "chunks" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixture[str], profiles: str) -> None:

@@ -36,6 +36,14 @@ def _assert_holds(directory: Path, state: State, dtype: torch.dtype = torch.floa
             assert torch.equal(tensor, state[name].to(dtype)), name
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The checkpoints folder."""
+    folder = tmp_path / "checkpoints"
+    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: folder)
+    return folder
+
+
 # -- converting
 
 
@@ -235,14 +243,17 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
 # -- the command
 
 
-def test_the_command_from_hugging_face_to_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_from_hugging_face_to_chunks(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory, state = tiny_hf(tmp_path / "m")
+    before = sorted(directory.iterdir())
     assert launch("prepare-model", [str(directory), "--n-nodes", "3"]) == 0
     output = capsys.readouterr()
     assert "error" not in output.err
     union: State = {}
     for node in ("starter", "secondary0", "secondary1"):
-        path = find_chunk(directory, 3, node)
+        path = find_chunk(home / "m", 3, node)
         start, stop = ChunkFile(path).manifest.blocks
         assert block_span(start, stop) in output.out
         assert str(path) in output.out
@@ -250,6 +261,38 @@ def test_the_command_from_hugging_face_to_chunks(tmp_path: Path, capsys: pytest.
         union.update({name: tensor for part in chunk.part_names() for name, tensor in chunk.tensors(part).items()})
     assert all(torch.equal(union[name], state[name]) for name in state)
     assert "starter.py --chunk" in output.out
+    assert sorted(directory.iterdir()) == before, "nothing is written into somebody's folder"
+
+
+def test_another_model_of_the_same_name_is_not_written_over(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tiny_hf(tmp_path / "a" / "m")[0], tiny_hf(tmp_path / "b" / "m")[0]
+    assert launch("prepare-model", [str(first)]) == 0
+    assert launch("prepare-model", [str(second)]) == 2
+    assert str(home / "m") in capsys.readouterr().err
+    assert launch("prepare-model", [str(second), "--out", str(tmp_path / "mine")]) == 0
+    assert is_lit_dir(tmp_path / "mine") and not is_lit_dir(second)
+    assert launch("prepare-model", [str(second), "--out", str(second)]) == 0
+    assert is_lit_dir(second)
+
+
+def test_a_model_in_the_checkpoints_folder_is_converted_where_it_is(home: Path) -> None:
+    directory, _ = tiny_hf(home / "org" / "m")
+    assert launch("prepare-model", [str(directory)]) == 0
+    assert is_lit_dir(directory) and not (home / "m").exists()
+
+
+def test_chunks_of_a_checkpoint_go_where_one_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, _ = tiny_lit(tmp_path / "m")
+    (directory / "tokenizer_config.json").write_text("{}")
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert launch("prepare-model", [str(directory), "--n-nodes", "2", "--out", str(out)]) == 0
+    assert ChunkFile(find_chunk(out, 2, "starter")).model and not (directory / "chunks").exists()
+    assert (out / "tokenizer_config.json").is_file(), "whoever runs the chunks looks for it there"
+    assert launch("prepare-model", [str(directory), "--n-nodes", "2"]) == 0
+    assert find_chunk(directory, 2, "starter").is_file()
 
 
 def test_layers_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,23 +307,25 @@ def test_layers_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert torch.equal(chunk.tensors("block.4")[name], state[name].half().float())
 
 
-def test_without_nodes_the_model_is_only_made_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, _ = tiny_hf(tmp_path / "m")
-    assert launch("prepare-model", [str(directory)]) == 0
+def test_without_nodes_the_model_is_only_made_ready(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, directory = tiny_hf(tmp_path / "m")[0], home / "m"
+    assert launch("prepare-model", [str(given)]) == 0
     assert f"starter.py --ckpt {directory}" in capsys.readouterr().out
     assert is_lit_dir(directory)
     assert not (directory / "chunks").exists()
 
 
-def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path) -> None:
+def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path, home: Path) -> None:
     directory, _ = tiny_hf(tmp_path / "m")
     assert launch("prepare-model", [str(directory)]) == 0
     config, state = tiny_state(seed=9)
     write_hf(directory, hf_config("Llama-3.1-8B", config), hf_state(config, state))
-    later = (directory / "lit_model.pth").stat().st_mtime + 10
+    later = (home / "m" / "lit_model.pth").stat().st_mtime + 10
     os.utime(directory / "model.safetensors", (later, later))
     assert launch("prepare-model", [str(directory)]) == 0
-    _assert_holds(directory, state)
+    _assert_holds(home / "m", state)
 
 
 @pytest.mark.parametrize(

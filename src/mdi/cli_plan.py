@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         _print({"error": str(e), "missing": [{"node": name, "bytes": n} for name, n in e.missing]})
         return 1
+    report = replace(report, notes=(*report.notes, *_chunks_note(args, report)))
     if args.json:
         _print(report.to_json())
     else:
@@ -117,6 +118,33 @@ def _check_model(args: argparse.Namespace) -> None:
         args.ckpt = found_ckpt(args.ckpt)
         if not (args.ckpt / CONFIG_FILE).is_file():
             raise UsageError(no_checkpoint(args.ckpt))
+
+
+def _chunks_note(args: argparse.Namespace, report: PlanReport) -> list[str]:
+    """That chunks which lie in the checkpoint are cut in another way, and win over this plan."""
+    from mdi.errors import MdiError
+    from mdi.node.planning import told_blocks
+    from mdi.node.weights import StarterWeights
+
+    n_nodes = len(report.nodes) + len(report.placement.left_out)
+    if args.ckpt is None or args.layers is not None or n_nodes == 1:
+        return []
+    try:
+        weights = StarterWeights(args.ckpt, None, n_nodes, None, args.quantize)
+    except MdiError:  # settings alone, say: then there is nothing that could win
+        return []
+    weights.close()
+    planned = [(node.start, node.stop) for node in report.nodes]
+    if not weights.is_cut_by_chunks or planned == weights.blocks:
+        return []
+    names = ["starter", *(f"secondary{i}" for i in range(n_nodes - 1))]
+    flag = f"--placement {args.placement}"
+    if args.placement == "even":  # which leaves chunks as they are
+        flag = "--layers " + ",".join(str(stop - start) for start, stop in planned)
+    return [
+        f"the checkpoint has chunks for {n_nodes} nodes ({told_blocks(names, weights.blocks)}), and starter.py takes their cut "
+        f"unless it is given {flag}"
+    ]
 
 
 def _plan(args: argparse.Namespace) -> PlanReport:

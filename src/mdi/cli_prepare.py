@@ -74,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("hf",),
         help="write the model as a Hugging Face directory (config.json, safetensors) instead",
     )
-    conversion.add_argument("--out", type=Path, metavar="DIR", help="where --export writes to: a new directory")
+    conversion.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the result goes: the model and its chunks, or what --export writes "
+        "(default: a Hugging Face directory that is not in the checkpoints folder gets one of its name there; else MODEL)",
+    )  # fmt: skip
     conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
     conversion.add_argument("--device", help="accepted for compatibility; all of this is work for the CPU and the disk")
     parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
 
-    directory = _convert(directory, args)
+    directory, results = _convert(directory, args)
     source = open_source(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
         source = CastSource(source, args.dtype)
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         elif args.n_nodes is None:
             print(f"run it on this machine: starter.py --ckpt {directory}")
         else:
-            _cut(source, directory, args)
+            _cut(source, results, args)
     finally:
         source.close()
     return 0
@@ -123,8 +126,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(
             "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
         )
-    if (args.export is None) != (args.out is None):
-        raise UsageError("--export FORMAT and --out DIRECTORY go together")
+    if args.export is not None and args.out is None:
+        raise UsageError("--export needs --out DIRECTORY, a new one")
     if args.export is not None and args.n_nodes is not None:
         raise UsageError("--export writes one directory: leave --n-nodes and --layers out")
     if args.n_nodes is not None and args.n_nodes < 1:
@@ -175,22 +178,23 @@ def _find(args: argparse.Namespace) -> Path:
     return download(args.model, folder, args.hf_token, args.revision)
 
 
-def _convert(directory: Path, args: argparse.Namespace) -> Path:
-    from mdi.checkpoint.convert import convert, is_lit_dir, needs_conversion
+def _convert(directory: Path, args: argparse.Namespace) -> tuple[Path, Path]:
+    """The folders of the LitGPT checkpoint and of its chunks."""
+    from mdi.checkpoint.destination import ready
     from mdi.checkpoint.shapes import read_config
+    from mdi.cli import default_ckpt_folder
 
-    if needs_conversion(directory):
-        logger.info("converting %s", directory)
-        return convert(directory, args.model_name, args.dtype, progress=True)
-    if args.model_name is not None and is_lit_dir(directory):
-        held = read_config(directory / "model_config.yaml")
+    out = None if args.export is not None else args.out
+    checkpoint, results = ready(directory, args.ckpt_folder or default_ckpt_folder(), out, args.model_name, args.dtype)
+    if args.model_name is not None:
+        held = read_config(checkpoint / "model_config.yaml")
         names = {held["name"], (held["hf_config"] or {}).get("name")}
         if args.model_name not in names:
             raise UsageError(
-                f"{directory} was converted as {held['name']!r}, not {args.model_name!r}: remove its lit_model.pth to "
+                f"{checkpoint} was converted as {held['name']!r}, not {args.model_name!r}: remove its lit_model.pth to "
                 "convert it again"
             )
-    return directory
+    return checkpoint, results
 
 
 def _export(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:

@@ -146,7 +146,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 
 def find_checkpoint(ckpt: str, token: str | None) -> Path:
     """The folder of a checkpoint in litgpt's format; downloaded and converted where needed. Raises MdiError."""
-    from mdi.checkpoint.convert import convert, needs_conversion
+    from mdi.checkpoint.destination import ready
     from mdi.checkpoint.download import download
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
@@ -158,10 +158,7 @@ def find_checkpoint(ckpt: str, token: str | None) -> Path:
     else:
         logger.info("looking for %s on the hub", ckpt)
         folder = download(ckpt, default_ckpt_folder(), token)
-    if needs_conversion(folder):
-        logger.info("converting %s", folder)
-        folder = convert(folder)
-    return folder
+    return ready(folder, default_ckpt_folder())[0]
 
 
 def describe(settings: TrainingSettings, n_train: int, n_val: int) -> str:

@@ -46,14 +46,15 @@ def is_hf_dir(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file() and bool(weight_files(Path(path)))
 
 
-def needs_conversion(path: str | Path) -> bool:
-    """Whether there is a Hugging Face checkpoint, and no LitGPT one that is as new."""
+def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
+    """Whether there is a Hugging Face checkpoint, and no LitGPT one in `target` (None: beside it) that is as new."""
     path = Path(path)
+    target = target or path
     if not is_hf_dir(path):
         return False
-    if not is_lit_dir(path):
+    if not is_lit_dir(target):
         return True
-    converted = max((path / name).stat().st_mtime for name in WEIGHT_FILES if (path / name).is_file())
+    converted = max((target / name).stat().st_mtime for name in WEIGHT_FILES if (target / name).is_file())
     return any(file.is_file() and file.stat().st_mtime > converted for file in weight_files(path))
 
 
@@ -79,48 +80,53 @@ def weight_files(path: Path) -> list[Path]:
     return []
 
 
-def convert(path: str | Path, model_name: str | None = None, dtype: str | None = None, progress: bool = True) -> Path:
-    """Write model_config.yaml and lit_model.pth beside a Hugging Face checkpoint.
+def convert(
+    path: str | Path, model_name: str | None = None, dtype: str | None = None, progress: bool = True,
+    target: Path | None = None,
+) -> Path:  # fmt: skip
+    """Write model_config.yaml and lit_model.pth of a Hugging Face checkpoint.
 
     Args:
         path: its directory.
         model_name: the name of a Config of litgpt; None takes the directory's name, or derives one from config.json.
         dtype: to store the weights in; None keeps what they are in.
         progress: draw a bar on stderr, if it takes long.
+        target: the directory to write to, which is there; None is the checkpoint's.
 
     Returns:
-        The directory.
+        That directory.
 
     Raises:
         CheckpointError: something is missing, damaged, of another shape, of an unknown architecture, or the disk is full.
         UsageError: no such dtype.
     """
     directory = Path(path)
+    out = target or directory
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not is_hf_dir(directory):
         raise CheckpointError(f"{directory} is not a Hugging Face checkpoint: it needs config.json and weights")
     config, kind = choose_config(directory, model_name)
     reader = _Reader(weight_files(directory))
-    _check_disk(directory, reader, dtype)
-    target = directory / WEIGHT_FILES[0]
-    unfinished = target.with_name(target.name + ".part")
+    _check_disk(out, reader, dtype)
+    weights = out / WEIGHT_FILES[0]
+    unfinished = weights.with_name(weights.name + ".part")
     try:
         _write(unfinished, reader, config, kind, DTYPES.get(dtype or ""), progress)
         written = PickledFile(unfinished)
         check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
         written.release()
         _sync(unfinished)
-        _write_config(directory, config)
-        os.replace(unfinished, target)
+        _write_config(out, config)
+        os.replace(unfinished, weights)
     except (OSError, RuntimeError) as e:  # torch's writer says RuntimeError when the disk is full
-        free = shutil.disk_usage(directory).free
+        free = shutil.disk_usage(out).free
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise CheckpointError(f"cannot write {target} ({free / 1e9:.2f} GB are free): {reason}") from e
+        raise CheckpointError(f"cannot write {weights} ({free / 1e9:.2f} GB are free): {reason}") from e
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-    return directory
+    return out
 
 
 class _Reader:

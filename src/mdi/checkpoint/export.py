@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.convert import litgpt_family
 from mdi.checkpoint.files import replacing
+from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hffamilies import Json
 from mdi.checkpoint.hfwrite import hf_config
 from mdi.checkpoint.weights import WeightSource
@@ -18,9 +19,6 @@ from mdi.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import torch
 
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-)  # fmt: skip
 _EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
 
 Tensors = dict[str, "torch.Tensor"]
@@ -63,7 +61,7 @@ def export_hf(
         if progress is not None:
             progress(n_bytes, sum(spec.n_bytes for spec in source.specs.values()))
     _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, out / name)
     _write_json(out / "config.json", {**written, "tie_word_embeddings": is_tied, "torch_dtype": source.dtype})

@@ -14,6 +14,9 @@ from mdi.settings import parse_json, read_yaml
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
 CONFIG_FILE = "model_config.yaml"
 CHUNKS = "chunks"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+)  # fmt: skip
 GGUF_NOTE = "gguf.json"  # says where the GGUF file is that the folder stands for
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
