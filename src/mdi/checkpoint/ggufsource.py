@@ -50,6 +50,8 @@ class GgufSource(WeightSource):
         self.specs = {name: self._spec(made) for name, made in self._recipes.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
+        # Weights that were rounded once keep the numbers that they were rounded to.
+        self.folds_gains = all(tensor.type_name in _PLAIN for tensor in self._tensors.values())
         self.hashes = None if hashes is None else HashCache(hashes, path, self.config_hash)
         self._known: dict[str, PartInfo] = {}
 

@@ -6,17 +6,19 @@ Knows no files, no network and no devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mdi.checkpoint.folding import folded
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.packing import EMBEDDING_SCALE, OWN_FORMAT, Packing, PartWeights, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
+from mdi.kernels.layout import Matrix
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,7 @@ class WeightSource(ABC):
         specs: type and shape of every tensor that can be had, as it is stored.
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
+        folds_gains: whether gains of norms may go into the weights that read them (checkpoint.folding).
     """
 
     model: str
@@ -41,6 +44,7 @@ class WeightSource(ABC):
     specs: dict[str, TensorSpec]
     packing: Packing | None = None
     hashes: HashCache | None = None
+    folds_gains: bool = True
 
     @abstractmethod
     def array(self, name: str) -> np.ndarray:
@@ -109,13 +113,13 @@ class WeightSource(ABC):
         stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
             return stored
-        return _joined(
-            packing.pack(name, array, TensorSpec("F32", array.shape)) for name, array in _plain_one_by_one(stored)
-        )
+        return repacked(stored, packing, self.config_dict)
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A plain tensor as it is in packed form."""
-        return packing.pack(name, self.array(name), self.specs[name])
+        if not self.folds_gains:
+            return packing.pack(name, self.array(name), self.specs[name])
+        return packing.pack(name, *folded(name, packing, self.config_dict, self.array, self.specs))
 
     def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that the model has in a part."""
@@ -162,8 +166,16 @@ def _joined(weights: Iterable[PartWeights]) -> PartWeights:
     return {name: weight for some in weights for name, weight in some.items()}
 
 
-def _plain_one_by_one(weights: PartWeights) -> Iterator[tuple[str, np.ndarray]]:
-    for name in weights:
-        if name != EMBEDDING_SCALE:
-            own = {key: weights[key] for key in (name, f"{name}_scale") if key in weights}
-            yield name, plain(own)[name]
+def repacked(stored: PartWeights, packing: Packing, config: Mapping[str, Any]) -> PartWeights:
+    """Packed weights in another form."""
+
+    def array(name: str) -> np.ndarray:
+        return plain({key: stored[key] for key in (name, f"{name}_scale") if key in stored})[name]
+
+    names = [name for name in stored if name != EMBEDDING_SCALE]
+    specs = {name: TensorSpec("F32", _shape(stored[name])) for name in names}
+    return _joined(packing.pack(name, *folded(name, packing, config, array, specs)) for name in names)
+
+
+def _shape(weight: Matrix | np.ndarray) -> tuple[int, ...]:
+    return (weight.n_out, weight.n_in) if isinstance(weight, Matrix) else weight.shape

@@ -1,0 +1,84 @@
+"""Gains of norms that go into the weights behind them: nothing changes but rounding."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from families import FAMILIES, model_of
+from mdi.checkpoint.folding import folded, norm_before
+from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.packing import Packing
+from mdi.kernels import library
+from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
+from mdi.kernels.layout import pack, unpack
+
+
+def plain_tensors(family: str) -> dict[str, np.ndarray]:
+    return {name: tensor.float().numpy() for name, tensor in model_of(family).state_dict().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folded_weights_are_the_same_model(family: str) -> None:
+    if library.load() is None or why_not_in_kernels(asdict(model_of(family).config)) is not None:
+        pytest.skip("computed in torch")
+    tensors = plain_tensors(family)
+    specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
+    config = asdict(model_of(family).config)
+    packing = Packing("int8", "int8")
+    changed = {name: folded(name, packing, config, tensors.__getitem__, specs)[0] for name in tensors}
+    norms = [
+        n
+        for n in tensors
+        if n.endswith(("norm_1.weight", "ln_f.weight")) and n.replace("weight", "bias") not in tensors
+    ]
+    assert bool(norms) == any(not np.array_equal(changed[name], tensors[name]) for name in tensors)
+
+    rows = np.random.default_rng(0).standard_normal((9, config["n_embd"])).astype(np.float32)
+    results = []
+    for state in (tensors, changed):
+
+        def of_block(i: int, state: dict[str, np.ndarray] = state) -> dict:  # type: ignore[type-arg]
+            prefix = f"transformer.h.{i}."
+            own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+            return {n: pack("float32", t) if t.ndim == 2 else t for n, t in own.items()}
+
+        blocks = Blocks(config, 0, 2, of_block, "float32", Context())
+        blocks.prepare(16, [4] * len(blocks.classes))
+        x = rows.copy()
+        blocks.forward(x, [(0, 0, len(x))])
+        results.append(x)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_channel_with_a_large_gain_keeps_its_precision() -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((32, 192)).astype(np.float32)
+    gain = np.ones(192, dtype=np.float32)
+    gain[[5, 100]] = 30
+    weight[:, [5, 100]] /= 30
+    tensors = {"transformer.h.0.attn.qkv.weight": weight, "transformer.h.0.norm_1.weight": gain}
+    specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
+    config = {"norm_class_name": "RMSNorm", "name": "x", "shared_attention_norm": False}
+    name = "transformer.h.0.attn.qkv.weight"
+    better, _ = folded(name, Packing("int4", "int4"), config, tensors.__getitem__, specs)
+    x = rng.standard_normal((4, 192)).astype(np.float32)
+    exact = (x * gain) @ weight.T
+    rounded = (x * gain) @ unpack(pack("int4", weight)).T
+    kept = x @ unpack(pack("int4", better)).T
+    assert np.linalg.norm(kept - exact) < 0.7 * np.linalg.norm(rounded - exact)
+    untouched, _ = folded(name, Packing("bf16", "bf16"), config, tensors.__getitem__, specs)
+    assert untouched is weight
+
+
+def test_which_norm_a_layer_reads() -> None:
+    shared = {"shared_attention_norm": True}
+    own = {"shared_attention_norm": False}
+    assert norm_before("transformer.h.3.mlp.fc_1.weight", own) == "transformer.h.3.norm_2.weight"
+    assert norm_before("transformer.h.3.mlp.experts.11.fc_2.weight", own) == "transformer.h.3.norm_2.weight"
+    assert norm_before("transformer.h.3.mlp.fc.weight", shared) == "transformer.h.3.norm_1.weight"
+    assert norm_before("lm_head.weight", own) == "transformer.ln_f.weight"
+    for name in ("transformer.h.3.attn.proj.weight", "transformer.h.3.mlp.proj.weight", "transformer.wte.weight"):
+        assert norm_before(name, own) is None
