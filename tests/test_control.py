@@ -23,9 +23,9 @@ from mdi.config import NodeConfig
 from mdi.control import admission as admission_module
 from mdi.control import client as client_module
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
+from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
-from mdi.errors import CheckpointError, ControlError, RingError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.kind import ModelKind
 from mdi.node.setup import reach_node
@@ -176,19 +176,31 @@ def test_a_part_is_streamed_from_an_offset_on(node: FakeNode, client: ControlCli
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "code"),
     [
-        (ControlError("busy with another run", 409), 409),
-        (ControlError("no status given"), 500),
-        (UsageError("you asked for something odd"), 400),
-        (CheckpointError("the disk is full"), 500),
+        (ControlError("occupied by another run", 409, code="busy"), 409, "busy"),
+        (ControlError("no status given"), 500, "control"),
+        (UsageError("you asked for something odd"), 400, "usage"),
+        (CheckpointError("the disk is full"), 500, "weights"),
+        (NodeLostError("secondary1", "its memory is full", "memory"), 500, "memory"),
     ],
 )
-def test_what_a_node_raises_is_the_answer(node: FakeNode, client: ControlClient, error: Exception, status: int) -> None:
+def test_what_a_node_raises_is_the_answer(
+    node: FakeNode, client: ControlClient, error: MdiError, status: int, code: str
+) -> None:
     node.error = error
     with pytest.raises(ControlError, match=f"secondary0 at 127.0.0.1:[0-9]+: {error}") as caught:
         client.init(REQUEST)
-    assert caught.value.status == status
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert code in CODES
+
+
+def test_every_error_has_a_code_that_the_protocol_names() -> None:
+    kinds = [MdiError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    codes = [kind.code for kind in kinds if isinstance(kind.code, str)]
+    assert len(codes) > 10 and set(codes) <= set(CODES)
 
 
 def test_a_defect_in_a_node_is_an_answer_without_a_traceback(node: FakeNode, url: str) -> None:

@@ -353,7 +353,8 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
         generate(starter)
     assert raised.value.node == "secondary0"
     starter.close()
-    assert "out of something" in wait_state(secondary, "IDLE")["error"]
+    status = wait_state(secondary, "IDLE")
+    assert "out of something" in status["error"] and status["error_code"] == "failed"
     monkeypatch.undo()
     secondary._holding.drop_stage()
     again, _ = ring()
@@ -397,6 +398,21 @@ def request(**changes: Any) -> InitRequest:
     return InitRequest(**{**fields, **changes})
 
 
+def test_a_busy_node_is_waited_for_whatever_it_says(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    starter, secondary = ring()
+    init, n_asked = SecondaryNode.init, 0
+
+    def occupied(self: SecondaryNode, request: InitRequest) -> dict[str, Any]:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked < 3:
+            raise ControlError("besetzt", 409, code="busy")
+        return init(self, request)
+
+    monkeypatch.setattr(SecondaryNode, "init", occupied)
+    assert generate(starter) == list(reference("The ring", 6)) and n_asked == 3
+
+
 def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     _, secondary = ring()
     with pytest.raises(ControlError, match="no such run"):
@@ -406,7 +422,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
     secondary.init(request())
     with pytest.raises(ControlError, match="busy with another run") as busy:
         secondary.init(request(epoch="1" * 16))
-    assert busy.value.status == 409
+    assert (busy.value.status, busy.value.code) == (409, "busy")
     while secondary.status("0" * 16)["missing"] is None:
         threading.Event().wait(0.01)
     with pytest.raises(ControlError, match="not asked for"):
@@ -431,7 +447,7 @@ def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.Mo
     monkeypatch.setattr(mdi.node.job, "LEASE_S", 0.3)
     _, secondary = ring()
     secondary.init(request())
-    assert "silent" in wait_state(secondary, "IDLE")["error"]
+    assert wait_state(secondary, "IDLE")["error_code"] == "run"
 
 
 def test_a_run_that_is_stopped_before_it_begins(ring: Ring) -> None:

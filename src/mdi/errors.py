@@ -16,22 +16,33 @@
     `-- EngineError           the generation loop, e.g. a slice for a cache that is gone
 
 Low-level exceptions (OSError, struct.error, http.client's) become one of these in the module that touched them. A message
-says what was found, what was expected, where, and if possible what to do; launchers print it as one line.
+says what was found, what was expected, where, and if possible what to do; launchers print it as one line. Programs look at
+the class and the `code`, which also travels (docs/protocol.md, "Error codes"); never at the words.
 """
 
 from __future__ import annotations
 
 
 class MdiError(Exception):
-    """Base of all; its text is made for a person to read."""
+    """Base of all; its text is made for a person to read.
+
+    Attributes:
+        code: what happened, in a word for programs; each class has its own, and some objects a closer one.
+    """
+
+    code: str = "failed"
 
 
 class UsageError(MdiError):
     """The command line, a JSON file or a prompt cannot be used as it is."""
 
+    code = "usage"
+
 
 class CheckpointError(MdiError):
     """A checkpoint, chunk or block on disk is missing, damaged or not the one that was asked for."""
+
+    code = "weights"
 
 
 class SplitError(UsageError):
@@ -61,9 +72,13 @@ class DownloadError(MdiError):
 class WireError(MdiError):
     """What came in over a ring link is not a frame that this node may accept."""
 
+    code = "wire"
+
 
 class RingError(MdiError):
     """The ring could not be closed, or it broke."""
+
+    code = "ring"
 
 
 class NodeLostError(RingError):
@@ -71,11 +86,13 @@ class NodeLostError(RingError):
 
     Attributes:
         node: name of the node that was lost, as in the nodes file ("starter", "secondary0", ...).
+        code: "lost" if nothing is heard of it, else the code of what it says went wrong there.
     """
 
-    def __init__(self, node: str, message: str) -> None:
+    def __init__(self, node: str, message: str, code: str = "lost") -> None:
         super().__init__(message)
         self.node = node
+        self.code = code
 
 
 class RingEndedError(MdiError):
@@ -88,16 +105,22 @@ class ControlError(MdiError):
     Attributes:
         status: HTTP status of the answer; None if there was no answer.
         problem: why there was none, or none of a node, as a key of `mdi.control.reach.PROBLEMS`; "" if a node refused.
+        code: what the node said, see `mdi.control.messages.CODES`.
     """
 
-    def __init__(self, message: str, status: int | None = None, problem: str = "") -> None:
+    code = "control"
+
+    def __init__(self, message: str, status: int | None = None, problem: str = "", code: str = "control") -> None:
         super().__init__(message)
         self.status = status
         self.problem = problem
+        self.code = code
 
 
 class EngineError(MdiError):
     """The generation loop met a state that it cannot go on from."""
+
+    code = "engine"
 
 
 class KernelError(MdiError):

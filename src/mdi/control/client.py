@@ -19,6 +19,7 @@ PART_ANSWER_S = 300.0
 # Measuring takes a few seconds; a slow board that builds large blocks takes longer.
 PROFILE_ANSWER_S = 180.0
 PROBE_ANSWER_S = 60.0
+CODE_LIMIT = 40
 ERROR_LIMIT = 1000  # characters of a peer's words
 
 
@@ -91,5 +92,5 @@ class ControlClient:
             )
         if found.status != 200:
             words = str(answer.get("error", found.reason))[:ERROR_LIMIT]
-            raise ControlError(f"{self.where}: {words}", found.status)
+            raise ControlError(f"{self.where}: {words}", found.status, code=str(answer.get("code", ""))[:CODE_LIMIT])
         return answer

@@ -14,6 +14,25 @@ from mdi.net.wire import WIRE_DTYPES
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 3
+# What a node may answer as "code" beside the words of an error; a peer's may be others.
+CODES = {
+    "busy": "with another run, or measuring itself: ask again in a moment",
+    "control": "the request is not as it must be",
+    "leaving": "the process is ending",
+    "memory": "the stage and its caches do not fit into the node's memory",
+    "disk": "the weights do not fit on the node's disk",
+    "role": "it is not that kind of node: a starter, or one without a head",
+    "run": "the node takes part in no such run, or not any more",
+    "usage": "the node cannot do that: no such device, format or type there",
+    "version": "it speaks another version of this protocol",
+    "weights": "weights are missing, damaged, or not those that were announced",
+    "wire": "a frame that cannot be accepted",
+    "ring": "the ring could not be closed, or it broke",
+    "lost": "a neighbour is not heard any more",
+    "engine": "the computation met a state that it cannot go on from",
+    "left": "the node was told to end",
+    "failed": "anything else",
+}
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
@@ -92,6 +111,7 @@ class InitRequest:
                 f"the starter speaks version {_shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
                 "install the same version of MDI-LLM on both",
                 409,
+                code="version",
             )
         get = _Fields(data)
         if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
@@ -99,6 +119,7 @@ class InitRequest:
                 f"the starter packs weights in version {data['layout_version']} of their layout, this node in version "
                 f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
                 409,
+                code="version",
             )
         names = tuple(get.strings("names"))
         start, stop = get.pair("blocks")

@@ -63,19 +63,19 @@ class StatusOnly:
     """Base for a node that answers `GET /` and `PUT /echo` and nothing else: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it configures others", 409)
+        raise ControlError("this node is a starter: it configures others", 409, code="role")
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        raise ControlError("this node is a starter: it takes no weights", 409)
+        raise ControlError("this node is a starter: it takes no weights", 409, code="role")
 
     def stop(self, run: str, leave: bool) -> None:
-        raise ControlError("a starter is stopped at its own keyboard", 409)
+        raise ControlError("a starter is stopped at its own keyboard", 409, code="role")
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it measures itself", 409)
+        raise ControlError("this node is a starter: it measures itself", 409, code="role")
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it asks others", 409)
+        raise ControlError("this node is a starter: it asks others", 409, code="role")
 
     def check_echo(self) -> None:
         pass
@@ -98,10 +98,10 @@ def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
         except MdiError as e:
             status = e.status if isinstance(e, ControlError) and e.status else 400 if isinstance(e, UsageError) else 500
             cherrypy.response.status = status
-            result = {"error": str(e)}
+            result = {"error": str(e), "code": e.code}
         except _BodyBrokenError:
             cherrypy.response.status = 400
-            result = {"error": "the body was cut off"}
+            result = {"error": "the body was cut off", "code": ControlError.code}
         return json.dumps(result).encode()
 
     return answered
@@ -241,7 +241,7 @@ class _Pages:
 def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:
     cherrypy.response.headers["Content-Type"] = "application/json"
     logger.debug("HTTP %s: %s\n%s", status, message, traceback)
-    return json.dumps({"error": f"{status}: {message}"}).encode()
+    return json.dumps({"error": f"{status}: {message}", "code": MdiError.code}).encode()
 
 
 class _Server(wsgi.Server):

@@ -85,7 +85,8 @@ def join_ring(
         send_frame(sock_in, seat.hello)
         return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
     except (RingError, OSError) as e:
-        fault = Fault(e.node if isinstance(e, NodeLostError) else "", str(e), seat.name)
+        node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
+        fault = Fault(node, str(e), seat.name, code)
         with contextlib.suppress(OSError):
             send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()))
         sock_in.close()
@@ -144,7 +145,9 @@ def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
     if frame.kind is Kind.ERROR:
         fault = Fault.from_bytes(frame.payload)
         node = fault.node or seat.next_name
-        raise NodeLostError(node, fault.message if node in fault.message else f"{node} says: {fault.message}")
+        raise NodeLostError(
+            node, fault.message if node in fault.message else f"{node} says: {fault.message}", fault.code
+        )
     if frame.kind is not Kind.HELLO or frame.epoch != seat.epoch:
         raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")
 

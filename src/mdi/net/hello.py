@@ -53,28 +53,30 @@ class Hello:
 
 @dataclass(frozen=True)
 class Fault:
-    """Payload of an ERROR frame: which node failed and how, in words.
+    """Payload of an ERROR frame: which node failed and how, in words and as a code.
 
     Attributes:
         node: the node that is lost or failed; "" if it is not known.
         message: one line for a person.
         reporter: the node that noticed.
+        code: "lost" if the node is not heard any more, else that of its error (see mdi.errors).
     """
 
     node: str
     message: str
     reporter: str
+    code: str = "lost"
 
     def to_bytes(self) -> bytes:
         # A character takes up to 6 bytes (an escaped control character); the whole must stay under the 4096 that a
         # handshake accepts.
-        short = Fault(self.node[:40], self.message[:500], self.reporter[:40])
+        short = Fault(self.node[:40], self.message[:500], self.reporter[:40], self.code[:20])
         return json.dumps(asdict(short), ensure_ascii=False).encode("utf-8", "replace")
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:
         try:
             fields = json.loads(bytes(data))
-            return cls(*(one_line(fields[key]) for key in ("node", "message", "reporter")))
+            return cls(*(one_line(fields[key]) for key in ("node", "message", "reporter", "code")))
         except (ValueError, KeyError, TypeError, RecursionError):
-            return cls("", "an error report that cannot be read", "")
+            return cls("", "an error report that cannot be read", "", "wire")

@@ -206,7 +206,7 @@ class RingListener:
             expectation = self._match(frame.epoch, hello)
         except RingError as e:
             with contextlib.suppress(OSError):
-                fault = Fault("", str(e), self._name)
+                fault = Fault("", str(e), self._name, e.code)
                 send_frame(pending.sock, Frame.message(Kind.ERROR, frame.epoch, fault.to_bytes()))
             # One that only wants to know whether this port can be reached (control.reach) is no intruder.
             is_question = isinstance(hello.extensions, dict) and bool(hello.extensions.get("question"))

@@ -251,5 +251,5 @@ class TcpRing:
 def _error_of(fault: Fault) -> RingError:
     if fault.node:
         noticed = f" (noticed by {fault.reporter})" if fault.reporter and fault.reporter != fault.node else ""
-        return NodeLostError(fault.node, f"{fault.node} is lost: {fault.message}{noticed}")
+        return NodeLostError(fault.node, f"{fault.node} is lost: {fault.message}{noticed}", fault.code)
     return RingError(fault.message)

@@ -43,7 +43,7 @@ class EngineThread:
             self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
         if self.failure is not None and not isinstance(self.failure, RingError):
             # This process goes on to send signs of life: the other nodes must not wait for a computation that has ended.
-            self._ring.fail(Fault(self._name, f"it failed: {self.failure}", self._name))
+            self._ring.fail(Fault(self._name, f"it failed: {self.failure}", self._name, self.failure.code))
         self._engine.end_all()
 
     def close(self) -> None:

@@ -171,6 +171,7 @@ class Holding:
                 f"{self._name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
                 "weights would come: free some space, or choose another place with --cache-dir",
                 507,
+                code="disk",
             )
 
     def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
@@ -188,6 +189,7 @@ class Holding:
                 f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
                 "smaller format (--quantize, --dtype)",
                 507,
+                code="memory",
             )
 
     def stage(

@@ -19,6 +19,8 @@ LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the rin
 class Abandoned(MdiError):
     """The run ended before it began."""
 
+    code = "run"
+
 
 class Job:
     """One run that this node was asked to take part in.

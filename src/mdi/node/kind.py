@@ -79,7 +79,9 @@ class ModelKind:
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
         if [p.name for p in request.parts] != stage_parts(*request.blocks, starter=False):
-            raise ControlError("this node holds blocks and nothing else, but is to hold the head as well", 409)
+            raise ControlError(
+                "this node holds blocks and nothing else, but is to hold the head as well", 409, code="role"
+            )
 
     def widest_row(self, config: Config) -> int:
         """Columns that a row on the ring can have."""

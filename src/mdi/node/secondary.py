@@ -95,6 +95,7 @@ class SecondaryNode:
         self._planned_run: str | None = None  # that it was measured for last, and may get no part in
         self._state = "IDLE"  # while there is none
         self._error: str | None = None
+        self._error_code: str | None = None
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._leave = False
@@ -146,7 +147,7 @@ class SecondaryNode:
         if job is not None:
             job.end()
         if errand is not None:
-            errand.drop(ControlError(f"{self.config.name} is ending", 503))
+            errand.drop(ControlError(f"{self.config.name} is ending", 503, code="leaving"))
         self._jobs.put(None)
         if self._control is not None:
             self._control.close()
@@ -160,7 +161,7 @@ class SecondaryNode:
             job, last = self._job, self._last
             if job is not None and run == job.run:
                 job.touch()
-            state, error = self._state_now, self._error
+            state, error, error_code = self._state_now, self._error, self._error_code
             known = last if last is not None and run == last.run else None
             report_caches = known.report_caches if known is not None else None
         return {
@@ -169,6 +170,7 @@ class SecondaryNode:
             "control_version": CONTROL_VERSION,
             "state": state,
             "error": error,
+            "error_code": error_code,
             "model": self._holding.model,
             "blocks": self._holding.blocks,
             "device": str(self._holding.device),
@@ -209,10 +211,10 @@ class SecondaryNode:
         computing = self._holding.computing(request)
         with self._lock:
             if self._job is not None and (self._job.is_running or not self._job.is_abandoned):
-                raise ControlError(self._busy, 409)
+                raise ControlError(self._busy, 409, code="busy")
             if self._errand is not None:
-                raise ControlError(f"{self.config.name} is busy measuring itself", 409)
-            self._error = None
+                raise ControlError(f"{self.config.name} is busy measuring itself", 409, code="busy")
+            self._error = self._error_code = None
             self._job = self._last = job = Job(request, computing)
         self._jobs.put(job)
         return {}
@@ -221,7 +223,7 @@ class SecondaryNode:
         with self._lock:
             job = self._job
             if job is None or job.run != run:
-                raise ControlError(f"{self.config.name} takes part in no such run", 409)
+                raise ControlError(f"{self.config.name} takes part in no such run", 409, code="run")
         part = job.missing.get(sha256) if job.missing is not None else None
         if part is None:
             raise ControlError("this part was not asked for", 409)
@@ -232,7 +234,7 @@ class SecondaryNode:
             job.touch()
             job.received_bytes += n
             if job.stopped:
-                raise ControlError("the run was ended", 409)
+                raise ControlError("the run was ended", 409, code="run")
 
         try:
             self._store.receive(part, offset, read, count)
@@ -252,7 +254,7 @@ class SecondaryNode:
             job, last = self._job, self._last
             is_known = last is not None and run == last.run
             if not is_known and (run != self._planned_run or job is not None):
-                raise ControlError(f"{self.config.name} takes part in no such run", 409)
+                raise ControlError(f"{self.config.name} takes part in no such run", 409, code="run")
         if job is not None:
             job.end()
         if leave:
@@ -264,9 +266,9 @@ class SecondaryNode:
         errand = Errand(lambda check: self._profile(request, check))
         with self._lock:
             if self._job is not None:
-                raise ControlError(self._busy, 409)
+                raise ControlError(self._busy, 409, code="busy")
             if self._errand is not None or self._leave:
-                raise ControlError(f"{self.config.name} is busy measuring itself", 409)
+                raise ControlError(f"{self.config.name} is busy measuring itself", 409, code="busy")
             self._errand = errand
             self._planned_run = request.run
         self._jobs.put(errand)
@@ -274,7 +276,7 @@ class SecondaryNode:
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         self.check_echo()
-        busy = ControlError(f"{self.config.name} is busy reaching another node", 409)
+        busy = ControlError(f"{self.config.name} is busy reaching another node", 409, code="busy")
         if not self._probes.acquire(blocking=False):
             raise busy
         try:
@@ -290,7 +292,7 @@ class SecondaryNode:
     def check_echo(self) -> None:
         job = self._job
         if job is not None and job.is_running:
-            raise ControlError(self._busy, 409)
+            raise ControlError(self._busy, 409, code="busy")
 
     @property
     def _busy(self) -> str:
@@ -320,23 +322,24 @@ class SecondaryNode:
     def _work(self, job: Job) -> None:
         assert self._listener is not None
         name, free_bytes = self.config.name, self._profiler.available_bytes
-        error = None
+        error = code = None
         try:
             Service(name, job, self._holding, self._listener, free_bytes, self._kv_memory).run()
         except Abandoned as e:
             logger.info("%s: %s", name, e)
-            error = str(e)
+            error, code = str(e), e.code
         except RingError as e:
-            error = f"the run ended: {e}"
+            error, code = f"the run ended: {e}", e.code
             logger.warning("%s: %s", name, error)
         except Exception as e:  # whatever it is, this node must be ready for the next run
-            error = str(e) if isinstance(e, MdiError) else f"{type(e).__name__}: {e}"
-            error = "it ran out of memory" if isinstance(e, MemoryError) else error
+            error, code = (str(e), e.code) if isinstance(e, MdiError) else (f"{type(e).__name__}: {e}", MdiError.code)
+            if isinstance(e, MemoryError):
+                error, code = "it ran out of memory", "memory"
             logger.error("%s: %s", name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
         with self._lock:
             if self._job is not job:
                 return  # given up on meanwhile, in favour of another starter's
             self._job = None
             job.detach()
-            self._state, self._error = ("IDLE", error) if error else ("READY", None)
+            self._state, self._error, self._error_code = ("IDLE", error, code) if error else ("READY", None, None)
         logger.info("%s waits for the next run", name)

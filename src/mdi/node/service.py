@@ -12,7 +12,7 @@ import torch
 from mdi.blocks import block_span
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.tensors import DTYPES, pinned_buffer
-from mdi.errors import RingError
+from mdi.errors import MdiError, RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import Stage
@@ -144,10 +144,11 @@ class Service:
         except RingError:
             raise
         except Exception as e:
-            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name))
+            code = e.code if isinstance(e, MdiError) else MdiError.code
+            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name, code))
             raise
         except BaseException:  # Ctrl-C and SIGTERM
-            ring.fail(Fault(seat.name, "it was told to end", seat.name))
+            ring.fail(Fault(seat.name, "it was told to end", seat.name, "left"))
             raise
         finally:
             self._job.metrics = _measured(loop, ring)

@@ -114,7 +114,7 @@ class SecondarySetup:
                 self._client.init(self._request)
                 return
             except ControlError as e:
-                if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
+                if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 if not is_told:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)

@@ -359,7 +359,7 @@ class StarterNode(StatusOnly):
 
     def check_echo(self) -> None:
         if self._state == "RUNNING":
-            raise ControlError("the starter is in the middle of a run", 409)
+            raise ControlError("the starter is in the middle of a run", 409, code="busy")
 
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._weights is None:

@@ -156,7 +156,7 @@ class Survey:
                 answer = self._clients[node.name].profile(request)
                 break
             except ControlError as e:
-                if e.status != 409 or "busy" not in str(e) or time.monotonic() > deadline:
+                if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)
         else:
