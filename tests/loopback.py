@@ -8,6 +8,8 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from litgpt.config import Config
@@ -72,10 +74,12 @@ def seats_of(ports: Sequence[int], epoch: int) -> list[Seat]:
 class Nodes:
     """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close."""
 
-    def __init__(self, n_nodes: int, epoch: int | None = None, capacity: int | None = None) -> None:
+    def __init__(
+        self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, key: bytes | None = None
+    ) -> None:
         self.epoch = secrets.randbits(64) if epoch is None else epoch
         self.listeners = [listener(name) for name in names_of(n_nodes)]
-        self.seats = seats_of([one.port for one in self.listeners], self.epoch)
+        self.seats = [replace(seat, key=key) for seat in seats_of([one.port for one in self.listeners], self.epoch)]
         self.rings: list[TcpRing] = []
         joined: queue.Queue[tuple[int, TcpRing | BaseException]] = queue.Queue()
 
@@ -110,9 +114,9 @@ class Nodes:
         """What becomes of a process that was killed: it says nothing any more, and the kernel closes its sockets."""
         ring = self.rings[index]
         ring._end(None)
-        ring._in._closing = True
-        ring._out._channel.close()
-        for link in (ring._in, ring._out):
+        for link in (ring._prev, ring._next):
+            link._closing = True
+            link._outbox.close()
             with contextlib.suppress(OSError):
                 link._sock.shutdown(socket.SHUT_RDWR)
 
@@ -126,7 +130,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes(n_nodes: int, **kwargs: int) -> Iterator[Nodes]:
+def nodes(n_nodes: int, **kwargs: Any) -> Iterator[Nodes]:
     ring = Nodes(n_nodes, **kwargs)
     try:
         yield ring

@@ -7,14 +7,19 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
-from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
+from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import EngineError, NodeLostError, UsageError
+from mdi.engine.tensors import frame_of, rows_of
+from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage
+from mdi.net.ring import LoopbackRing
+from mdi.net.wire import Frame, Slice
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 SAMPLED = SamplingParams(n_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=7)
@@ -440,3 +445,34 @@ def test_runs_one_after_the_other_on_the_same_ring() -> None:
     finally:
         ring.close()
     assert list(ring.endings.values()) == [None]
+
+
+def test_a_frame_may_copy_caches_before_its_rows() -> None:
+    """A sequence that goes on from another one's prefix, on a secondary: it computes what the other one would."""
+    stage = stages_of(model_of(LLAMA), (2,))[1]
+    rows = torch.randn(6, stage.config.n_embd)
+
+    class Feeding(LoopbackRing):
+        """Gives these frames, and keeps what is sent."""
+
+        def __init__(self, frames: list[Frame]) -> None:
+            super().__init__(1, epoch=3)
+            self.frames, self.sent = frames, []
+
+        def recv(self, timeout_s: float | None = None) -> Frame:
+            if not self.frames:
+                raise RingEndedError
+            return self.frames.pop(0)
+
+        def send(self, frame: Frame) -> None:
+            self.sent.append(rows_of(frame, stage.config.n_embd, CPU, torch.float32).clone())
+
+    first = frame_of(rows[:5].clone(), 3, 0, (Slice(1, 0, 5, 1),), ())
+    both = torch.cat([rows[5:], rows[5:]])
+    second = frame_of(both, 3, 1, (Slice(1, 5, 1, 1), Slice(2, 5, 1, 1)), (), copies=((1, 2),))
+    third = frame_of(rows[5:].clone(), 3, 2, (Slice(3, 6, 1, 1),), (1,), copies=((2, 3),))
+    ring = Feeding([first, second, third])
+    SecondaryLoop(stage, ring, False, CPU, torch.float32).run()
+    assert torch.equal(ring.sent[1][0], ring.sent[1][1])
+    assert len(stage.caches) == 2, "1 was freed, 2 and 3 are there"
+    assert torch.isfinite(ring.sent[2]).all() and not torch.equal(ring.sent[2][0], ring.sent[1][0])

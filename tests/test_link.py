@@ -16,8 +16,9 @@ import pytest
 from mdi.errors import WireError
 from mdi.net import link as link_module
 from mdi.net.channel import Channel
-from mdi.net.link import BufferPool, ReceiveLink, SendLink, read_frame, send_frame
-from mdi.net.wire import HEADER_BYTES, Frame, Kind, Limits, Slice, encode_head
+from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec
+from mdi.net.link import BufferPool, Link, read_frame, send_frame
+from mdi.net.wire import Frame, Kind, Limits, Slice
 
 EPOCH = 77
 DEADLINE_S = 30.0
@@ -40,17 +41,22 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Received:
-    """A receive link, and what it reported."""
+    """A link that receives, and what it reported."""
 
     def __init__(self, sock: socket.socket, capacity: int = 4, limits: Limits | None = None) -> None:
         self.inbox: Channel[Frame] = Channel(capacity)
         self.lost: queue.Queue[str] = queue.Queue()
         self.last: queue.Queue[Frame] = queue.Queue()
-        self.link = ReceiveLink(sock, EPOCH, limits or Limits(), self.inbox, self.last.put, self.lost.put)
+        self.link = Link(sock, EPOCH, FrameCodec(limits), capacity, self.inbox, self.last.put, self.lost.put)
 
     def close(self) -> None:
         self.inbox.close()
         self.link.close()
+
+
+def sending(sock: socket.socket, capacity: int, on_lost: Callable[[str], None]) -> Link:
+    """A link that sends, to a neighbour that sends no rows."""
+    return Link(sock, EPOCH, FrameCodec(), capacity, None, lambda frame: None, on_lost)
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[socket.socket, socket.socket
     sent: list[int] = []
     thread = threading.Thread(target=lambda: sent.append(send_frame(sender, frame)))
     thread.start()
-    found = read_frame(receiver, Limits())
+    found = read_frame(receiver, PLAIN)
     thread.join(DEADLINE_S)
     assert found is not None
     assert (found.number, found.slices, bytes(found.payload)) == (5, frame.slices, frame.payload)
@@ -92,32 +98,35 @@ def test_a_frame_is_sent_where_there_is_no_sendmsg() -> None:
         def __init__(self) -> None:
             self.data = b""
 
-        def sendall(self, data: bytes | memoryview) -> None:
-            self.data += bytes(data)
+        def send(self, data: bytes | memoryview) -> int:
+            self.data += bytes(data[:50])  # not all at once
+            return min(50, len(data))
 
     sock = Windows()
     frame = batch(1)
     assert send_frame(sock, frame) == len(sock.data)  # type: ignore[arg-type]
-    assert sock.data == encode_head(frame) + bytes(frame.payload)
+    assert sock.data == PLAIN.head(frame) + bytes(frame.payload)
 
 
 def test_an_end_between_frames_is_none_and_within_one_an_error(pair: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = pair
     send_frame(sender, batch(1))
-    data = encode_head(batch(2)) + bytes(batch(2).payload)
+    data = PLAIN.head(batch(2)) + bytes(batch(2).payload)
     sender.sendall(data[: HEADER_BYTES + 30])
     sender.close()
-    assert read_frame(receiver, Limits()) is not None
+    assert read_frame(receiver, PLAIN) is not None
     with pytest.raises(WireError, match="closed 54 bytes before the end of a frame"):
-        read_frame(receiver, Limits())
+        read_frame(receiver, PLAIN)
 
 
 def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sender, receiver = pair
-    huge = struct.pack("<4sBBBBQQIIIIQ", b"MDIr", 1, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 1 << 13, 1 << 17, 1 << 32)
-    sender.sendall(huge + struct.pack("<I", zlib.crc32(huge)))
+    huge = struct.pack(
+        "<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 0, 1 << 13, 1 << 17, 0, 1 << 32
+    )
+    sender.sendall(huge + struct.pack("<I", zlib.crc32(huge)) + bytes(12))
     taken: list[int] = []
 
     class Pool(BufferPool):
@@ -126,7 +135,7 @@ def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
             return super().take(n_bytes)
 
     with pytest.raises(WireError, match="payload bytes; this node accepts at most"):
-        read_frame(receiver, Limits(), Pool(1))
+        read_frame(receiver, PLAIN, Pool(1))
     assert not taken
 
 
@@ -177,7 +186,7 @@ def test_a_long_run_needs_no_more_buffers_than_are_in_flight(
 def test_pings_are_heard_and_not_passed_on(
     pair: tuple[socket.socket, socket.socket], received: Received, fast_pings: None
 ) -> None:
-    sender = SendLink(pair[0], EPOCH, 4, lambda reason: None)
+    sender = sending(pair[0], 4, lambda reason: None)
     before = sender.bytes_sent
     while sender.bytes_sent < before + 5 * HEADER_BYTES:
         assert received.inbox.get(0.01) is None
@@ -194,7 +203,7 @@ def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
     pair: tuple[socket.socket, socket.socket], received: Received, kind: Kind
 ) -> None:
     """The engine takes nothing, yet the end of the run is heard; what waits to be sent stays behind."""
-    sender = SendLink(pair[0], EPOCH, 100, lambda reason: None)
+    sender = sending(pair[0], 100, lambda reason: None)
     for number in range(4):
         sender.put(batch(number))
     last = Frame.message(kind, EPOCH, b"why")
@@ -202,7 +211,7 @@ def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
     sender.put_last(last)
     found = received.last.get(timeout=DEADLINE_S)
     assert (found.kind, bytes(found.payload)) == (kind, b"why")
-    sender._thread.join(DEADLINE_S)
+    sender._sender.join(DEADLINE_S)
     assert not sender.put(batch(9))
     sender.close()
     assert received.lost.empty()
@@ -211,14 +220,14 @@ def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
 def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, socket.socket]) -> None:
     lost = threading.Event()
     big = batch(0, 4096, 1024)
-    sender = SendLink(pair[0], EPOCH, 10, lambda reason: lost.set())
+    sender = sending(pair[0], 10, lambda reason: lost.set())
     sender.put(big)  # more than fits into the connection: the thread hangs in it
     sender.put(batch(1))
     sender.put(batch(2))
-    until(sender._channel, lambda: len(sender._channel._items) == 2)
+    until(sender._outbox, lambda: len(sender._outbox._items) == 2)
     sender.put_last(Frame.message(Kind.STOP, EPOCH))
     kinds = []
-    while (frame := read_frame(pair[1], Limits())) is not None:
+    while (frame := read_frame(pair[1], PLAIN)) is not None:
         kinds.append(frame.kind)
     assert kinds == [Kind.BATCH, Kind.STOP]
     sender.close()
@@ -237,7 +246,7 @@ def test_a_peer_that_stops_within_a_frame_is_lost_too(
 ) -> None:
     monkeypatch.setattr(link_module, "SILENCE_S", 0.2)
     one = Received(pair[1])
-    pair[0].sendall(encode_head(batch(1)))
+    pair[0].sendall(PLAIN.head(batch(1)))
     assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
     one.close()
 
@@ -247,7 +256,7 @@ def test_a_frame_that_never_ends_is_not_waited_for(
 ) -> None:
     """Bytes keep coming, so the peer is not silent."""
     monkeypatch.setattr(link_module, "PATIENCE_S", 0.2)
-    pair[0].sendall(encode_head(batch(0)))
+    pair[0].sendall(PLAIN.head(batch(0)))
     pause = threading.Event()
     while received.lost.empty():
         with contextlib.suppress(OSError):
@@ -263,7 +272,7 @@ def test_a_slow_engine_is_not_taken_for_dead(
     monkeypatch.setattr(link_module, "SILENCE_S", 0.6)
     one = Received(pair[1], capacity=1)
     lost: queue.Queue[str] = queue.Queue()
-    sender = SendLink(pair[0], EPOCH, 10, lost.put)
+    sender = sending(pair[0], 10, lost.put)
     for number in range(5):
         sender.put(batch(number))
     with pytest.raises(queue.Empty):
@@ -279,15 +288,15 @@ def test_a_slow_engine_is_not_taken_for_dead(
 
 
 GARBAGE: list[tuple[Callable[[], bytes], str]] = [
-    (lambda: b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nAccept: */*\r\n\r\n", "not a frame of MDI-LLM"),
-    (lambda: b"\x00" * 60, "not a frame of MDI-LLM"),
+    (lambda: b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nAccept: */*\r\nUser-Agent: a browser of somebody\r\n\r\n", "not a frame of MDI-LLM"),
+    (lambda: b"\x00" * 80, "not a frame of MDI-LLM"),
     (
-        lambda: encode_head(Frame(Kind.PING, EPOCH + 1)),
+        lambda: PLAIN.head(Frame(Kind.PING, EPOCH + 1)),
         "a frame of run 000000000000004e, expected run 000000000000004d",
     ),
-    (lambda: encode_head(batch(1)) + b"\xff" * 64, "frame 1 is damaged"),
-    (lambda: encode_head(Frame(Kind.HELLO, EPOCH)), "a HELLO frame in the middle of a run"),
-    (lambda: encode_head(batch(1))[:20], "it closed the connection|closed 32 bytes before the end"),
+    (lambda: PLAIN.head(batch(1)) + b"\xff" * 64, "frame 1 is damaged"),
+    (lambda: PLAIN.head(Frame(Kind.HELLO, EPOCH)), "a HELLO frame in the middle of a run"),
+    (lambda: PLAIN.head(batch(1))[:20], "it closed the connection|closed 52 bytes before the end"),
 ]
 
 
@@ -299,7 +308,7 @@ def test_garbage_loses_the_peer_with_the_reason(
     pair[0].close()
     found = received.lost.get(timeout=DEADLINE_S)
     assert any(part in found for part in reason.split("|"))
-    received.link._thread.join(DEADLINE_S)
+    received.link._receiver.join(DEADLINE_S)
     assert received.lost.empty()  # it is said once
 
 
@@ -313,10 +322,10 @@ def test_sending_to_a_peer_that_is_gone_is_told_once(
     pair: tuple[socket.socket, socket.socket], fast_pings: None
 ) -> None:
     lost: queue.Queue[str] = queue.Queue()
-    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    sender = sending(pair[0], 4, lost.put)
     pair[1].close()
     assert lost.get(timeout=DEADLINE_S)
-    sender._thread.join(DEADLINE_S)
+    sender._sender.join(DEADLINE_S)
     assert lost.empty() and not sender.put(batch(1))
     sender.close()
 
@@ -325,7 +334,7 @@ def test_closing_says_nothing_is_lost(pair: tuple[socket.socket, socket.socket])
     one = Received(pair[1])
     one.close()
     lost: queue.Queue[str] = queue.Queue()
-    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    sender = sending(pair[0], 4, lost.put)
     sender.close()
     assert one.lost.empty() and lost.empty()
 
@@ -333,9 +342,9 @@ def test_closing_says_nothing_is_lost(pair: tuple[socket.socket, socket.socket])
 def test_closing_ends_a_send_that_hangs(pair: tuple[socket.socket, socket.socket]) -> None:
     """The next node is stopped and its buffers are full."""
     lost: queue.Queue[str] = queue.Queue()
-    sender = SendLink(pair[0], EPOCH, 4, lost.put)
+    sender = sending(pair[0], 4, lost.put)
     sender.put(batch(0, 8192, 1024))
-    until(sender._channel, lambda: not sender._channel._items)
+    until(sender._outbox, lambda: not sender._outbox._items)
     sender.put_last(Frame.message(Kind.STOP, EPOCH))
     sender.close(flush_s=0.1)
-    assert not sender._thread.is_alive() and lost.empty()
+    assert not sender._sender.is_alive() and lost.empty()

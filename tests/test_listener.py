@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
+from mdi.net.codec import HANDSHAKE, PLAIN
 from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import Expectation, RingListener, open_socket
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, encode_head
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
 
 EPOCH = 5
 HELLO = Hello(2, 4, PLACEMENT)
@@ -62,7 +63,7 @@ def is_dropped(sock: socket.socket) -> bool:
 
 def refusal(sock: socket.socket) -> str:
     """What the node says to who sent a HELLO that it does not like."""
-    frame = read_frame(sock, HANDSHAKE_LIMITS)
+    frame = read_frame(sock, HANDSHAKE)
     assert frame is not None and frame.kind is Kind.ERROR
     assert is_dropped(sock)
     return Fault.from_bytes(frame.payload).message
@@ -79,7 +80,7 @@ def test_the_neighbour_gets_in_and_its_answer(port: RingListener, guests: Guests
     sock = guests.connect(port)
     send_frame(sock, hello())
     with let_in(expectation):
-        answer = read_frame(sock, HANDSHAKE_LIMITS)
+        answer = read_frame(sock, HANDSHAKE)
         assert answer is not None and Hello.from_bytes(answer.payload).index == 3
 
 
@@ -87,9 +88,9 @@ def test_what_follows_the_hello_is_left_to_the_link(port: RingListener, guests: 
     expectation = port.expect(EPOCH, HELLO)
     sock = guests.connect(port)
     greeting = hello()
-    sock.sendall(encode_head(greeting) + bytes(greeting.payload) + encode_head(Frame(Kind.PING, EPOCH, 9)))
+    sock.sendall(PLAIN.head(greeting) + bytes(greeting.payload) + PLAIN.head(Frame(Kind.PING, EPOCH, 9)))
     with let_in(expectation) as mine:
-        found = read_frame(mine, HANDSHAKE_LIMITS)
+        found = read_frame(mine, HANDSHAKE)
         assert found is not None and (found.kind, found.number) == (Kind.PING, 9)
 
 
@@ -98,7 +99,7 @@ def test_a_hello_may_come_byte_by_byte(port: RingListener, guests: Guests) -> No
     sock = guests.connect(port)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     greeting = hello()
-    for byte in encode_head(greeting) + bytes(greeting.payload):
+    for byte in PLAIN.head(greeting) + bytes(greeting.payload):
         sock.sendall(bytes([byte]))
     let_in(expectation).close()
 
@@ -129,6 +130,22 @@ def test_a_wrong_neighbour_is_told_why_and_the_true_one_still_gets_in(
         assert refusal(again)
 
 
+def test_several_rings_are_closed_at_the_same_port_at_the_same_time(port: RingListener, guests: Guests) -> None:
+    """Of several runs, and of one run in which the node holds two stages."""
+    places = [(EPOCH, 2), (EPOCH + 1, 2), (EPOCH + 1, 0)]
+    expectations = [port.expect(epoch, Hello(index, 4, PLACEMENT)) for epoch, index in places]
+    for (epoch, index), expectation in reversed(list(zip(places, expectations, strict=True))):
+        send_frame(guests.connect(port), hello(epoch=epoch, index=index))
+        let_in(expectation).close()
+        assert expectation.caller == Hello(index, 4, PLACEMENT)
+    for expectation in expectations[:2]:
+        port.forget(expectation)
+    send_frame(sock := guests.connect(port), hello())
+    assert "knows nothing of run" in refusal(sock)
+    send_frame(sock := guests.connect(port), hello(epoch=EPOCH + 1, index=0))
+    assert "already has its neighbour" in refusal(sock), "the other one of its run is still there"
+
+
 def test_without_a_run_every_hello_is_refused(port: RingListener, guests: Guests) -> None:
     send_frame(sock := guests.connect(port), hello())
     assert "knows nothing of run" in refusal(sock)
@@ -143,12 +160,12 @@ STRANGERS = [
     b"\x00" * 52,
     b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nUser-Agent: a curious browser\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    encode_head(Frame(Kind.PING, EPOCH)),
-    encode_head(Frame(Kind.BATCH, EPOCH)),
-    encode_head(Frame.message(Kind.HELLO, EPOCH, b"{}")) + b"{}",
-    encode_head(Frame.message(Kind.HELLO, EPOCH, b"[" * 4000)) + b"[" * 4000,
-    encode_head(Frame.message(Kind.HELLO, EPOCH, bytes(5000))),
-    encode_head(hello()) + bytes(len(hello().payload)),
+    PLAIN.head(Frame(Kind.PING, EPOCH)),
+    PLAIN.head(Frame(Kind.BATCH, EPOCH)),
+    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, b"{}")) + b"{}",
+    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, b"[" * 4000)) + b"[" * 4000,
+    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, bytes(5000))),
+    PLAIN.head(hello()) + bytes(len(hello().payload)),
 ]
 
 
@@ -201,7 +218,7 @@ def test_a_hundred_strangers_keep_nobody_out(port: RingListener, guests: Guests)
 
 def test_strangers_that_reset_their_connection_do_no_harm(port: RingListener, guests: Guests) -> None:
     expectation = port.expect(EPOCH, HELLO, ANSWER)
-    for data in (b"", b"MDIr", encode_head(hello())):
+    for data in (b"", b"MDIr", PLAIN.head(hello())):
         with socket.create_connection(("127.0.0.1", port.port)) as sock:
             sock.sendall(data)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -228,22 +245,22 @@ def test_a_neighbour_that_resets_before_its_answer_does_not_end_the_listener(
 def test_a_connection_that_nobody_took_is_closed(port: RingListener, guests: Guests) -> None:
     expectation = port.expect(EPOCH, HELLO, ANSWER)
     send_frame(sock := guests.connect(port), hello())
-    assert read_frame(sock, HANDSHAKE_LIMITS) is not None  # it was let in
+    assert read_frame(sock, HANDSHAKE) is not None  # it was let in
     port.forget(expectation)
     assert is_dropped(sock)
 
 
-def test_a_new_run_takes_the_place_of_the_old_one(port: RingListener, guests: Guests) -> None:
+def test_who_waits_is_woken_when_the_expectation_is_withdrawn(port: RingListener, guests: Guests) -> None:
     old = port.expect(EPOCH, HELLO)
     new = port.expect(EPOCH + 1, HELLO)
-    send_frame(sock := guests.connect(port), hello())
-    assert "knows nothing of run" in refusal(sock)
-    send_frame(guests.connect(port), hello(epoch=EPOCH + 1))
-    let_in(new).close()
     port.forget(old)
     assert old.accepted.get(timeout=DEADLINE_S) is None
     with pytest.raises(queue.Empty):
         old.accepted.get_nowait()
+    send_frame(sock := guests.connect(port), hello())
+    assert "knows nothing of run" in refusal(sock)
+    send_frame(guests.connect(port), hello(epoch=EPOCH + 1))
+    let_in(new).close()
 
 
 def test_closing_drops_who_waits(guests: Guests) -> None:
@@ -259,7 +276,7 @@ def test_closing_drops_who_waits(guests: Guests) -> None:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.binary(min_size=52, max_size=120),
-    prefix=st.sampled_from([b"", b"MDIr\x01\x01\x00\x00", encode_head(hello())]),
+    prefix=st.sampled_from([b"", b"MDIr\x01\x01\x00\x00", PLAIN.head(hello())]),
 )
 def test_any_bytes_leave_the_port_open(port: RingListener, data: bytes, prefix: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port.port), DEADLINE_S) as sock:

@@ -17,13 +17,13 @@ from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, se
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
-from mdi.net import ring as ring_module
+from mdi.net.codec import HANDSHAKE, PLAIN
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice, encode_head
+from mdi.net.wire import Frame, Kind, Limits, Slice
 
 EPOCH = 11
 
@@ -165,16 +165,16 @@ def test_a_node_that_falls_silent_is_named(victim: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(link_module, "SILENCE_S", 1.0)
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.05)
     with nodes(3) as n:
-        n.rings[victim]._out._channel.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
+        n.rings[victim]._next._outbox.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
         frozen = threading.Event()
-        n.rings[victim]._out._channel.put_first(Frame(Kind.PING, n.epoch))
+        n.rings[victim]._next._outbox.put_first(Frame(Kind.PING, n.epoch))
         try:
             error = loss(n.rings[0])
             assert isinstance(error, NodeLostError) and error.node == n.seats[victim].name
             assert "nothing was heard for 1 s" in str(error)
         finally:
             n.rings[victim]._end(None)
-            n.rings[victim]._out._channel.close()
+            n.rings[victim]._next._outbox.close()
             frozen.set()
 
 
@@ -188,18 +188,18 @@ def test_the_starter_that_dies_is_noticed_by_everybody() -> None:
 
 def raw_link(n: Nodes, index: int) -> socket.socket:
     """The socket on which node `index` sends: for bytes that a sound node would not send."""
-    return n.rings[index]._out._sock
+    return n.rings[index]._next._sock
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (
-            encode_head(batch(EPOCH + 1)) + bytes(range(16)),
+            PLAIN.head(batch(EPOCH + 1)) + bytes(range(16)),
             "a frame of run 000000000000000c, expected run 000000000000000b",
         ),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20, "not a frame of MDI-LLM"),
-        (encode_head(batch(EPOCH)) + bytes(16), "is damaged"),
+        (PLAIN.head(batch(EPOCH)) + bytes(16), "is damaged"),
     ],
     ids=["epoch", "http", "crc"],
 )
@@ -215,7 +215,7 @@ def test_garbage_in_the_middle_of_a_run_names_the_neighbour(culprit: int, data: 
 def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
     with contextlib.ExitStack() as guests, nodes(3) as n:
         for one in n.listeners:
-            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, encode_head(Frame(Kind.BATCH, n.epoch))):
+            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, PLAIN.head(Frame(Kind.BATCH, n.epoch))):
                 sock = guests.enter_context(socket.create_connection(("127.0.0.1", one.port), DEADLINE_S))
                 sock.sendall(data)
         n.rings[0].send(batch(n.epoch, 3))
@@ -223,18 +223,61 @@ def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
         assert not any(ring.wait_end(0) for ring in n.rings)
 
 
-def test_a_send_that_fails_is_reported_when_nobody_else_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "REPORT_S", 0.1)
-    with nodes(3) as n:
-        n.rings[0]._next_lost("broken pipe")
-        assert str(loss(n.rings[0])) == "secondary0 is lost: sending to it failed: broken pipe (noticed by starter)"
+def test_a_failure_is_told_in_both_directions() -> None:
+    """The nodes before the one that fails know as soon as those after it, by its own words."""
+    with nodes(5) as n:
+        n.rings[2].fail(Fault("secondary1", "it failed: no memory", "secondary1", "memory"))
+        for index in (1, 0, 3, 4):
+            error = loss(n.rings[index])
+            assert isinstance(error, NodeLostError) and (error.node, error.code) == ("secondary1", "memory")
 
 
-def test_closing_does_not_wait_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "REPORT_S", 3600.0)
-    with nodes(2) as n:
-        n.rings[0]._next_lost("broken pipe")
-    assert not [t for t in threading.enumerate() if t.name.startswith("ring-")]
+def test_two_nodes_that_die_at_once_are_known_on_either_side() -> None:
+    with nodes(5) as n:
+        n.kill(2)
+        n.kill(4)
+        for index in (0, 1, 3):
+            error = loss(n.rings[index])
+            assert isinstance(error, NodeLostError) and error.node in ("secondary1", "secondary3")
+
+
+def test_a_next_node_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is frozen: it takes what the system buffers for it, and says nothing."""
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.1)
+    seats = seats_of([free_port(), free_port()], EPOCH)
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for _ in range(2):
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ends.append((stack.enter_context(socket.create_connection(server.getsockname())), server.accept()[0]))
+        (prev, sock_in), (frozen, sock_out) = ends
+        ring = TcpRing(seats[0], sock_in, sock_out, 2, Limits())
+        stack.callback(ring.close)
+        over = threading.Event()
+
+        def talk() -> None:
+            while not over.wait(0.1):
+                with contextlib.suppress(OSError):
+                    send_frame(prev, Frame(Kind.PING, EPOCH))
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        error = loss(ring)
+        over.set()
+        thread.join(DEADLINE_S)
+        assert isinstance(error, NodeLostError) and "nothing was heard" in str(error)
+
+
+def test_frames_are_authenticated_where_the_seats_have_a_key() -> None:
+    with nodes(3, key=b"a secret") as n:
+        n.rings[0].send(batch(n.epoch, 1))
+        n.rings[1].send(received(n.rings[1]))
+        assert received(n.rings[2]).number == 1
+        frame = batch(n.epoch, 2)
+        raw_link(n, 0).sendall(PLAIN.head(frame) + bytes(frame.payload))
+        error = loss(n.rings[2])
+        assert isinstance(error, NodeLostError) and error.node == "starter" and "without a tag" in str(error)
 
 
 # Closing the ring
@@ -303,29 +346,29 @@ def free_port() -> int:
 
 
 def refuse(sock: socket.socket) -> None:
-    frame = read_frame(sock, HANDSHAKE_LIMITS)
+    frame = read_frame(sock, HANDSHAKE)
     assert frame is not None
     send_frame(sock, Frame.message(Kind.ERROR, frame.epoch, Fault("", "no, thank you", "secondary0").to_bytes()))
 
 
 def die(sock: socket.socket) -> None:
-    read_frame(sock, HANDSHAKE_LIMITS)
+    read_frame(sock, HANDSHAKE)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def answer_with(frame: Frame) -> Callable[[socket.socket], object]:
-    return lambda sock: (read_frame(sock, HANDSHAKE_LIMITS), send_frame(sock, frame))
+    return lambda sock: (read_frame(sock, HANDSHAKE), send_frame(sock, frame))
 
 
 def wait_for_the_end(sock: socket.socket) -> None:
-    read_frame(sock, HANDSHAKE_LIMITS)
+    read_frame(sock, HANDSHAKE)
     with contextlib.suppress(OSError):
         sock.recv(1)
 
 
 BAD_NEIGHBOURS: list[tuple[Callable[[socket.socket], object], str]] = [
     (refuse, " says: no, thank you"),
-    (lambda sock: read_frame(sock, HANDSHAKE_LIMITS), "closed the connection in the handshake"),
+    (lambda sock: read_frame(sock, HANDSHAKE), "closed the connection in the handshake"),
     (die, "broke off the handshake"),
     (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), "broke off the handshake: not a frame of MDI-LLM"),
     (answer_with(batch(EPOCH)), "broke off the handshake"),
@@ -410,7 +453,7 @@ def test_a_node_that_takes_its_time_is_not_frozen() -> None:
     """It gives signs of life for longer than the silence after which it would be taken for frozen, and then says no."""
 
     def dither(sock: socket.socket) -> None:
-        frame = read_frame(sock, HANDSHAKE_LIMITS)
+        frame = read_frame(sock, HANDSHAKE)
         assert frame is not None
         for _ in range(100):
             threading.Event().wait(0.05)
@@ -425,7 +468,7 @@ def test_a_last_node_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(handshake_module, "CONNECT_S", 0.2)
 
     def lie(sock: socket.socket) -> None:
-        frame = read_frame(sock, HANDSHAKE_LIMITS)
+        frame = read_frame(sock, HANDSHAKE)
         assert frame is not None
         send_frame(sock, frame)
         wait_for_the_end(sock)
@@ -491,10 +534,11 @@ def test_what_is_wrong_far_away_is_told_to_the_starter(
 def test_nodes_that_disagree_say_so_in_words() -> None:
     one = listener("secondary0")
     seats = seats_of([free_port(), one.port], EPOCH)
-    one.expect(EPOCH, Seat(EPOCH, 1, names_of(2), "b" * 64, "127.0.0.1", seats[1].next_port).prev_hello)
+    odd = one.expect(EPOCH, Seat(EPOCH, 1, names_of(2), "b" * 64, "127.0.0.1", seats[1].next_port).prev_hello)
     with starting([one.port]) as starter:
         error = starter.error()
         assert error.node == "secondary0" and "disagree about the model or its cut" in str(error)
+    one.forget(odd)
     one.expect(EPOCH + 1, seats[1].prev_hello)
     with starting([one.port]) as starter:
         assert "secondary0 knows nothing of run 000000000000000b" in str(starter.error())

@@ -12,22 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.errors import WireError
+from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec, Header
 from mdi.net.hello import Fault, Hello
-from mdi.net.wire import (
-    DTYPE_CODES,
-    DTYPES,
-    HANDSHAKE_LIMITS,
-    HEADER_BYTES,
-    VERSION,
-    Frame,
-    Header,
-    Kind,
-    Limits,
-    Slice,
-    decode_frame,
-    decode_header,
-    encode_head,
-)
+from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice
 
 SMALL = Limits(max_rows=64, max_cols=64, max_slices=8, max_payload_bytes=1 << 14)
 
@@ -39,44 +26,50 @@ U64 = st.integers(0, 2**64 - 1)
 def batches(draw: st.DrawFn) -> Frame:
     kind = draw(st.sampled_from([DTYPES[code] for code in sorted(DTYPES)]))
     rows = draw(st.lists(st.integers(0, 8), max_size=8))
-    slices = tuple(Slice(draw(U64), draw(U32), n, draw(st.integers(0, n))) for n in rows)
+    ids = draw(st.lists(U64, min_size=len(rows), max_size=len(rows), unique=True))
+    slices = tuple(Slice(i, draw(U32), n, draw(st.integers(0, n))) for i, n in zip(ids, rows, strict=True))
     only_logits = draw(st.booleans())
     n_rows = sum(s.n_logits if only_logits else s.n_rows for s in slices)
     n_cols = draw(st.integers(0, 16))
     payload = draw(st.binary(min_size=kind.n_bytes(n_rows, n_cols), max_size=kind.n_bytes(n_rows, n_cols)))
     freed = tuple(draw(st.lists(U64, max_size=8)))
-    return Frame(Kind.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload)
+    pairs = st.tuples(U64, U64).filter(lambda pair: pair[0] != pair[1])
+    copies = tuple(draw(st.lists(pairs, max_size=8, unique_by=lambda pair: pair[1])))
+    return Frame(Kind.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload, copies)
 
 
-def decoded(data: bytes, limits: Limits = SMALL) -> Frame:
+def decoded(data: bytes, limits: Limits = SMALL, codec: FrameCodec | None = None) -> Frame:
     """The frame that a reader of exactly these bytes would find; WireError too where they end too early."""
     stream = io.BytesIO(data)
-    header = decode_header(stream.read(HEADER_BYTES), limits)
-    assert header.tables_bytes <= limits.max_slices * 28
+    codec = codec or FrameCodec(limits)
+    header = codec.header(stream.read(HEADER_BYTES))
+    assert header.tables_bytes <= limits.max_slices * 44
     assert header.payload_bytes <= limits.max_payload_bytes
-    return decode_frame(header, stream.read(header.tables_bytes), bytearray(stream.read(header.payload_bytes)))
+    return codec.frame(header, stream.read(header.tables_bytes), bytearray(stream.read(header.payload_bytes)))
 
 
 def encoded(frame: Frame) -> bytes:
-    return encode_head(frame) + bytes(frame.payload)
+    return PLAIN.head(frame) + bytes(frame.payload)
 
 
-FRAME = Frame(Kind.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24)))
+FRAME = Frame(
+    Kind.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24)), ((1, 5),)
+)
 
 
 def test_sizes() -> None:
-    assert HEADER_BYTES == 52
-    assert len(encode_head(Frame(Kind.PING, 1))) == 52
-    assert len(encode_head(FRAME)) == 52 + 2 * 20 + 2 * 8
+    assert HEADER_BYTES == 72
+    assert len(PLAIN.head(Frame(Kind.PING, 1))) == 72
+    assert len(PLAIN.head(FRAME)) == 72 + 2 * 20 + 2 * 8 + 16
 
 
 def test_bytes_of_a_frame_stand_where_the_table_says() -> None:
     data = encoded(FRAME)
     assert data[:8] == b"MDIr" + bytes([VERSION, Kind.BATCH, 1, 0])
-    assert struct.unpack_from("<QQIIIIQ", data, 8) == (7, 3, 2, 2, 3, 2, 24)
-    assert struct.unpack_from("<I", data, 48)[0] == zlib.crc32(data[52:], zlib.crc32(data[:48]))
-    assert struct.unpack_from("<QIIIQIIIQQ", data, 52) == (1, 10, 1, 1, 2, 0, 2, 0, 9, 8)
-    assert data[52 + 56 :] == bytes(range(24))
+    assert struct.unpack_from("<QQIIIIIIQ", data, 8) == (7, 3, 2, 2, 1, 3, 2, 0, 24)
+    assert struct.unpack_from("<I12s", data, 56) == (zlib.crc32(data[72:], zlib.crc32(data[:56])), bytes(12))
+    assert struct.unpack_from("<QIIIQIIIQQQQ", data, 72) == (1, 10, 1, 1, 2, 0, 2, 0, 9, 8, 1, 5)
+    assert data[72 + 72 :] == bytes(range(24))
 
 
 @settings(deadline=None)
@@ -98,12 +91,12 @@ def test_a_message_comes_back(kind: Kind, epoch: int, data: bytes) -> None:
 @settings(deadline=None)
 @given(frame=batches())
 def test_a_memoryview_is_sent_like_bytes(frame: Frame) -> None:
-    assert encode_head(replace(frame, payload=memoryview(bytearray(frame.payload)))) == encode_head(frame)
+    assert PLAIN.head(replace(frame, payload=memoryview(bytearray(frame.payload)))) == PLAIN.head(frame)
 
 
 def sealed(data: bytes) -> bytes:
     """The same bytes with a CRC that fits, as a peer could send them."""
-    return data[:48] + struct.pack("<I", zlib.crc32(data[52:], zlib.crc32(data[:48]))) + data[52:]
+    return data[:56] + struct.pack("<I12x", zlib.crc32(data[72:], zlib.crc32(data[:56]))) + data[72:]
 
 
 def changed(offset: int, new: bytes, frame: Frame = FRAME) -> bytes:
@@ -118,28 +111,35 @@ def u32(value: int) -> bytes:
 
 LIES = [
     (changed(0, b"HTTP"), "not a frame of MDI-LLM: it begins with b'HTTP'"),
-    (changed(4, b"\x02"), "speaks version 2 of the ring protocol, this node version 1"),
+    (changed(4, b"\x01"), "speaks version 1 of the ring protocol, this node version 2"),
     (changed(5, b"\x00"), "unknown kind of frame: 0"),
     (changed(5, b"\x06"), "unknown kind of frame: 6"),
     (changed(6, b"\x09"), "unknown payload dtype 9"),
-    (changed(7, b"\x01"), "flags 1"),
+    (changed(7, b"\x02"), "flags 2"),
+    (changed(7, b"\x01"), "with a tag: no key here"),
+    (changed(44, b"\x01"), "field 1"),
     (changed(24, u32(9)), "9 slices; this node accepts at most 8"),
     (changed(28, u32(2**32 - 1)), "4294967295 freed sequences; .* at most 8"),
-    (changed(32, u32(65)), "65 rows; .* at most 64"),
-    (changed(36, u32(65)), "65 columns; .* at most 64"),
-    (changed(40, struct.pack("<Q", 2**63)), "payload bytes; .* at most 16384"),
-    (changed(40, struct.pack("<Q", 23)), "a payload of 23 bytes cannot be 3 x 2 values of float32"),
-    (changed(32, u32(2)), "a payload of 24 bytes cannot be 2 x 2 values of float32"),
+    (changed(32, u32(9)), "9 copies; .* at most 8"),
+    (changed(36, u32(65)), "65 rows; .* at most 64"),
+    (changed(40, u32(65)), "65 columns; .* at most 64"),
+    (changed(48, struct.pack("<Q", 2**63)), "payload bytes; .* at most 16384"),
+    (changed(48, struct.pack("<Q", 23)), "a payload of 23 bytes cannot be 3 x 2 values of float32"),
+    (changed(36, u32(2)), "a payload of 24 bytes cannot be 2 x 2 values of float32"),
     (changed(6, b"\x04"), "cannot be 3 x 2 values of float64"),
-    (changed(52 + 12, u32(2)), "a payload of 3 rows for slices that hold 4 rows, 1 of them for logits"),
-    (changed(52 + 36, u32(3)), "more logits than it has rows"),
-    (encoded(FRAME)[:-1] + b"\xff", "frame 3 is damaged: CRC32 [0-9a-f]{8}, expected"),
+    (changed(72 + 12, u32(2)), "a payload of 3 rows for slices that hold 4 rows, 1 of them for logits"),
+    (changed(72 + 36, u32(3)), "more logits than it has rows"),
+    (changed(72 + 20, b"\x01"), "two slices of one sequence"),
+    (changed(72 + 64, b"\x01"), "copies of caches that overwrite"),
+    (encoded(replace(FRAME, copies=((1, 5), (2, 5)))), "copies of caches that overwrite"),
+    (encoded(FRAME)[:-1] + b"\xff", "frame 3 is damaged"),
     (encoded(FRAME)[:8] + b"\xff" + encoded(FRAME)[9:], "is damaged"),
     (encoded(FRAME)[:60] + b"\xff" + encoded(FRAME)[61:], "is damaged"),
-    (encoded(FRAME)[:51], "a header of 51 bytes, expected 52"),
+    (encoded(FRAME)[:80] + b"\xff" + encoded(FRAME)[81:], "is damaged"),
+    (encoded(FRAME)[:71], "a header of 71 bytes, expected 72"),
     (b"", "a header of 0 bytes"),
-    (encoded(FRAME)[:70], "18 \\+ 0 bytes of tables and payload, expected 56 \\+ 24"),
-    (encoded(FRAME)[:-1], "56 \\+ 23 bytes"),
+    (encoded(FRAME)[:90], "18 \\+ 0 bytes of tables and payload, expected 72 \\+ 24"),
+    (encoded(FRAME)[:-1], "72 \\+ 23 bytes"),
 ]
 
 
@@ -176,24 +176,60 @@ def test_a_mutated_frame_is_refused_or_still_consistent(frame: Frame, data: st.D
     rows = sum(s.n_rows for s in found.slices)
     logits = sum(s.n_logits for s in found.slices)
     assert found.kind is not Kind.BATCH or found.n_rows in (rows, logits)
+    assert found.kind is not Kind.BATCH or len({s.seq_id for s in found.slices}) == len(found.slices)
     assert len(found.payload) == DTYPES[DTYPE_CODES[found.dtype]].n_bytes(found.n_rows, found.n_cols)
     if not seal:
         assert mutated == encoded(frame)
 
 
 @settings(max_examples=300, deadline=None)
-@given(fields=st.tuples(*[st.integers(0, 255)] * 3, *[U64] * 2, *[U32] * 4, U64, U32))
+@given(fields=st.tuples(*[st.integers(0, 255)] * 3, *[U64] * 2, *[U32] * 5, U64))
 def test_a_header_of_any_numbers_promises_no_more_than_the_limits(fields: tuple[int, ...]) -> None:
     kind, dtype, flags, *rest = fields
-    data = struct.pack("<4sBBBBQQIIIIQI", b"MDIr", VERSION, kind % 7, dtype % 6, flags % 2, *rest)
+    *counts, n_bytes = rest
+    data = struct.pack("<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, kind % 7, dtype % 6, flags % 2, *counts, 0, n_bytes)
+    data += bytes(16)
     for limits in (SMALL, HANDSHAKE_LIMITS, Limits()):
         try:
-            header = decode_header(data, limits)
+            header = FrameCodec(limits).header(data)
         except WireError:
             continue
         assert isinstance(header, Header)
-        assert header.tables_bytes <= 28 * limits.max_slices
+        assert header.tables_bytes <= 44 * limits.max_slices
         assert header.payload_bytes <= limits.max_payload_bytes
+
+
+KEY = b"a secret that both sides know"
+
+
+def test_authenticated_frames_are_accepted_in_order_and_once() -> None:
+    sender, receiver = FrameCodec(SMALL, KEY), FrameCodec(SMALL, KEY)
+    sent = [sender.head(FRAME) + bytes(FRAME.payload) for _ in range(3)]
+    assert len(sent[0]) == len(encoded(FRAME)) and len(set(sent)) == 3
+    assert decoded(sent[0], codec=receiver) == replace(FRAME, payload=bytearray(FRAME.payload))
+    for wrong in (sent[0], sent[2]):  # once more, and out of order
+        with pytest.raises(WireError, match="out of order"):
+            decoded(wrong, codec=receiver)
+    assert decoded(sent[1], codec=receiver).number == 3
+
+
+@settings(deadline=None)
+@given(position=st.integers(0, len(encoded(FRAME)) - 1), value=st.integers(1, 255))
+def test_an_authenticated_frame_is_refused_when_any_byte_has_changed(position: int, value: int) -> None:
+    data = bytearray(FrameCodec(SMALL, KEY).head(FRAME) + bytes(FRAME.payload))
+    data[position] ^= value
+    with pytest.raises(WireError):
+        decoded(bytes(data), codec=FrameCodec(SMALL, KEY))
+
+
+def test_another_key_or_none_is_refused() -> None:
+    data = FrameCodec(SMALL, KEY).head(FRAME) + bytes(FRAME.payload)
+    with pytest.raises(WireError, match="another key"):
+        decoded(data, codec=FrameCodec(SMALL, b"another"))
+    with pytest.raises(WireError, match="no key here"):
+        decoded(data)
+    with pytest.raises(WireError, match="without a tag"):
+        decoded(encoded(FRAME), codec=FrameCodec(SMALL, KEY))
 
 
 @settings(deadline=None)

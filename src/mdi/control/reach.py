@@ -16,9 +16,10 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import ControlError, WireError
+from mdi.net.codec import HANDSHAKE
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame, tune
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.net.wire import Frame, Kind
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
@@ -162,8 +163,10 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
             round_trip_s = time.perf_counter() - begin
             tune(sock)
             sock.settimeout(deadline_s)
-            send_frame(sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "", {"question": True}).to_bytes()))
-            frame = read_frame(sock, HANDSHAKE_LIMITS)
+            send_frame(
+                sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "", extensions={"question": True}).to_bytes())
+            )
+            frame = read_frame(sock, HANDSHAKE)
     except WireError as e:
         return Reach("stranger", str(e))
     except (OSError, UnicodeError) as e:

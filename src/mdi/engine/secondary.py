@@ -61,6 +61,8 @@ class SecondaryLoop:
         begin = time.perf_counter()
         for seq_id in frame.freed:
             self._stage.caches.free(seq_id)
+        for seq_id, new_id in frame.copies:
+            self._stage.caches.copy(seq_id, new_id)
         if frame.n_rows != sum(s.n_rows for s in frame.slices):
             raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
         x = rows_of(frame, self._stage.n_embd, self._device, self._dtype)
@@ -68,6 +70,6 @@ class SecondaryLoop:
             x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])
         if self._is_last:
             x = logit_rows(x, frame.slices)
-        out = frame_of(x, self._ring.epoch, frame.number, frame.slices, frame.freed, self._wire)
+        out = frame_of(x, self._ring.epoch, frame.number, frame.slices, frame.freed, self._wire, frame.copies)
         self.compute_s += time.perf_counter() - begin
         return out

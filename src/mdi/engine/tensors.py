@@ -37,8 +37,9 @@ def rows_of(frame: Frame, n_cols: int, device: torch.device, dtype: torch.dtype)
 
 
 def frame_of(
-    x: torch.Tensor, epoch: int, number: int, slices: tuple[Slice, ...], freed: tuple[int, ...], wire: str = "auto"
-) -> Frame:
+    x: torch.Tensor, epoch: int, number: int, slices: tuple[Slice, ...], freed: tuple[int, ...], wire: str = "auto",
+    copies: tuple[tuple[int, int], ...] = (),
+) -> Frame:  # fmt: skip
     """A BATCH frame of the rows `x` (n_rows, n_cols).
 
     Args:
@@ -51,7 +52,7 @@ def frame_of(
         encoder = ENCODERS[wire]
         name, data = encoder.payload_type.name, encoder.encode(x)
     payload = _on_host(data).view(torch.uint8).numpy().data.cast("B") if n_rows else memoryview(b"")
-    return Frame(Kind.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload)
+    return Frame(Kind.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload, copies)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator
 
 from mdi.errors import NodeLostError, RingError, WireError
+from mdi.net.codec import HANDSHAKE
 from mdi.net.hello import Fault
 from mdi.net.link import JOIN_S, PING_INTERVAL_S, SILENCE_S, Allocate, read_frame, send_frame, tune
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
+from mdi.net.wire import Frame, Kind, Limits
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0
@@ -176,7 +177,7 @@ def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float) -> Frame | N
                 continue
             sock.settimeout(left_s)
             try:
-                frame = read_frame(sock, HANDSHAKE_LIMITS)
+                frame = read_frame(sock, HANDSHAKE)
             except TimeoutError:
                 continue
             except (OSError, WireError) as e:

@@ -22,12 +22,15 @@ class Hello:
         index: place of the sender in the ring, 0 is the starter.
         n_nodes: length of the ring.
         placement: hash of model, cut and ring that all nodes of a run share.
+        name, process: who the sender is: its name, and a number that its process drew; its address may change.
         extensions: free for later use; "wire" is what the run's rows travel as, if not "auto" (net.wire.WIRE_DTYPES).
     """
 
     index: int
     n_nodes: int
     placement: str
+    name: str = ""
+    process: str = ""
     extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -42,10 +45,12 @@ class Hello:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Hello:
         try:
             fields = json.loads(bytes(data))
-            hello = cls(fields["index"], fields["n_nodes"], fields["placement"], fields.get("extensions", {}))
+            rest = fields.get("name", ""), fields.get("process", ""), fields.get("extensions", {})
+            hello = cls(fields["index"], fields["n_nodes"], fields["placement"], *rest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise WireError("a HELLO that cannot be read") from None
-        is_typed = isinstance(hello.index, int) and isinstance(hello.n_nodes, int) and isinstance(hello.placement, str)
+        numbers, words = (hello.index, hello.n_nodes), (hello.placement, hello.name, hello.process)
+        is_typed = all(isinstance(n, int) for n in numbers) and all(isinstance(word, str) for word in words)
         if not is_typed or not isinstance(hello.extensions, dict):
             raise WireError("a HELLO with fields of the wrong type")
         return hello

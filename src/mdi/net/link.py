@@ -1,8 +1,8 @@
-"""One link of the ring: one TCP direction, one socket, one thread, one bounded channel.
+"""One link of the ring: one TCP connection between neighbours, both ways, with two threads.
 
-`SendLink` owns the thread `ring-send`, `ReceiveLink` the thread `ring-recv`. Neither computes, so a stage that takes long
-for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass the channels by. Links move
-buffers; they know no tensors.
+The thread `ring-send` owns what goes out and a bounded channel of it, the thread `ring-recv` what comes in. Neither
+computes, so a stage that takes long for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass
+the channels by. Links move buffers; they know no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from mdi.errors import WireError
 from mdi.net.channel import Channel
-from mdi.net.wire import HEADER_BYTES, Frame, Kind, Limits, decode_frame, decode_header, encode_head
+from mdi.net.codec import HEADER_BYTES, PLAIN, FrameCodec
+from mdi.net.wire import Frame, Kind
 
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead
@@ -71,39 +72,45 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def send_frame(sock: socket.socket, frame: Frame) -> int:
-    """Write one frame, header and payload in one system call where there is one for it; returns the bytes written."""
-    head = encode_head(frame)
+def send_frame(sock: socket.socket, frame: Frame, codec: FrameCodec = PLAIN, is_patient: bool = False) -> int:
+    """Write one frame, header and payload in one system call where there is one for it; returns the bytes written.
+
+    Args:
+        is_patient: go on when the socket's own timeout passes: a peer that takes nothing may be busy, and says so by PINGs.
+    """
+    head = memoryview(codec.head(frame))
     payload = memoryview(frame.payload).cast("B") if frame.n_rows else memoryview(b"")
-    if not hasattr(sock, "sendmsg"):  # Windows
-        sock.sendall(head)
-        sock.sendall(payload)
-        return len(head) + payload.nbytes
-    sent = sock.sendmsg([head, payload])
-    if sent < len(head):
-        sock.sendall(head[sent:])
-        sent = len(head)
-    if sent < len(head) + payload.nbytes:
-        sock.sendall(payload[sent - len(head) :])
-    return len(head) + payload.nbytes
+    sent, n_bytes = 0, len(head) + payload.nbytes
+    while sent < n_bytes:
+        try:
+            if sent >= len(head):
+                sent += sock.send(payload[sent - len(head) :])
+            elif hasattr(sock, "sendmsg"):
+                sent += sock.sendmsg([head[sent:], payload])
+            else:  # Windows
+                sent += sock.send(head[sent:])
+        except TimeoutError:
+            if not is_patient:
+                raise
+    return n_bytes
 
 
-def read_frame(sock: socket.socket, limits: Limits, pool: BufferPool | None = None) -> Frame | None:
+def read_frame(sock: socket.socket, codec: FrameCodec, pool: BufferPool | None = None) -> Frame | None:
     """Read one frame; None if the peer closed the connection between two frames.
 
     Raises:
-        WireError: it closed in the middle of one, or what it sent is no frame that `limits` admit.
+        WireError: it closed in the middle of one, or what it sent is no frame that `codec` accepts.
         OSError: the socket's own errors, TimeoutError among them.
     """
     head = bytearray(HEADER_BYTES)
     if not _read_exactly(sock, memoryview(head), may_end=True):
         return None
-    header = decode_header(head, limits)
+    header = codec.header(head)
     tables = bytearray(header.tables_bytes)
     _read_exactly(sock, memoryview(tables))
     payload = pool.take(header.payload_bytes) if pool else memoryview(bytearray(header.payload_bytes))
     _read_exactly(sock, payload)
-    return decode_frame(header, tables, payload)
+    return codec.frame(header, tables, payload)
 
 
 def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) -> bool:
@@ -124,80 +131,18 @@ def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) 
     return True
 
 
-class SendLink:
-    """Outgoing link to the next node.
+class Link:
+    """The connection to one neighbour.
 
     Args:
         sock: connected, handshake done; the link owns it from here.
-        epoch: run id, for the PINGs.
-        capacity: frames that may wait to be sent.
-        on_lost: called once, from the link's thread, with the reason when sending fails.
-    """
-
-    def __init__(self, sock: socket.socket, epoch: int, capacity: int, on_lost: Callable[[str], None]) -> None:
-        self._sock = sock
-        self._epoch = epoch
-        self._channel: Channel[Frame] = Channel(capacity)
-        self._on_lost = on_lost
-        self._ending = False
-        self.send_s = 0.0
-        self.bytes_sent = 0
-        self.n_frames = 0
-        sock.settimeout(None)
-        self._thread = threading.Thread(target=self._run, name="ring-send", daemon=True)
-        self._thread.start()
-
-    def put(self, frame: Frame) -> bool:
-        """Queue a frame; False if the link is closed or lost."""
-        return self._channel.put(frame)
-
-    def put_last(self, frame: Frame) -> None:
-        """Send a STOP or ERROR before whatever is queued, and nothing after it."""
-        self._ending = True
-        self._channel.put_first(frame)
-
-    def _run(self) -> None:
-        try:
-            while not self._channel.closed:
-                frame = self._channel.get(PING_INTERVAL_S)
-                if frame is None:
-                    if self._channel.closed:
-                        return
-                    frame = Frame(Kind.PING, self._epoch)
-                begin = time.perf_counter()
-                self.bytes_sent += send_frame(self._sock, frame)
-                if frame.kind is Kind.BATCH:
-                    self.send_s += time.perf_counter() - begin
-                    self.n_frames += 1
-                elif frame.kind in (Kind.STOP, Kind.ERROR):
-                    self._sock.shutdown(socket.SHUT_WR)
-                    return
-        except OSError as e:
-            if not self._channel.closed:
-                self._on_lost(str(e))
-        finally:
-            self._channel.close()
-
-    def close(self, flush_s: float = 0.0) -> None:
-        """End the thread and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
-        if flush_s and self._ending:
-            self._thread.join(flush_s)
-        self._channel.close()
-        _shut(self._sock)
-        self._thread.join(JOIN_S)
-        self._sock.close()
-
-
-class ReceiveLink:
-    """Incoming link from the previous node.
-
-    Args:
-        sock: accepted, handshake done; the link owns it from here.
-        epoch: frames of another run end the link.
-        limits: what a frame may hold.
-        inbox: where BATCH frames go; must hold as many as can be in flight, so that this thread never waits there.
-        on_last: called from the link's thread with the STOP or ERROR frame that ends the run.
-        on_lost: called once, from the link's thread, with the reason when the previous node is lost.
+        epoch: run id; frames of another run end the link.
+        codec: of this connection from here on.
+        capacity: BATCH frames that may wait to be sent.
+        inbox: where BATCH frames go; must hold as many as can be in flight, so that the thread never waits there. None if
+            this neighbour sends none.
+        on_last: called from a thread of the link with the STOP or ERROR frame that ends the run.
+        on_lost: called once, from a thread of the link, with the reason when the neighbour is lost.
         allocate: see BufferPool.
     """
 
@@ -205,27 +150,90 @@ class ReceiveLink:
         self,
         sock: socket.socket,
         epoch: int,
-        limits: Limits,
-        inbox: Channel[Frame],
+        codec: FrameCodec,
+        capacity: int,
+        inbox: Channel[Frame] | None,
         on_last: Callable[[Frame], None],
         on_lost: Callable[[str], None],
         allocate: Allocate | None = None,
     ) -> None:
         self._sock = sock
         self._epoch = epoch
-        self._limits = limits
+        self._codec = codec
+        self._outbox: Channel[Frame] = Channel(capacity)
         self._inbox = inbox
         self._on_last = on_last
         self._on_lost = on_lost
+        self._ending = False
         self._closing = False
-        self.pool = BufferPool(inbox.capacity + 2, allocate or bytearray)
+        self._telling = threading.Lock()
+        self._is_told = False
+        self.pool = BufferPool((inbox.capacity if inbox is not None else 0) + 2, allocate or bytearray)
+        self.send_s = 0.0
+        self.bytes_sent = 0
+        self.n_frames = 0
         sock.settimeout(SILENCE_S)
-        self._thread = threading.Thread(target=self._run, name="ring-recv", daemon=True)
-        self._thread.start()
+        self._sender = threading.Thread(target=self._send, name="ring-send", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name="ring-recv", daemon=True)
+        self._sender.start()
+        self._receiver.start()
 
-    def _run(self) -> None:
+    def put(self, frame: Frame) -> bool:
+        """Queue a frame; False if the link is closed or lost."""
+        return self._outbox.put(frame)
+
+    def put_last(self, frame: Frame) -> None:
+        """Send a STOP or ERROR before whatever is queued, and nothing after it."""
+        self._ending = True
+        self._outbox.put_first(frame)
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """End the threads and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
+        if flush_s and self._ending and threading.current_thread() is not self._sender:
+            self._sender.join(flush_s)
+        self._closing = True
+        self._outbox.close()
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        for thread in (self._sender, self._receiver):
+            if threading.current_thread() is not thread:
+                thread.join(JOIN_S)
+        self._sock.close()
+
+    def _send(self) -> None:
         try:
-            self._receive()
+            while not self._outbox.closed:
+                frame = self._outbox.get(PING_INTERVAL_S)
+                if frame is None:
+                    if self._outbox.closed:
+                        return
+                    frame = Frame(Kind.PING, self._epoch)
+                begin = time.perf_counter()
+                self.bytes_sent += send_frame(self._sock, frame, self._codec, is_patient=True)
+                if frame.kind is Kind.BATCH:
+                    self.send_s += time.perf_counter() - begin
+                    self.n_frames += 1
+                elif frame.kind in (Kind.STOP, Kind.ERROR):
+                    self._sock.shutdown(socket.SHUT_WR)
+                    return
+        except OSError as e:
+            self._lost(f"sending to it failed: {e}")
+        finally:
+            self._outbox.close()
+
+    def _receive(self) -> None:
+        try:
+            while (frame := read_frame(self._sock, self._codec, self.pool)) is not None:
+                if frame.epoch != self._epoch:
+                    raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
+                if frame.kind in (Kind.STOP, Kind.ERROR):
+                    return self._on_last(frame)
+                if frame.kind is Kind.BATCH and self._inbox is not None:
+                    if not self._inbox.put(frame):
+                        return
+                elif frame.kind is not Kind.PING:
+                    raise WireError(f"a {frame.kind.name} frame in the middle of a run")
+            self._lost("it closed the connection")
         except TimeoutError:
             self._lost(f"nothing was heard for {SILENCE_S:.0f} s")
         except OSError as e:
@@ -233,33 +241,8 @@ class ReceiveLink:
         except WireError as e:
             self._lost(str(e))
 
-    def _receive(self) -> None:
-        while True:
-            frame = read_frame(self._sock, self._limits, self.pool)
-            if frame is None:
-                return self._lost("it closed the connection")
-            if frame.epoch != self._epoch:
-                raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
-            if frame.kind is Kind.BATCH:
-                if not self._inbox.put(frame):
-                    return
-            elif frame.kind in (Kind.STOP, Kind.ERROR):
-                return self._on_last(frame)
-            elif frame.kind is not Kind.PING:
-                raise WireError(f"a {frame.kind.name} frame in the middle of a run")
-
     def _lost(self, reason: str) -> None:
-        if not self._closing:
+        with self._telling:
+            is_first, self._is_told = not self._is_told, True
+        if is_first and not self._closing:
             self._on_lost(reason)
-
-    def close(self) -> None:
-        self._closing = True
-        _shut(self._sock)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_S)
-        self._sock.close()
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer was faster
-        sock.shutdown(socket.SHUT_RDWR)

@@ -17,10 +17,11 @@ import time
 from dataclasses import dataclass, field
 
 from mdi.errors import RingError, UsageError, WireError
+from mdi.net.codec import HANDSHAKE, HEADER_BYTES
 from mdi.net.drops import DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, send_frame, tune
-from mdi.net.wire import HANDSHAKE_LIMITS, HEADER_BYTES, Frame, Kind, decode_frame, decode_header
+from mdi.net.wire import Frame, Kind
 
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
@@ -49,15 +50,19 @@ def open_socket(addr: str, port: int, what: str) -> socket.socket:
     return sock
 
 
-@dataclass
+@dataclass(eq=False)
 class Expectation:
-    """The neighbour that a run waits for."""
+    """The neighbour that a ring waits for.
+
+    Attributes:
+        caller: what it said, once it has called: which process it is, say.
+    """
 
     epoch: int
     hello: Hello
     answer: Frame | None
     accepted: queue.Queue[socket.socket | None] = field(default_factory=lambda: queue.Queue(2))
-    taken: bool = False
+    caller: Hello | None = None
     withdrawn: bool = False
 
     def wait(self, timeout_s: float) -> socket.socket | None:
@@ -77,7 +82,7 @@ class _Pending:
 
 
 class RingListener:
-    """Owns the ring port. `expect` names the neighbour of the next run; without one, every connection is dropped."""
+    """Owns the ring port. `expect` names a neighbour, one for each ring that is to be closed; all others are dropped."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
@@ -85,7 +90,7 @@ class RingListener:
         self._drops = DropLog(name)
         self._sock.setblocking(False)
         self._lock = threading.Lock()
-        self._expected: Expectation | None = None
+        self._expected: list[Expectation] = []
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._closing = False
@@ -101,21 +106,21 @@ class RingListener:
         return port
 
     def expect(self, epoch: int, hello: Hello, answer: Frame | None = None) -> Expectation:
-        """From now on, let in the one connection that says `hello` for run `epoch`.
+        """From now on, let in the one connection that says `hello` for run `epoch`, beside those expected before.
 
         Args:
             answer: sent back at once if given; else whoever takes the connection answers.
         """
         expectation = Expectation(epoch, hello, answer)
         with self._lock:
-            self._expected = expectation
+            self._expected.append(expectation)
         return expectation
 
     def forget(self, expectation: Expectation) -> None:
         """Withdraw an expectation; a connection that nobody took is closed, a waiting thread wakes."""
         with self._lock:
-            if self._expected is expectation:
-                self._expected = None
+            if expectation in self._expected:
+                self._expected.remove(expectation)
             expectation.withdrawn = True
         with contextlib.suppress(queue.Empty):
             while (sock := expectation.accepted.get_nowait()) is not None:
@@ -192,13 +197,13 @@ class RingListener:
     def _missing(data: bytearray) -> int:
         if len(data) < HEADER_BYTES:
             return HEADER_BYTES - len(data)
-        header = decode_header(memoryview(data)[:HEADER_BYTES], HANDSHAKE_LIMITS)
+        header = HANDSHAKE.header(memoryview(data)[:HEADER_BYTES])
         return HEADER_BYTES + header.payload_bytes - len(data)
 
     def _admit(self, pending: _Pending) -> None:
         data = memoryview(pending.data)
-        header = decode_header(data[:HEADER_BYTES], HANDSHAKE_LIMITS)
-        frame = decode_frame(header, b"", data[HEADER_BYTES:])
+        header = HANDSHAKE.header(data[:HEADER_BYTES])
+        frame = HANDSHAKE.frame(header, b"", data[HEADER_BYTES:])
         if frame.kind is not Kind.HELLO:
             raise WireError(f"a {frame.kind.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)
@@ -224,13 +229,16 @@ class RingListener:
 
     def _match(self, epoch: int, hello: Hello) -> Expectation:
         with self._lock:
-            expected = self._expected
-            if expected is None or expected.epoch != epoch:
+            of_run = [expected for expected in self._expected if expected.epoch == epoch]
+            if not of_run:
                 raise RingError(f"{self._name} knows nothing of run {epoch:016x}")
-            if expected.taken:
+            place = (hello.index, hello.n_nodes)
+            fitting = [one for one in of_run if (one.hello.index, one.hello.n_nodes) == place]
+            expected = next((one for one in fitting if one.caller is None), (fitting or of_run)[0])
+            if expected.caller is not None:
                 raise RingError(f"{self._name} already has its neighbour for this run")
             ours, theirs = expected.hello, hello
-            if (ours.index, ours.n_nodes) != (theirs.index, theirs.n_nodes):
+            if (ours.index, ours.n_nodes) != place:
                 raise RingError(
                     f"{self._name} expects node {ours.index} of {ours.n_nodes} here, "
                     f"not node {theirs.index} of {theirs.n_nodes}"
@@ -241,5 +249,5 @@ class RingListener:
                 raise RingError(
                     f"{self._name} expects rows in the wire format {ours.wire!r}, its neighbour sends {theirs.wire[:40]!r}"
                 )
-            expected.taken = True
+            expected.caller = hello
             return expected

@@ -6,25 +6,32 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.channel import Channel
+from mdi.net.codec import FrameCodec
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import JOIN_S, SILENCE_S, Allocate, ReceiveLink, SendLink
+from mdi.net.link import Allocate, Link
 from mdi.net.wire import Frame, Kind, Limits
 
 FLUSH_S = 2.0
-# After a failed send, how long to wait for the report that comes round the ring and knows more.
-REPORT_S = SILENCE_S + 2.0
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A node's place in the ring of one run; `wire` is what its rows travel as (net.wire.WIRE_DTYPES)."""
+    """A node's place in the ring of one run.
+
+    Attributes:
+        wire: what its rows travel as (net.wire.WIRE_DTYPES).
+        process: a number that this node's process drew.
+        key: secret of the ring, with which all frames after the handshake are authenticated.
+    """
 
     epoch: int
     index: int
@@ -33,6 +40,8 @@ class Seat:
     next_addr: str
     next_port: int
     wire: str = "auto"
+    process: str = ""
+    key: bytes | None = field(default=None, repr=False)
 
     @property
     def n_nodes(self) -> int:
@@ -56,10 +65,12 @@ class Seat:
 
     @property
     def hello(self) -> Frame:
-        return Frame.message(Kind.HELLO, self.epoch, self._hello(self.index).to_bytes())
+        hello = replace(self._hello(self.index), name=self.name, process=self.process)
+        return Frame.message(Kind.HELLO, self.epoch, hello.to_bytes())
 
     def _hello(self, index: int) -> Hello:
-        return Hello(index, self.n_nodes, self.placement, {} if self.wire == "auto" else {"wire": self.wire})
+        extensions = {} if self.wire == "auto" else {"wire": self.wire}
+        return Hello(index, self.n_nodes, self.placement, extensions=extensions)
 
 
 class Ring(Protocol):
@@ -131,7 +142,11 @@ class LoopbackRing:
 
 
 class TcpRing:
-    """The two links of a node among others, and what happens when one of them ends."""
+    """The links of a node to its two neighbours, and what happens when one of them ends.
+
+    Rows go from the previous node to the next. An ERROR goes both ways, so that it reaches the nodes on either side of a lost
+    one; it ends with the first node that has heard of it already.
+    """
 
     def __init__(
         self,
@@ -147,22 +162,31 @@ class TcpRing:
         self._fault: Fault | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._report_timer: threading.Timer | None = None
         self.inbox: Channel[Frame] = Channel(capacity + 1)
-        self._out = SendLink(sock_out, seat.epoch, capacity + 1, self._next_lost)
-        self._in = ReceiveLink(sock_in, seat.epoch, limits, self.inbox, self._last_frame, self._prev_lost, allocate)
+        # A link may be lost before the other one stands: it is told of that, too.
+        with self._lock:
+            self._next = self._link(sock_out, limits, None, seat.next_name, allocate)
+            self._prev = self._link(sock_in, limits, self.inbox, seat.prev_name, allocate)
+
+    def _link(
+        self, sock: socket.socket, limits: Limits, inbox: Channel[Frame] | None, name: str, allocate: Allocate | None
+    ) -> Link:
+        codec = FrameCodec(limits, self._seat.key)
+        return Link(
+            sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate
+        )  # fmt: skip
 
     @property
     def send_s(self) -> float:
-        return self._out.send_s
+        return self._next.send_s
 
     @property
     def bytes_sent(self) -> int:
-        return self._out.bytes_sent
+        return self._next.bytes_sent
 
     @property
     def n_frames(self) -> int:
-        return self._out.n_frames
+        return self._next.n_frames
 
     @property
     def epoch(self) -> int:
@@ -173,7 +197,7 @@ class TcpRing:
         return self._seat.n_nodes
 
     def send(self, frame: Frame) -> None:
-        self._out.put(frame)
+        self._next.put(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
         frame = self.inbox.get(timeout_s)
@@ -182,23 +206,21 @@ class TcpRing:
         return frame
 
     def release(self, frame: Frame) -> None:
-        self._in.pool.give_back(frame.payload)
+        self._prev.pool.give_back(frame.payload)
 
     def wake(self) -> None:
         self.inbox.wake()
 
     def stop(self, reason: str) -> None:
-        """End the run in good order, here and on every node; what a fault has ended stays ended by it."""
-        with self._lock:
-            if self._fault is not None:  # its ERROR may still wait to be sent, and a STOP would take its place
-                return
-        self._out.put_last(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
-        self._end(None)
+        """End the run in good order, here and on every node; what has ended it before stays what ended it."""
+        if self._end(None):
+            self._next.put_last(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
 
     def fail(self, fault: Fault) -> None:
-        """End the run here, and tell the nodes downstream why."""
-        self._out.put_last(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
-        self._end(fault)
+        """End the run here, and tell the other nodes why."""
+        if self._end(fault):
+            for link in (self._next, self._prev):
+                link.put_last(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:
         """Wait for the run's end; False after `timeout_s`."""
@@ -206,46 +228,30 @@ class TcpRing:
 
     def close(self) -> None:
         """Close both links; every thread of the ring has ended when this returns."""
-        flush_s = FLUSH_S if self._over.is_set() else 0.0  # a STOP or ERROR may still be on its way out
         self._end(None)
-        with self._lock:  # after the end no other timer is started
-            timer = self._report_timer
-        if timer is not None:
-            timer.cancel()
-            timer.join(JOIN_S)
-        self._out.close(flush_s)
-        self._in.close()
+        deadline = time.monotonic() + FLUSH_S  # a STOP or ERROR may still be on its way out
+        for link in (self._next, self._prev):
+            link.close(max(0.0, deadline - time.monotonic()))
 
-    def _end(self, fault: Fault | None) -> None:
+    def _end(self, fault: Fault | None) -> bool:
+        """Whether this was the first to end it."""
         with self._lock:
-            if not self._over.is_set():
+            is_first = not self._over.is_set()
+            if is_first:
                 self._fault = fault
                 self._over.set()
         self.inbox.close()
+        return is_first
 
     def _last_frame(self, frame: Frame) -> None:
-        if self._seat.index != 0:  # the starter began the STOP, or is the one an ERROR is meant for
-            self._out.put_last(frame)
-        self._end(Fault.from_bytes(frame.payload) if frame.kind is Kind.ERROR else None)
+        is_error = frame.kind is Kind.ERROR
+        if self._end(Fault.from_bytes(frame.payload) if is_error else None):
+            for link in (self._next, self._prev) if is_error else (self._next,):
+                link.put_last(frame)
 
-    def _prev_lost(self, reason: str) -> None:
-        if self._over.is_set():
-            return
-        node = self._seat.prev_name
-        logger.debug("%s lost its previous node %s: %s", self._seat.name, node, reason)
+    def _lost(self, node: str, reason: str) -> None:
+        logger.debug("%s lost %s: %s", self._seat.name, node, reason)
         self.fail(Fault(node, reason, self._seat.name))
-
-    def _next_lost(self, reason: str) -> None:
-        # The node after the lost one notices as well, and its report comes round the ring, where it is still whole.
-        # Only if nothing comes (the ring is broken in two places) is this node's own view the best there is.
-        with self._lock:
-            if self._over.is_set():
-                return
-            fault = Fault(self._seat.next_name, f"sending to it failed: {reason}", self._seat.name)
-            self._report_timer = threading.Timer(REPORT_S, self._end, (fault,))
-            self._report_timer.name = "ring-report"
-            self._report_timer.daemon = True
-            self._report_timer.start()
 
 
 def _error_of(fault: Fault) -> RingError:

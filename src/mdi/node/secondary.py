@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class SecondaryNode:
             kind,
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
+        self._process = secrets.token_hex(8)  # with the name, who this is: addresses change
         self._profiler = Profiler(config.name, cache_dir)
         self._probing = threading.Lock()
         self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
@@ -168,6 +170,7 @@ class SecondaryNode:
             "name": self.config.name,
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
+            "process": self._process,
             "state": state,
             "error": error,
             "error_code": error_code,
@@ -324,7 +327,7 @@ class SecondaryNode:
         name, free_bytes = self.config.name, self._profiler.available_bytes
         error = code = None
         try:
-            Service(name, job, self._holding, self._listener, free_bytes, self._kv_memory).run()
+            Service(name, self._process, job, self._holding, self._listener, free_bytes, self._kv_memory).run()
         except Abandoned as e:
             logger.info("%s: %s", name, e)
             error, code = str(e), e.code

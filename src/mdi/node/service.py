@@ -33,7 +33,7 @@ class Service:
     """One job, from its request to the end of the ring.
 
     Args:
-        name: of the node.
+        name, process: of the node, see Seat.
         job: what is to be done; it also keeps how far that is.
         holding: the weights, here before and to come.
         listener: the ring port.
@@ -44,6 +44,7 @@ class Service:
     def __init__(
         self,
         name: str,
+        process: str,
         job: Job,
         holding: Holding,
         listener: RingListener,
@@ -51,6 +52,7 @@ class Service:
         kv_memory: int | None,
     ) -> None:
         self._name = name
+        self._process = process
         self._job = job
         self._request = job.request
         self._holding = holding
@@ -117,7 +119,7 @@ class Service:
         """Be READY until the previous node calls, then take this node's place in the ring."""
         job, request, device = self._job, self._request, computing.device
         is_mapped = request.stored_format is None and computing.dtype == DTYPES.get(request.stored_dtype)
-        seat = _seat_of(job)
+        seat = _seat_of(job, self._process)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
             job.report_caches = lambda: report_caches(stage, computing.kv_dtype, device, self._kv_memory, is_mapped)
@@ -158,7 +160,7 @@ class Service:
             )
 
 
-def _seat_of(job: Job) -> Seat:
+def _seat_of(job: Job, process: str) -> Seat:
     request = job.request
     return Seat(
         int(request.epoch, 16),
@@ -168,6 +170,7 @@ def _seat_of(job: Job) -> Seat:
         request.next_addr,
         request.next_port,
         request.wire_dtype,
+        process,
     )
 
 

@@ -63,6 +63,7 @@ class StarterNode(StatusOnly):
         check_format(options.quantize, self._device)
         check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
+        self._process = secrets.token_hex(8)
         self._clients = [ControlClient(node) for node in cluster.secondaries]
         self._left_out: list[ControlClient] = []  # nodes that the placement gave no part
         self._listener: RingListener | None = None
@@ -230,7 +231,7 @@ class StarterNode(StatusOnly):
         else:
             first = self.cluster.secondaries[0]
             wire = self._options.wire_dtype
-            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in, wire)
+            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in, wire, self._process)
             # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
             widest = self._kind.widest_row(self.config)
             limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
@@ -350,6 +351,7 @@ class StarterNode(StatusOnly):
             "name": self.cluster.starter.name,
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
+            "process": self._process,
             "state": self._state,
             "clock_s": time.time(),
             "model": self._weights.model if self._weights else None,
