@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from mdi.cli import launch
-from mdi.model.stage import StarterStage
 from tiny_checkpoint import write_checkpoint
 
 Chat = Callable[..., int]
@@ -64,10 +62,10 @@ def test_a_program_gets_no_greeting(chat: Chat, capsys: pytest.CaptureFixture[st
 def test_an_engine_that_fails_ends_the_chat(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def head(self: StarterStage, x: torch.Tensor) -> torch.Tensor:
+    def sample(*_: object) -> list[int]:
         raise RuntimeError("no more memory")
 
-    monkeypatch.setattr(StarterStage, "head", head)
+    monkeypatch.setattr("mdi.engine.starter.sample", sample)
     assert chat("The ring\nThe ring\n") == 1
     assert "starter failed: RuntimeError: no more memory" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ import mdi.node.setup
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
-from mdi.model.stage import Stage, StarterStage
+from mdi.model.stage import Stage
 from mdi.node.holding import Holding
 from mdi.node.local import free_ports
 from mdi.node.preparation import Preparation
@@ -103,10 +103,10 @@ def test_whatever_ends_the_engine_ends_every_wait(
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
 ) -> None:
-    def head(self: StarterStage, x: torch.Tensor) -> torch.Tensor:
+    def sample(*_: object) -> list[int]:
         raise error("no more of it")
 
-    monkeypatch.setattr(StarterStage, "head", head)
+    monkeypatch.setattr("mdi.engine.starter.sample", sample)
     starter, secondary = ring()
     starter.open()
     starter.prepare(60)
