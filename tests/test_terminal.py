@@ -65,6 +65,7 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         failed=False,
         check_prompt=lambda ids: None,
         submit=submit,
+        generate=lambda: None,
         raise_failure=lambda: None,
     )
     reply = cli_chat._answer(node, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
