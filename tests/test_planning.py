@@ -158,6 +158,7 @@ def test_nodes_that_were_left_out_are_ended_as_well(
         assert all(node._leave for node in nodes)
 
 
+@pytest.mark.usefixtures("in_torch")
 def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
     """Device and threads of the nodes file, where the node itself was told nothing."""
     fixed.update(starter=5000.0)

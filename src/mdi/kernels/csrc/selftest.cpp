@@ -1,0 +1,278 @@
+// A program that tries every kernel with every instruction set of the machine, and prints a line for each: set, kernel,
+// checksum. It needs neither Python nor a model, so that it runs under sanitizers and on emulated boards. All memory that it
+// hands over is as large as promised and no larger. It fails where company, cuts or threads change a result. With a number as
+// argument it tries no more than so many instruction sets.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+extern "C" {
+const char* mdi_instruction_sets(void);
+int mdi_force(const char* name);
+void* mdi_context_new(int n_threads, int spins);
+void mdi_context_delete(void* context);
+int mdi_forward(void* context, const MdiStage* stage, const MdiFrame* frame);
+int mdi_half(void* context, const MdiStage* stage, int block, int half, const MdiFrame* frame, float* y);
+int mdi_linear(void* context, const MdiModel*, const MdiNorm*, const MdiMatrix*, const float* x, int n, float* y);
+void mdi_function(int which, const float* x, int64_t n, float* y);
+}
+
+using Floats = std::vector<float>;
+
+static void require(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("%s\n", what.c_str());
+  std::exit(1);
+}
+
+// The same numbers on every machine.
+struct Random {
+  uint64_t state;
+  explicit Random(uint64_t seed) : state(seed * 2654435761u + 1) {}
+  uint32_t bits() {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 40);  // 24 bits
+  }
+  float number() { return (float)(int32_t)(bits() - (1 << 23)) / (float)(1 << 23); }  // in [-1, 1)
+  Floats numbers(size_t n, float size = 1.0f, float middle = 0.0f) {
+    Floats x(n);
+    for (float& a : x) a = middle + size * number();
+    return x;
+  }
+};
+
+static void print(const char* set, const std::string& kernel, const Floats& y) {
+  uint64_t sum = 14695981039346656037u;  // FNV-1a over the bits
+  for (float a : y) {
+    require(std::isfinite(a), kernel + " is not finite");
+    uint32_t bits;
+    std::memcpy(&bits, &a, sizeof bits);
+    sum = (sum ^ bits) * 1099511628211u;
+  }
+  std::printf("%s %s %016llx\n", set, kernel.c_str(), (unsigned long long)sum);
+}
+
+static bool same(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+}
+
+// ---- packed weights of chance, as layout.py describes them
+
+static const char* const kFormats[] = {"float32", "bf16", "fp16", "int8", "int4"};
+
+static uint16_t half_near(Random& random, int exponent) {  // +-2^exponent and up to twice that
+  return (uint16_t)(random.bits() % 2 << 15 | (uint32_t)(exponent + 15) << 10 | random.bits() % 1024);
+}
+
+static void fill_line(Random& random, int format, bool scales, uint8_t* line) {
+  for (int i = 0; i < 64; i++) {
+    if (format == kInt8) line[i] = (uint8_t)(1 + random.bits() % 255);
+    if (format == kInt4) line[i] = (uint8_t)((1 + random.bits() % 15) | (1 + random.bits() % 15) << 4);
+  }
+  for (int i = 0; i < 32; i++) {
+    float number = 0.1f * random.number();
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    uint16_t two = format == kBf16 ? (uint16_t)(bits >> 16) : half_near(random, -5);
+    if (scales) two = half_near(random, format == kInt8 ? -10 : -7) & 0x7fff;
+    if (scales || format == kBf16 || format == kFp16) std::memcpy(line + 2 * i, &two, 2);
+    if (format == kFloat32 && i < 16) std::memcpy(line + 4 * i, &number, 4);
+  }
+}
+
+struct Weight {
+  uint8_t* data;
+  Floats bias;
+  MdiMatrix matrix;
+
+  Weight(Random& random, int format, int n_out, int n_in, bool with_bias = false) {
+    const int inputs[] = {1, 2, 2, 128, 64}, lines[] = {1, 1, 1, 33, 9};
+    size_t n_lines = (size_t)((n_out + 15) / 16) * ((n_in + inputs[format] - 1) / inputs[format]) * lines[format];
+    data = (uint8_t*)std::aligned_alloc(64, 64 * n_lines);
+    for (size_t i = 0; i < n_lines; i++)
+      fill_line(random, format, format >= kInt8 && i % lines[format] == 0, data + 64 * i);
+    if (with_bias) bias = random.numbers(n_out);
+    matrix = {data, with_bias ? bias.data() : nullptr, format, n_out, n_in, 0};
+  }
+  ~Weight() { std::free(data); }
+  Weight(const Weight&) = delete;
+};
+
+struct Context {
+  void* handle;
+  explicit Context(int n_threads) : handle(mdi_context_new(n_threads, 100)) { require(handle, "no context"); }
+  ~Context() { mdi_context_delete(handle); }
+};
+
+// ---- functions and linear layers
+
+static void try_functions(const char* set) {
+  const char* const names[] = {"exp", "tanh", "erf", "silu", "gelu", "gelu_tanh"};
+  Random random(1);
+  Floats x = random.numbers(1003, 20.0f), y(x.size());
+  for (int f = 0; f < 6; f++) {
+    mdi_function(f, x.data(), (int64_t)x.size(), y.data());
+    print(set, names[f], y);
+  }
+}
+
+static void try_linear(const char* set, int format, int n_out, int n_in) {
+  Random random(2);
+  Weight w(random, format, n_out, n_in, true);
+  Floats gain = random.numbers(n_in, 0.5f, 1.0f);
+  MdiModel model{};
+  model.norm_eps = 1e-5f;
+  MdiNorm none{}, norm{gain.data(), nullptr};
+  Context one(1), three(3);
+  constexpr int kRows = 13;
+  Floats rows = random.numbers((size_t)kRows * n_in), alone((size_t)kRows * n_out);
+  rows[7] = 60.0f;  // one that is far larger than the rest of its group
+  for (int m = 0; m < kRows; m++)
+    require(!mdi_linear(one.handle, &model, &norm, &w.matrix, &rows[(size_t)m * n_in], 1, &alone[(size_t)m * n_out]), "memory");
+  std::string name = std::string("linear-") + kFormats[format] + "-" + std::to_string(n_out) + "x" + std::to_string(n_in);
+  for (int n : {2, 3, 4, 8, kRows}) {
+    Floats y((size_t)n * n_out);
+    void* context = n % 2 ? three.handle : one.handle;
+    require(!mdi_linear(context, &model, &norm, &w.matrix, rows.data(), n, y.data()), "memory");
+    require(!std::memcmp(y.data(), alone.data(), y.size() * sizeof(float)), name + " depends on company or threads");
+  }
+  print(set, name, alone);
+  Floats y((size_t)kRows * n_out);
+  model.softcap = 3.0f;
+  require(!mdi_linear(three.handle, &model, &none, &w.matrix, rows.data(), kRows, y.data()), "memory");
+  print(set, name + "-capped", y);
+}
+
+// ---- blocks
+
+constexpr int kLength = 70, kPage = 32;
+
+struct Shape {
+  const char* name;
+  int format, cache_type;
+  bool layer_norm, parallel, interleaved, experts, window;
+};
+
+// One block of attention and MLP or experts, with everything that the shape asks for.
+struct Stage {
+  Random random{3};
+  std::vector<Weight*> weights;
+  std::vector<Floats*> floats;
+  std::vector<MdiMlp> experts;
+  MdiModel model{};
+  MdiBlock block{};
+  MdiStage stage{};
+  Floats cos, sin;
+
+  explicit Stage(const Shape& s) {
+    model.n_embd = 72, model.n_head = 4, model.n_groups = 2, model.head_size = 20;
+    model.rope_n_elem = s.interleaved ? 12 : 20, model.rope_interleave = s.interleaved;
+    model.norm_type = s.layer_norm ? kLayerNorm : kRmsNorm, model.unit_offset = s.window;
+    model.parallel_residual = s.parallel, model.shared_attention_norm = s.parallel;
+    model.activation = s.layer_norm ? kGelu : s.window ? kGeluTanh : kSilu;
+    model.cache_type = s.cache_type, model.norm_eps = 1e-5f, model.scale = 0.22f, model.softcap = s.window ? 20.0f : 0.0f;
+    model.n_expert_per_token = 2, model.expert_scale = 1.0f;
+    block.norm_1 = norm(72, s.layer_norm), block.norm_2 = norm(72, s.layer_norm);
+    if (s.window) block.post_attention_norm = norm(72, false), block.post_mlp_norm = norm(72, false);
+    if (s.interleaved) block.norm_q = norm(20, false), block.norm_k = norm(20, false);
+    block.qkv = matrix(s, (4 + 2 * 2) * 20, 72), block.attention_proj = matrix(s, 72, 80);
+    block.mlp = mlp(s);
+    block.window = s.window ? 21 : 0;
+    if (s.experts) {
+      for (int e = 0; e < 5; e++) experts.push_back(mlp(s));
+      weights.push_back(new Weight(random, kFloat32, 5, 72));
+      block.router = weights.back()->matrix, block.experts = experts.data(), block.n_expert = 5;
+    }
+    for (int i = 0; i < kLength * model.rope_n_elem; i++) {
+      float a = random.number();
+      cos.push_back(a), sin.push_back(1.0f - a * a);
+    }
+    stage = {&model, &block, cos.data(), sin.data(), (int64_t)cos.size(), 1, 1};
+  }
+  ~Stage() {
+    for (Weight* w : weights) delete w;
+    for (Floats* f : floats) delete f;
+  }
+  Stage(const Stage&) = delete;
+
+  MdiNorm norm(int n, bool with_bias) {
+    floats.push_back(new Floats(random.numbers(n, 0.5f, 1.0f)));
+    const float* weight = floats.back()->data();
+    if (with_bias) floats.push_back(new Floats(random.numbers(n)));
+    return {weight, with_bias ? floats.back()->data() : nullptr};
+  }
+  MdiMatrix matrix(const Shape& s, int n_out, int n_in) {
+    weights.push_back(new Weight(random, s.format, n_out, n_in, s.layer_norm));
+    return weights.back()->matrix;
+  }
+  MdiMlp mlp(const Shape& s) {
+    MdiMlp m{matrix(s, 150, 72), {}, matrix(s, 72, 150)};
+    if (!s.layer_norm) m.fc_2 = matrix(s, 150, 72);
+    return m;
+  }
+
+  // Two sequences of kLength rows side by side, handed over in pieces of these lengths, the last one again and again.
+  Floats run(const Context& context, const std::vector<int>& pieces) {
+    int n_pages = (kLength + kPage - 1) / kPage, items[] = {4, 2, 2, 1};
+    int64_t slot = (int64_t)(20 + 32) * kPage * items[model.cache_type] + (model.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+    int64_t page_bytes = 2 * ((slot + 63) / 64 * 64);
+    uint8_t* pool = (uint8_t*)std::aligned_alloc(64, 2 * n_pages * page_bytes);
+    std::memset(pool, 0xff, 2 * n_pages * page_bytes);  // numbers that would show
+    std::vector<int32_t> pages[2];
+    for (int p = 0; p < 2 * n_pages; p++) pages[p % 2].push_back((p + 3) % (2 * n_pages));
+    const int32_t* tables[] = {pages[0].data(), pages[1].data()};
+    int32_t first = 0;
+    Floats x = Random(4).numbers((size_t)2 * kLength * 72);
+    size_t piece = 0;
+    for (int at = 0; at < kLength; piece += piece + 1 < pieces.size()) {
+      int n = pieces[piece] < kLength - at ? pieces[piece] : kLength - at;
+      size_t n_floats = (size_t)n * 72, from[] = {(size_t)at * 72, (size_t)(kLength + at) * 72};
+      Floats rows(2 * n_floats);
+      for (int s = 0; s < 2; s++) std::memcpy(&rows[s * n_floats], &x[from[s]], n_floats * sizeof(float));
+      MdiSlice slices[] = {{at, n, &tables[0], &first}, {at, n, &tables[1], &first}};
+      MdiFrame frame{rows.data(), slices, &pool, &page_bytes, 2, 2 * n};
+      require(!mdi_forward(context.handle, &stage, &frame), "memory");
+      for (int s = 0; s < 2; s++) std::memcpy(&x[from[s]], &rows[s * n_floats], n_floats * sizeof(float));
+      at += n;
+    }
+    std::free(pool);
+    return x;
+  }
+};
+
+static void try_block(const char* set, const Shape& shape) {
+  Stage stage(shape);
+  std::string name = std::string("block-") + shape.name;
+  Context one(1), three(3);
+  Floats whole = stage.run(one, {kLength});
+  require(same(whole, stage.run(three, {35, 25, 1})), name + " depends on threads or how a prompt is cut");
+  print(set, name, whole);
+}
+
+int main(int argc, char** argv) {
+  const Shape shapes[] = {
+      {"float32", kFloat32, kCacheFloat32, false, false, false, false, false},
+      {"bf16-parallel", kBf16, kCacheBf16, true, true, false, false, false},
+      {"fp16-window", kFp16, kCacheFp16, false, false, false, false, true},
+      {"int8-interleaved", kInt8, kCacheInt8, false, false, true, false, false},
+      {"int4-experts", kInt4, kCacheFloat32, false, false, false, true, false},
+      {"int8-window", kInt8, kCacheInt8, false, false, false, false, true},
+  };
+  std::istringstream sets(mdi_instruction_sets());
+  int left = argc > 1 ? std::atoi(argv[1]) : 100;
+  for (std::string set; left-- > 0 && sets >> set;) {
+    require(!mdi_force(set.c_str()), set + " cannot be forced");
+    try_functions(set.c_str());
+    for (int format = kFloat32; format <= kInt4; format++) {
+      try_linear(set.c_str(), format, 16 * 5 + 5, 301);
+      try_linear(set.c_str(), format, 7, 64);
+    }
+    for (const Shape& shape : shapes) try_block(set.c_str(), shape);
+  }
+}
