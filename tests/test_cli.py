@@ -452,6 +452,15 @@ def test_no_gpu(failure: Failure, checkpoint: Path, tmp_path: Path) -> None:
     assert "'cuda'" in failure("secondary", "--nodes-config", path, "0", status=2)
 
 
+def test_each_prompt_gets_a_sample(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--ckpt", str(checkpoint), "--prompt", "Who", "--prompt", "The ring", "--n-tokens", "2", "--json"]
+    for flags, expected in (([], ["Who", "The ring"]), (["--n-samples", "3"], ["Who", "The ring", "Who"])):
+        assert launch("sample", [*argv, *flags]) == 0
+        printed = capsys.readouterr()
+        assert [sample["prompt"] for sample in json.loads(printed.out)["samples"]] == expected
+        assert "left out" not in printed.err
+
+
 def test_empty_prompt_file(failure: Failure, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text(" \n\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
 from mdi import cli_prepare
+from mdi.checkpoint import chunks
 from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, write_chunks
@@ -40,6 +41,7 @@ from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
+from tiny_checkpoint import write_checkpoint
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
 HEAD = "lm_head.weight"
@@ -363,3 +365,21 @@ def test_unpacking_gives_back_what_was_packed() -> None:
     weight = np.random.default_rng(1).normal(size=(33, 70)).astype(np.float32)
     assert np.array_equal(plain({"a.weight": pack("float32", weight)})["a.weight"], weight)
     assert np.array_equal(plain({"a.weight": pack("int4", weight)})["a.weight"], unpack(pack("int4", weight)))
+
+
+def test_packing_lets_go_of_the_file_by_what_it_reads_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed tensor is up to eight times smaller than the one that is read for it, whose pages count as ours."""
+    source = LitCheckpoint(write_checkpoint(tmp_path / "tiny"))
+    largest = max(spec.n_bytes for spec in source.specs.values())
+    monkeypatch.setattr(chunks, "RELEASE_BYTES", 2 * largest)
+    held, read = [0], source.array
+
+    def array(name: str) -> np.ndarray:
+        held[-1] += source.specs[name].n_bytes
+        return read(name)
+
+    monkeypatch.setattr(source, "array", array)
+    monkeypatch.setattr(source, "release", lambda: held.append(0))
+    write_chunks(PackedSource(source, Packing("int4", "int4")), tmp_path / "out", (5,))
+    assert sum(held) >= sum(spec.n_bytes for spec in source.specs.values())
+    assert max(held) <= 4 * largest  # the limit, the one tensor that passes it, and one more that goes with it

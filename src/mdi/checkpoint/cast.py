@@ -36,6 +36,9 @@ class CastSource(WeightSource):
     def array(self, name: str) -> np.ndarray:
         return cast(self._source.array(name), self._source.specs[name], self.specs[name].dtype)
 
+    def read_bytes(self, name: str) -> int:
+        return self._source.read_bytes(name)
+
     def part_names(self) -> list[str]:
         return self._source.part_names()
 

@@ -138,7 +138,7 @@ def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> t
                 digests[part_of(name)].update(piece)
                 file.write(piece)
                 tally.add(len(piece))
-            mapped += specs[name].n_bytes
+            mapped += source.read_bytes(name)
             if mapped > RELEASE_BYTES:
                 source.release()
                 mapped = 0

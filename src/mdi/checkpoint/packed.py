@@ -51,6 +51,9 @@ class PackedSource(WeightSource):
             self._scale = scale
         return stored_bytes(weights[name], self.specs[name])
 
+    def read_bytes(self, name: str) -> int:
+        return self._source.read_bytes(self._owner[name])
+
     def part_names(self) -> list[str]:
         return self._source.part_names()
 

@@ -66,6 +66,10 @@ class WeightSource(ABC):
     def release(self) -> None:
         """Let go of what is mapped; it is mapped again when needed."""
 
+    def read_bytes(self, name: str) -> int:
+        """Bytes of the file that are read, and stay mapped until `release`, when a tensor is asked for."""
+        return self.specs[name].n_bytes
+
     def info(self, part: str) -> PartInfo:
         """The part's hash; computed at the first call if the source does not know it yet.
 
