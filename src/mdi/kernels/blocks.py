@@ -12,7 +12,8 @@ import numpy as np
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes
 from mdi.kernels.library import load
-from mdi.kernels.pages import CacheClass, CachePages, classes_of, slot_bytes
+from mdi.kernels.page_sizes import cache_classes, windows_of
+from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.rope import n_tables, rope_n_elem, rope_tables, yarn_mscale
 from mdi.kernels.structures import (
     ACTIVATIONS,
@@ -73,22 +74,6 @@ _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "LLaMAMLP": lambda config: "silu",
     "LLaMAMoE": lambda config: "silu",
 }
-
-
-def windows_of(config: Mapping[str, Any], start: int, stop: int) -> list[int | None]:
-    """How many positions back each block sees, itself included; None is all of them."""
-    size, indices = config["sliding_window_size"], config["sliding_window_indices"]
-    if size is None or indices is None:
-        return [None] * (stop - start)
-    return [size if indices[i] else None for i in range(start, stop)]
-
-
-def cache_classes(
-    config: Mapping[str, Any], start: int, stop: int, cache_type: str
-) -> tuple[list[CacheClass], list[tuple[int, int]]]:
-    """The classes of pages of the blocks [start, stop), and each block's class and number there."""
-    block_bytes = config["n_query_groups"] * slot_bytes(config["head_size"], config["head_size"], cache_type)
-    return classes_of(windows_of(config, start, stop), block_bytes)
 
 
 def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
@@ -160,7 +145,7 @@ class Blocks:
         config: litgpt's Config as a plain dict, with all defaults.
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
             norms and biases as float32 arrays. Their memory is used where it lies.
-        cache_type: what caches hold, one of pages.CACHE_TYPES.
+        cache_type: what caches hold, one of page_sizes.CACHE_TYPES.
 
     Raises:
         KernelError: a tensor is missing or of another shape, or there are no kernels.
@@ -185,9 +170,10 @@ class Blocks:
         """Build what a run needs: tables of positions, and pools of so many pages per class."""
         self.max_length = max_length
         self._cos, self._sin = rope_tables(self.config, max_length)
-        self.caches = CachePages(self.classes, capacities)
-        self._pool = np.array([pool.address for pool in self.caches.pools], dtype=np.uint64)
-        self._page_bytes = np.array([pool.page_bytes for pool in self.caches.pools], dtype=np.int64)
+        pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
+        self.caches = CachePages(self.classes, pools)
+        self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
+        self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._stage = MdiStage(
             ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
             self._cos[0].size, len(self._blocks), len(self.classes),

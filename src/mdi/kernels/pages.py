@@ -1,6 +1,6 @@
 """Key/value caches as pages of 32 positions, from one pool for all sequences of a stage.
 
-Blocks with the same sliding window have the same pages: a page holds 32 positions of all of them. A sequence is a table of
+Blocks with the same sliding window have the same pages (`kernels.page_sizes`). A sequence is a table of
 pages for each such class, so that cutting, copying and freeing it moves no keys or values. Pages are counted by reference;
 one that several sequences share is copied before rows are written into it. (The idea is that of PagedAttention, Kwon et al.
 2023, section 4.)
@@ -11,90 +11,31 @@ A page has one slot for each block of its class and each group of heads: keys, t
 
 from __future__ import annotations
 
-import contextlib
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import psutil
 
 from mdi.errors import EngineError
+from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
-PAGE = 32  # positions
-WINDOW_SLACK = 64  # positions that a class with a window keeps beyond it, for slices that go back
 KEPT_FREE_BYTES = 32 << 20  # free pages that stay in memory; what is free beyond them goes back to the system
 
-CACHE_TYPES = {"float32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # bytes of a number
 
-
-def slot_bytes(k_size: int, v_size: int, cache_type: str) -> int:
-    """Bytes of one block and group in a page: keys of k_size and values of v_size numbers, the latter in whole vectors."""
-    numbers = (k_size + -(-v_size // 16) * 16) * PAGE
-    scales = 2 * PAGE * 4 if cache_type == "int8" else 0
-    return -(-(numbers * CACHE_TYPES[cache_type] + scales) // 64) * 64
-
-
-@dataclass(frozen=True)
-class CacheClass:
-    """Blocks that share their pages.
-
-    Attributes:
-        window: positions that a row sees, itself included; None is all of them.
-        n_blocks: of the stage, in this class.
-        block_bytes: of one block in a page: all its groups.
-    """
-
-    window: int | None
-    n_blocks: int
-    block_bytes: int
-
-    @property
-    def page_bytes(self) -> int:
-        """A whole number of the system's pages, so that a free one can be given back."""
-        return -(-self.n_blocks * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    def n_pages(self, length: int) -> int:
-        """Pages that a sequence of `length` positions takes at most."""
-        pages = -(-length // PAGE)
-        if self.window is None:
-            return pages
-        return min(pages, -(-(self.window + WINDOW_SLACK) // PAGE) + 1 + -(-WINDOW_SLACK // PAGE))
-
-
-def classes_of(windows: Sequence[int | None], block_bytes: int) -> tuple[list[CacheClass], list[tuple[int, int]]]:
-    """The classes of a stage, and for each block its class and its number there.
+class Pages(ABC):
+    """Pages of one class, counted by reference. Where they lie is the matter of those who derive from it.
 
     Args:
-        windows: of each block, in order.
-    """
-    kinds = list(dict.fromkeys(windows))
-    classes = [CacheClass(window, windows.count(window), block_bytes) for window in kinds]
-    seen = [0] * len(kinds)
-    places = []
-    for window in windows:
-        c = kinds.index(window)
-        places.append((c, seen[c]))
-        seen[c] += 1
-    return classes, places
-
-
-class Pool:
-    """Pages of one class.
-
-    The memory is reserved once and taken from the system as pages are written.
-
-    Attributes:
-        memory: uint8, (capacity, page_bytes).
+        page_bytes: of one.
+        capacity: how many there can be.
     """
 
     def __init__(self, page_bytes: int, capacity: int) -> None:
         self.page_bytes, self.capacity = page_bytes, capacity
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._map = mmap.mmap(-1, max(1, capacity) * page_bytes, flags=flags)
-        self.memory = np.frombuffer(self._map, dtype=np.uint8).reshape(-1, page_bytes)
         self._references = np.zeros(capacity, dtype=np.int32)
         self._free: list[int] = []  # that were used before
-        self._n_given_back = 0  # of those, the first ones hold no memory
         self._next = 0  # the first page that was never used
 
     @property
@@ -105,15 +46,10 @@ class Pool:
     def n_free(self) -> int:
         return self.capacity - self.n_used
 
-    @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
-
     def take(self) -> int:
-        """A page for one sequence. Raises EngineError if all are taken."""
+        """A page for one sequence, with anything in it. Raises EngineError if all are taken."""
         if self._free:
             page = self._free.pop()
-            self._n_given_back = min(self._n_given_back, len(self._free))
         elif self._next < self.capacity:
             page = self._next
             self._next += 1
@@ -128,28 +64,79 @@ class Pool:
     def is_shared(self, page: int) -> bool:
         return bool(self._references[page] > 1)
 
-    def copy(self, page: int) -> int:
-        """A page of one's own with the same bytes."""
-        other = self.take()
-        self.memory[other] = self.memory[page]
-        return other
-
     def release(self, pages: Sequence[int]) -> None:
         """One sequence less has these."""
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+
+    @abstractmethod
+    def copy(self, page: int) -> int:
+        """A page of one's own with the same bytes."""
+
+
+class Pool(Pages):
+    """Pages in the memory of the machine, reserved once and taken from the system as they are written.
+
+    A system that counts what is reserved may grant less: then the capacity is less.
+
+    Attributes:
+        memory: uint8, (capacity, page_bytes).
+
+    Raises:
+        EngineError: not even one page was granted.
+    """
+
+    def __init__(self, page_bytes: int, capacity: int) -> None:
+        self._map, granted = _reserved(page_bytes, max(1, capacity))
+        super().__init__(page_bytes, min(capacity, granted))
+        self.memory = np.frombuffer(self._map, dtype=np.uint8).reshape(-1, page_bytes)
+        self._n_given_back = 0  # of the free pages, the first ones hold no memory
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def take(self) -> int:
+        page = super().take()
+        self._n_given_back = min(self._n_given_back, len(self._free))
+        return page
+
+    def copy(self, page: int) -> int:
+        other = self.take()
+        self.memory[other] = self.memory[page]
+        return other
+
+    def release(self, pages: Sequence[int]) -> None:
+        super().release(pages)
         kept = KEPT_FREE_BYTES // self.page_bytes
         while len(self._free) - self._n_given_back > kept and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, self._free[self._n_given_back] * self.page_bytes, self.page_bytes)
             self._n_given_back += 1
 
-    def close(self) -> None:
-        """Give the memory back, if nothing refers to it any more."""
-        del self.memory
-        with contextlib.suppress(BufferError):
-            self._map.close()
+
+def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
+    """Memory for that many pages, or for as many as the system grants, and how many."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    while n_pages:
+        try:
+            return mmap.mmap(-1, n_pages * page_bytes, flags=flags), n_pages
+        except (OSError, OverflowError):
+            n_pages //= 2
+    raise EngineError(
+        f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory"
+    )
+
+
+def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | None = None) -> int:
+    """How many pages a class may come to have: as many as the limit holds, if there is one, else as the machine's memory does.
+
+    They are reserved and not taken; who enters is decided by what is free.
+    """
+    if limit_bytes is None:
+        limit_bytes = max(psutil.virtual_memory().total, cache_class.n_bytes(max_length))
+    return max(1, limit_bytes // cache_class.page_bytes)
 
 
 class Table:
@@ -208,12 +195,13 @@ class CachePages:
     """The caches of all sequences of one stage.
 
     Args:
-        capacities: pages of each class.
+        pools: one for each class.
     """
 
-    def __init__(self, classes: Sequence[CacheClass], capacities: Sequence[int]) -> None:
+    def __init__(self, classes: Sequence[CacheClass], pools: Sequence[Pages]) -> None:
+        assert len(classes) == len(pools)
         self.classes = list(classes)
-        self.pools = [Pool(c.page_bytes, n) for c, n in zip(classes, capacities, strict=True)]
+        self.pools = list(pools)
         self._sequences: dict[int, _Sequence] = {}
 
     def __len__(self) -> int:
@@ -224,6 +212,11 @@ class CachePages:
         """In pages that sequences have."""
         return sum(pool.n_used * pool.page_bytes for pool in self.pools)
 
+    @property
+    def most_bytes(self) -> int | None:
+        """As long as all sequences together take no more, every class has pages; None without blocks."""
+        return min((pool.capacity * pool.page_bytes for pool in self.pools), default=None)
+
     def tables(self, seq_id: int) -> list[Table]:
         return self._sequences[seq_id].tables
 
@@ -232,27 +225,24 @@ class CachePages:
         is cut off. Returns the sequence's tables.
 
         Raises:
-            EngineError: `start` is beyond the end, or a window has moved on, or all pages are in use.
+            EngineError: `start` is beyond the end, or a window has moved on: nothing has changed. Or all pages are in use: the
+                sequence ends at `start`.
         """
-        sequence = self._sequences.get(seq_id)
-        if sequence is None:
-            sequence = self._sequences[seq_id] = _Sequence(len(self.classes))
+        sequence = self._sequences.get(seq_id) or _Sequence(len(self.classes))
         if start != sequence.end:
+            self._check_start(sequence, start)
             self._cut(sequence, start)
-        for cache_class, pool, table in zip(self.classes, self.pools, sequence.tables, strict=True):
-            if start % PAGE and pool.is_shared(page := int(table.ids[-1])):
-                table.replace(table.n - 1, pool.copy(page))
-                pool.release([page])
-            if cache_class.window is not None:
-                unseen = (start - cache_class.window - WINDOW_SLACK) // PAGE - table.first
-                if unseen > 0:
-                    pool.release(table.drop(min(unseen, table.n)))
-            while (table.first + table.n) * PAGE < start + n_rows:
-                table.append(pool.take())
+        try:
+            for cache_class, pool, table in zip(self.classes, self.pools, sequence.tables, strict=True):
+                _grow(cache_class, pool, table, start, n_rows)
+        except EngineError:
+            self._cut(sequence, start)
+            raise
         sequence.end = start + n_rows
+        self._sequences[seq_id] = sequence
         return sequence.tables
 
-    def _cut(self, sequence: _Sequence, start: int) -> None:
+    def _check_start(self, sequence: _Sequence, start: int) -> None:
         if start > sequence.end:
             raise EngineError(f"a slice starts at position {start}, but its cache ends at {sequence.end}")
         for cache_class, table in zip(self.classes, sequence.tables, strict=True):
@@ -261,6 +251,8 @@ class CachePages:
                 raise EngineError(
                     f"a slice goes back to position {start}, but the window kept only what follows {table.first * PAGE}"
                 )
+
+    def _cut(self, sequence: _Sequence, start: int) -> None:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.cut(max(0, -(-start // PAGE) - table.first)))
         sequence.end = start
@@ -271,8 +263,16 @@ class CachePages:
         return 0 if sequence is None else sequence.end
 
     def copy(self, seq_id: int, new_id: int) -> None:
-        """Let another sequence go on from the same prefix. What it had before is freed."""
-        source = self._sequences[seq_id]
+        """Let another sequence go on from the same prefix. What it had before is freed.
+
+        Raises:
+            EngineError: there is no such prefix.
+        """
+        source = self._sequences.get(seq_id)
+        if source is None:
+            raise EngineError(f"there is no cache of sequence {seq_id} to go on from")
+        if new_id == seq_id:
+            return
         self.free(new_id)
         other = self._sequences[new_id] = _Sequence(0)
         other.end, other.tables = source.end, [table.copied() for table in source.tables]
@@ -291,7 +291,15 @@ class CachePages:
         for seq_id in list(self._sequences):
             self.free(seq_id)
 
-    def close(self) -> None:
-        self.clear()
-        for pool in self.pools:
-            pool.close()
+
+def _grow(cache_class: CacheClass, pool: Pages, table: Table, start: int, n_rows: int) -> None:
+    """Pages of one's own for the positions [start, start + n_rows) of a sequence that ends at `start`."""
+    if start % PAGE and pool.is_shared(page := int(table.ids[-1])):
+        table.replace(table.n - 1, pool.copy(page))
+        pool.release([page])
+    if cache_class.window is not None:
+        unseen = (start - cache_class.window - WINDOW_SLACK) // PAGE - table.first
+        if unseen > 0:
+            pool.release(table.drop(min(unseen, table.n)))
+    while (table.first + table.n) * PAGE < start + n_rows:
+        table.append(pool.take())

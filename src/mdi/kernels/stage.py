@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Context, cache_classes, linear, model_of
+from mdi.kernels.blocks import Blocks, Context, linear, model_of
 from mdi.kernels.layout import Matrix, floats
-from mdi.kernels.pages import PAGE, CacheClass, CachePages
+from mdi.kernels.page_sizes import CacheClass, cache_classes
+from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.rope import n_tables, rope_n_elem
 
 Weights = Mapping[str, Matrix | np.ndarray]
@@ -27,7 +27,7 @@ class KernelStage:
     Args:
         config: litgpt's Config as a plain dict, with all defaults.
         n_threads: that compute.
-        cache_type: what caches hold, one of kernels.pages.CACHE_TYPES.
+        cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
     """
 
     def __init__(
@@ -85,14 +85,16 @@ class KernelStage:
     def run_bytes(self, max_length: int) -> int:
         """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
         tables = 2 * 4 * max_length * rope_n_elem(self.config) * n_tables(self.config)
-        return tables + sum(c.n_pages(max_length) * c.page_bytes for c in self.cache_classes)
+        return tables + sum(c.n_bytes(max_length) for c in self.cache_classes)
 
-    def prepare(self, max_length: int) -> None:
-        """Build what depends on the longest sequence of a run: position tables and, empty, the caches."""
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
+
+        Args:
+            cache_limit: bytes that all caches together will take at most; None is not known.
+        """
         self.max_length = max_length
-        memory = psutil.virtual_memory().total  # reserved, not taken; who enters is decided by what is free
-        most = [max(c.n_pages(max_length), memory // c.page_bytes) for c in self.cache_classes]
-        self._blocks.prepare(max_length, most)
+        self._blocks.prepare(max_length, [capacity_of(c, max_length, cache_limit) for c in self.cache_classes])
 
     @property
     def caches(self) -> CachePages:
@@ -170,8 +172,3 @@ def _array(weights: Weights, name: str) -> np.ndarray:
     if not isinstance(found, np.ndarray):
         raise KernelError(f"the weights lack {name}")
     return found
-
-
-def position_bytes(cache_class: CacheClass) -> int:
-    """What a position takes, rounded up to whole bytes of a page."""
-    return -(-cache_class.page_bytes // PAGE)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import CachePages
-from mdi.kernels.stage import KernelStage, KernelStarterStage, Weights, position_bytes
+from mdi.kernels.stage import KernelStage, KernelStarterStage, Weights
 from mdi.model.room import CacheKind
 
 KV_TYPES = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
@@ -60,7 +61,8 @@ class TensorStage:
     def cache_kinds(self, dtype: torch.dtype) -> list[CacheKind]:
         """What a position of a sequence takes. A window's first page is kept whole, which is up to 31 positions more."""
         return [
-            CacheKind(None if c.window is None else c.window + 32, position_bytes(c)) for c in self.inner.cache_classes
+            CacheKind(None if c.window is None else c.window + 32, -(-c.page_bytes // PAGE))
+            for c in self.inner.cache_classes
         ]
 
     def __call__(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:
