@@ -118,6 +118,31 @@ def test_stop_ends_every_node_though_no_engine_takes_a_frame(n_nodes: int) -> No
             ring.send(batch(n.epoch))  # does nothing
 
 
+@pytest.mark.parametrize("n_nodes", [2, 3, 5])
+def test_a_starter_that_stops_and_closes_at_once_is_not_lost_to_its_last_node(n_nodes: int) -> None:
+    """Whose STOP might come by way of all other nodes, of which one takes its time."""
+    with nodes(n_nodes) as n:
+        go_on = threading.Event()
+        pass_on = n.rings[1]._last_frame
+
+        def pass_on_late(frame: Frame) -> None:
+            assert go_on.wait(DEADLINE_S)
+            pass_on(frame)
+
+        if n_nodes > 2:
+            n.rings[1]._next._on_last = n.rings[1]._prev._on_last = pass_on_late  # type: ignore[method-assign]
+        n.rings[0].stop("the run is over")
+        n.rings[0].close()
+        for ring in reversed(n.rings[2:] or n.rings[1:]):
+            assert ring.wait_end(DEADLINE_S)
+            with pytest.raises(RingEndedError):
+                ring.recv()
+        go_on.set()
+        assert n.rings[1].wait_end(DEADLINE_S)
+        with pytest.raises(RingEndedError):
+            n.rings[1].recv()
+
+
 def test_a_fault_reaches_the_nodes_downstream_and_the_starter() -> None:
     with nodes(4) as n:
         n.rings[1].fail(Fault("secondary0", "it failed: no memory", "secondary0"))

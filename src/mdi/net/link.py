@@ -227,7 +227,8 @@ class Link:
                 if frame.epoch != self._epoch:
                     raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
                 if frame.kind in (Kind.STOP, Kind.ERROR):
-                    return self._on_last(frame)
+                    self._on_last(frame)
+                    return self._drain()
                 if frame.kind is Kind.BATCH and self._inbox is not None:
                     if not self._inbox.put(frame):
                         return
@@ -240,6 +241,12 @@ class Link:
             self._lost(f"the connection broke: {e}")
         except WireError as e:
             self._lost(str(e))
+
+    def _drain(self) -> None:
+        """Read what still comes: a socket that is closed with bytes unread may take back what it has sent."""
+        with contextlib.suppress(OSError):
+            while self._sock.recv(1 << 16):
+                pass
 
     def _lost(self, reason: str) -> None:
         with self._telling:

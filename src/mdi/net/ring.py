@@ -144,8 +144,8 @@ class LoopbackRing:
 class TcpRing:
     """The links of a node to its two neighbours, and what happens when one of them ends.
 
-    Rows go from the previous node to the next. An ERROR goes both ways, so that it reaches the nodes on either side of a lost
-    one; it ends with the first node that has heard of it already.
+    Rows go from the previous node to the next. STOP and ERROR go both ways, so that they reach the nodes on either side of a
+    lost one, and nobody takes a neighbour that has ended for lost; they end with the first node that has heard already.
     """
 
     def __init__(
@@ -214,13 +214,12 @@ class TcpRing:
     def stop(self, reason: str) -> None:
         """End the run in good order, here and on every node; what has ended it before stays what ended it."""
         if self._end(None):
-            self._next.put_last(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
+            self._tell(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
 
     def fail(self, fault: Fault) -> None:
         """End the run here, and tell the other nodes why."""
         if self._end(fault):
-            for link in (self._next, self._prev):
-                link.put_last(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
+            self._tell(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:
         """Wait for the run's end; False after `timeout_s`."""
@@ -244,10 +243,12 @@ class TcpRing:
         return is_first
 
     def _last_frame(self, frame: Frame) -> None:
-        is_error = frame.kind is Kind.ERROR
-        if self._end(Fault.from_bytes(frame.payload) if is_error else None):
-            for link in (self._next, self._prev) if is_error else (self._next,):
-                link.put_last(frame)
+        if self._end(Fault.from_bytes(frame.payload) if frame.kind is Kind.ERROR else None):
+            self._tell(frame)
+
+    def _tell(self, frame: Frame) -> None:
+        for link in (self._next, self._prev):
+            link.put_last(frame)
 
     def _lost(self, node: str, reason: str) -> None:
         logger.debug("%s lost %s: %s", self._seat.name, node, reason)

@@ -11,7 +11,7 @@ FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each se
 class Kind(IntEnum):
     HELLO = 1  # first frame of a link, and its answer
     BATCH = 2  # rows of sequences
-    STOP = 3  # the run is over; passed on round the ring
+    STOP = 3  # the run is over; passed on in both directions
     ERROR = 4  # a node failed; the payload says which and how; passed on in both directions
     PING = 5  # sign of life of one link, in both directions, never passed on
 
