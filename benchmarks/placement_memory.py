@@ -47,23 +47,33 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from litgpt.config import Config
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
+    from mdi.checkpoint.packing import Packing
+    from mdi.kernels.stage import KernelStage
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.quantize import Quantizer
+    from mdi.model.kernel_stage import TensorStage
     from mdi.model.stage import Stage
+    from mdi.node.chance import chance_weights
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
-    stage = Stage(Config(**config_of(width)), 0, n_blocks)
+    stage: Stage | TensorStage = Stage(Config(**config_of(width)), 0, n_blocks)
     shapes = {name: t.shape for name, t in stage.state_dict().items()}
 
     def tensors(part: str) -> dict[str, Any]:
         prefix = f"transformer.h.{part.removeprefix('block.')}."
         return {n: torch.empty(shape).normal_(0, 0.02) for n, shape in shapes.items() if n.startswith(prefix)}
 
-    quantize = fmt if fmt == "int8" else None
     parts = [f"block.{i}" for i in range(n_blocks)]
-    stage.load(parts, tensors, torch.device("cpu"), torch.float32, Quantizer(quantize))
+    if fmt == "int8":
+        stage = TensorStage(KernelStage(config_of(width), 0, n_blocks))
+        own = {
+            part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
+            for part in parts
+        }
+        stage.load(parts, lambda part: chance_weights(own[part], Packing("int8", "int8")))
+    else:
+        stage.load(parts, tensors, torch.device("cpu"), torch.float32)
     stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
     for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
         for seq_id in range(SEQUENCES):
@@ -91,12 +101,14 @@ def speeds(width: int, fmt: str) -> Any:
 
     import torch
 
+    from mdi.checkpoint.packing import Packing
     from mdi.node.profiling import Bench
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        quantize = fmt if fmt == "int8" else None
-        return Bench(config_of(width), torch.device("cpu"), torch.float32, quantize).run(Path(folder), False)
+        packing = Packing("int8", "int8") if fmt == "int8" else None
+        bench = Bench(config_of(width), torch.device("cpu"), torch.float32, None, packing=packing)
+        return bench.run(Path(folder), False)
 
 
 def predicted(

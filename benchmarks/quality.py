@@ -28,18 +28,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from mdi.checkpoint.layout import TensorSpec  # noqa: E402
-from mdi.checkpoint.packed import PackedSource  # noqa: E402
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
 from mdi.checkpoint.tensors import as_array  # noqa: E402
 from mdi.checkpoint.weights import WeightSource  # noqa: E402
-from mdi.model.formats import FORMATS, decode, encode  # noqa: E402
-from mdi.model.quantize import Quantizer  # noqa: E402
+from mdi.kernels.layout import LAYOUTS, pack  # noqa: E402
+from mdi.kernels.stage import KernelStarterStage  # noqa: E402
+from mdi.model.kernel_stage import TensorStage  # noqa: E402
+from mdi.model.packed_linear import PackedLinear, kernel_context  # noqa: E402
 from mdi.model.stage import StarterStage  # noqa: E402
 from mdi.text import TextCodec  # noqa: E402
 from records import add_json_flag, save  # noqa: E402
 
 FACTOR, SHARE = 30.0, 0.002
+FORMATS = [name for name in LAYOUTS if name != "float32"]
 CPU = torch.device("cpu")
 
 
@@ -91,22 +93,22 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
     return ChangedSource(source, changed)
 
 
-def _formats(source: WeightSource) -> tuple[str | None, str | None]:
-    return (source.packing.blocks, source.packing.head) if source.packing else (None, None)
-
-
-def stage_of(source: WeightSource) -> StarterStage:
+def stage_of(source: WeightSource, packing: Packing | None = None) -> StarterStage | TensorStage:
+    """In the kernels, if there is a packing."""
     config = Config(**source.config_dict)
-    stage = StarterStage(config, config.n_layer)
-    stage.load(source.part_names(), source.tensors, CPU, torch.float32, Quantizer(*_formats(source)))
+    stage: StarterStage | TensorStage = StarterStage(config, config.n_layer)
+    if packing is not None:
+        stage = TensorStage(KernelStarterStage(source.config_dict, config.n_layer, torch.get_num_threads()))
+        stage.load(source.part_names(), lambda part: source.weights(part, packing))
+    elif isinstance(stage, StarterStage):
+        stage.load(source.part_names(), source.tensors, CPU, torch.float32)
     stage.prepare(config.block_size, CPU, torch.float32)
     return stage
 
 
 @torch.inference_mode()
-def judge(stage: StarterStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
+def judge(stage: StarterStage | TensorStage, length: int, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
     """Nats per token, and the most probable token at each position, over windows of the model's whole context."""
-    length = stage.config.block_size
     total, best = 0.0, []
     for number, start in enumerate(range(0, len(ids) - length, length)):
         window = torch.tensor(ids[start : start + length + 1])
@@ -127,7 +129,7 @@ def matmul_errors(n_in: int = 2048, n_out: int = 5632) -> dict[str, dict[str, fl
     large = rows.index_copy(1, columns, rows[:, columns] * FACTOR)
     errors: dict[str, dict[str, float]] = {}
     for name in FORMATS:
-        layer = decode(encode(weight, name, columns), name, n_in, None)
+        layer = PackedLinear(pack(name, weight.numpy()), None, kernel_context())
         errors[name] = {}
         for kind, x in (("plain", rows), ("planted", large)):
             exact = x.double() @ weight.double().T
@@ -146,13 +148,14 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8")
     ids = codec.encode(text[int(len(text) * 0.9) :])[: args.n_tokens]
     checkpoint = LitCheckpoint(args.ckpt)
+    length = checkpoint.config_dict["block_size"]
     results: dict[str, dict[str, dict[str, float]]] = {"model": {}, "matmul": matmul_errors()}
     print(f"{'model':<10}{'format':<8}{'perplexity':>11}{'change':>9}{'same token':>12}")
     for kind, source in (("as it is", ChangedSource(checkpoint, {})), ("planted", planted(checkpoint))):
-        exact, best = judge(stage_of(source), ids)
+        exact, best = judge(stage_of(source), length, ids)
         print(f"{kind:<10}{'float32':<8}{math.exp(exact):>11.3f}")
         for name in FORMATS:
-            loss, found = judge(stage_of(PackedSource(source, Packing(name, name))), ids)
+            loss, found = judge(stage_of(source, Packing(name, name)), length, ids)
             change = math.exp(loss - exact) - 1
             same = float((found == best).float().mean())
             results["model"][f"{kind}/{name}"] = {"perplexity": math.exp(loss), "change": change, "same_token": same}

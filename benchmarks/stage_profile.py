@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,47 +24,64 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from mdi.model.formats import FORMATS  # noqa: E402
-from mdi.model.quantize import Quantizer  # noqa: E402
+from mdi.checkpoint.packing import Packing  # noqa: E402
+from mdi.kernels.layout import LAYOUTS  # noqa: E402
+from mdi.kernels.stage import KernelStage  # noqa: E402
+from mdi.model.kernel_stage import KV_TYPES, TensorStage  # noqa: E402
 from mdi.model.stage import Stage  # noqa: E402
+from mdi.node.chance import chance_weights  # noqa: E402
 
 CPU = torch.device("cpu")
 CHUNK = 64
 GROUPS = {
-    "weights": ("quantized::", "aten::mm", "aten::addmm", "aten::linear"),
+    "weights": ("aten::mm", "aten::addmm", "aten::linear"),
     "attention": ("aten::_scaled_dot", "aten::scaled_dot", "aten::bmm", "aten::_softmax"),
     "copies": ("aten::copy_", "aten::cat", "aten::index", "aten::to", "aten::_to_copy"),
 }
 
 
-def random_stage(shape: str, n_blocks: int, name: str, kv_dtype: torch.dtype) -> Stage:
+def random_stage(shape: str, n_blocks: int, name: str, kv_dtype: torch.dtype) -> Stage | TensorStage:
+    """In the kernels for the formats that they have, else in torch."""
     config = Config.from_name(shape)
-    stage = Stage(config, 0, n_blocks)
-    shapes = {key: tensor.shape for key, tensor in stage.state_dict().items()}
+    plain = Stage(config, 0, n_blocks)
+    shapes = {key: tuple(tensor.shape) for key, tensor in plain.state_dict().items()}
+    parts = [f"block.{i}" for i in range(n_blocks)]
+
+    def own(part: str) -> dict[str, tuple[int, ...]]:
+        return {k: s for k, s in shapes.items() if k.startswith(f"transformer.h.{part.removeprefix('block.')}.")}
 
     def tensors(part: str) -> dict[str, torch.Tensor]:
-        own = {k: s for k, s in shapes.items() if k.startswith(f"transformer.h.{part.removeprefix('block.')}.")}
-        return {k: torch.randn(s) * 0.02 if len(s) > 1 else torch.ones(s) for k, s in own.items()}
+        return {k: torch.randn(s) * 0.02 if len(s) > 1 else torch.ones(s) for k, s in own(part).items()}
 
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    form = name if name in FORMATS else None
-    stage.load([f"block.{i}" for i in range(n_blocks)], tensors, CPU, dtype, Quantizer(form))
+    stage: Stage | TensorStage = plain
+    if name in LAYOUTS:
+        inner = KernelStage(asdict(config), 0, n_blocks, torch.get_num_threads(), KV_TYPES[kv_dtype])
+        stage = TensorStage(inner)
+        stage.load(parts, lambda part: chance_weights(own(part), Packing(name, name)))
+    else:
+        plain.load(parts, tensors, CPU, torch.bfloat16 if name == "bfloat16" else torch.float32)
     stage.prepare(config.block_size, CPU, kv_dtype)
     return stage
 
 
-def fill(stage: Stage, n_sequences: int, position: int, dtype: torch.dtype) -> None:
+def weight_bytes(stage: Stage | TensorStage) -> int:
+    if isinstance(stage, TensorStage):
+        return stage.inner.weight_bytes
+    return sum(p.numel() * p.element_size() for p in stage.parameters() if p.dim() > 1)
+
+
+def fill(stage: Stage | TensorStage, n_sequences: int, position: int, dtype: torch.dtype) -> None:
     stage.caches.clear()
     for seq_id in range(n_sequences):
         for start in range(0, position, CHUNK):
             n_rows = min(CHUNK, position - start)
-            stage(torch.randn(n_rows, stage.config.n_embd, dtype=dtype), [(seq_id, start, n_rows)])
+            stage(torch.randn(n_rows, stage.n_embd, dtype=dtype), [(seq_id, start, n_rows)])
 
 
-def measure(stage: Stage, name: str, n_sequences: int, position: int, repeats: int) -> None:
+def measure(stage: Stage | TensorStage, name: str, n_sequences: int, position: int, repeats: int) -> None:
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     fill(stage, n_sequences, position, dtype)
-    rows = torch.randn(n_sequences, stage.config.n_embd, dtype=dtype)
+    rows = torch.randn(n_sequences, stage.n_embd, dtype=dtype)
     plain = torch.ones(32 << 20, dtype=torch.int64)
     times, reads = [], []
     for i in range(repeats):
@@ -74,10 +92,8 @@ def measure(stage: Stage, name: str, n_sequences: int, position: int, repeats: i
         plain.sum()
         reads.append(time.perf_counter() - begin)
     n_blocks = stage.stop - stage.start
-    n_weights = sum(m.in_features * m.out_features for m in stage.modules() if hasattr(m, "in_features"))
-    bits = FORMATS[name].bits if name in FORMATS else 8 * dtype.itemsize
     speed = plain.nbytes / min(reads)
-    ideal = n_weights * bits / 8 / speed
+    ideal = weight_bytes(stage) / speed
     print(
         f"{name}, {n_sequences} sequences at {position}: {min(times) / n_blocks * 1e6:.0f} us a block; reading its weights at "
         f"{speed / 1e9:.1f} GB/s takes {ideal / n_blocks * 1e6:.0f} us ({ideal / min(times):.0%})"
@@ -91,7 +107,7 @@ def measure(stage: Stage, name: str, n_sequences: int, position: int, repeats: i
     for event in profiler.key_averages():
         group = next((g for g, names in GROUPS.items() if event.key.startswith(names)), "other operations")
         shares[group] += event.self_cpu_time_total / 1e6 / total
-    # What is outside of torch's operations is Python, and onnxruntime's kernels.
+    # What is outside of torch's operations is Python, and our kernels.
     shares["outside of torch"] = max(0.0, 1 - sum(shares.values()))
     print("   " + ", ".join(f"{g} {share:.0%}" for g, share in sorted(shares.items(), key=lambda item: -item[1])))
 

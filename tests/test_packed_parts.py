@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
-from mdi import cli_prepare
 from mdi.checkpoint import chunks
 from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
@@ -355,10 +354,6 @@ def test_routers_and_latent_projections_stay_as_they_are() -> None:
         (HEAD, (64, 64), True),
     ):
         assert is_packable(path, shape) == expected, path
-
-
-def test_the_command_knows_the_formats_that_there_are() -> None:
-    assert tuple(LAYOUTS) == cli_prepare.FORMATS
 
 
 def test_unpacking_gives_back_what_was_packed() -> None:

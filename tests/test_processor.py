@@ -1,4 +1,4 @@
-"""What is noticed of a processor on which this build of torch does not run; the FBGEMM kernels are x86's alone."""
+"""What is noticed of a processor on which this build of torch does not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdi.model import packed
 from mdi.node import device, processor
 from mdi.node.processor import processor_notice
 
@@ -40,10 +39,3 @@ def test_it_is_told_as_a_node_starts(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "none")
     device.set_threads(None)
-
-
-def test_fbgemm_is_for_x86_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ARM processor with SVE has a capability, and torch's ARM builds list the engine."""
-    monkeypatch.setattr(packed.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
-    assert not packed.has_fbgemm()

@@ -5,18 +5,14 @@ On pages of 4 KB, as a program gets them that does not ask for others, or on hug
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from peers.huge_pages import use_huge_pages
 from peers.protocol import Case, serve
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-from mdi.model.huge_pages import use_huge_pages  # noqa: E402
 
 N_BYTES = 1 << 29
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)  # a 32-bit integer sum makes a copy first

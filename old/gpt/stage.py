@@ -5,7 +5,7 @@ This is what the two earlier systems did, and why their time per token grows wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -15,7 +15,7 @@ from gpt.model import make_block
 from gpt.shape import GPTConfig
 from mdi.errors import EngineError
 from mdi.model.cache import CacheShape, CacheStore
-from mdi.model.quantize import Quantizer
+from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage, StarterStage
 
 Slices = Sequence[tuple[int, int, int]]
@@ -91,12 +91,11 @@ class GPTStarterStage(WholeTextStage, StarterStage):
     def load(
         self,
         parts: Sequence[str],
-        tensors: Callable[[str], Mapping[str, torch.Tensor]],
+        weights: Callable[[str], Weights],
         device: torch.device,
         dtype: torch.dtype,
-        quantizer: Quantizer | None = None,
     ) -> None:
-        super().load(parts, tensors, device, dtype, quantizer)
+        super().load(parts, weights, device, dtype)
         # In a weight format they have no such weights any more.
         embedding = getattr(self.transformer["wte"], "weight", None)
         weight = getattr(getattr(self, "lm_head", None), "weight", None)

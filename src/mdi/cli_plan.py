@@ -111,9 +111,9 @@ def _check_model(args: argparse.Namespace) -> None:
     """Raises UsageError before anything heavy is imported; the weights need not be here, the settings must."""
     from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
     from mdi.cli_model import found_ckpt
-    from mdi.partition.formats import check_smaller
+    from mdi.partition.formats import check_packed
 
-    check_smaller(args.quantize)
+    check_packed(args.quantize)
     if args.ckpt is not None:
         args.ckpt = found_ckpt(args.ckpt)
         if not (args.ckpt / CONFIG_FILE).is_file():
@@ -303,11 +303,10 @@ def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape
 
 def _smaller(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
     """The model in the formats that take less and that this version has."""
-    from mdi.model.formats import FORMATS
     from mdi.node.shape import model_shape
     from mdi.partition.formats import SMALLER
 
-    others = (model_shape(config, name) for name in SMALLER if name in FORMATS and name != shape.format)
+    others = (model_shape(config, name) for name in SMALLER if name != shape.format)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
+from mdi.partition.formats import PACKED
 
 if TYPE_CHECKING:
     from mdi.checkpoint.weights import WeightSource
@@ -41,7 +42,6 @@ the model has blocks: the starter may hold none.
 """
 
 DTYPES = ("float32", "float16", "bfloat16")
-FORMATS = ("float32", "bf16", "fp16", "int8", "int4")  # those of kernels.layout, which is not imported for --help
 
 logger = logging.getLogger("mdi")
 
@@ -56,12 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
     cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
     cut.add_argument(
-        "--quantize", choices=FORMATS, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
+        "--quantize", choices=PACKED, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
         "int4 an eighth (default: what loses nothing of the weights)",
     )  # fmt: skip
-    cut.add_argument(
-        "--quantize-head", choices=FORMATS, help="the same for head and embedding (default: as --quantize)"
-    )
+    cut.add_argument("--quantize-head", choices=PACKED, help="the same for head and embedding (default: as --quantize)")
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"

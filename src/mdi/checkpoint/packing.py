@@ -41,7 +41,7 @@ def is_packable(name: str, shape: tuple[int, ...]) -> bool:
     of latent attention, whose weights are read in pieces.
     """
     path = name.removesuffix(".weight")
-    return path != name and len(shape) == 2 and name != EMBEDDING and not path.endswith(("gate", "kv_b_proj"))
+    return path != name and len(shape) == 2 and not path.endswith((".wte", ".wpe", ".gate", "kv_b_proj"))
 
 
 @dataclass(frozen=True)

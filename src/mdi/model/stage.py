@@ -16,13 +16,13 @@ from litgpt.config import Config
 from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.errors import CheckpointError, EngineError
+from mdi.kernels.blocks import Context
+from mdi.kernels.layout import Matrix
 from mdi.model.attention import cache_shape_of, cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CacheShape, CacheStore
 from mdi.model.few_rows import pad_few_rows
-from mdi.model.huge_pages import use_huge_pages
-from mdi.model.packed import ByteLinear, Fp16Linear
-from mdi.model.quantize import Quantizer
+from mdi.model.packed_linear import Weights, install, kernel_context
 from mdi.model.room import CacheKind
 
 # Of modules, measured: of a block without experts, of one expert.
@@ -70,34 +70,30 @@ class Stage(nn.Module):
     def load(
         self,
         parts: Sequence[str],
-        tensors: Callable[[str], Tensors],
+        weights: Callable[[str], Weights],
         device: torch.device,
         dtype: torch.dtype,
-        quantizer: Quantizer | None = None,
     ) -> None:
         """Take the weights, part by part, so that only one part exists twice.
 
         Args:
             parts: names of the parts that make up this stage.
-            tensors: gives the tensors of a part, by their names in the full model.
-            quantizer: gives the layers of each part their weight format; needed as well for weights stored in one.
+            weights: gives those of a part, by their names in the full model; packed ones are for the CPU only.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
         """
+        context: Context | None = None
         for part in parts:
-            # passed on without a name, so that `take` can let go of what it has read
-            stored = tensors(part) if quantizer is None else quantizer.take(part, tensors(part), self, device, dtype)
+            stored = weights(part)
+            if context is None and any(isinstance(weight, Matrix) for weight in stored.values()):
+                context = kernel_context()
             given = {
                 name: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
-                for name, t in stored.items()
+                for name, t in install(self, stored, context).items()
             }
             self._check(part, given)
             self.load_state_dict(given, strict=False, assign=True)
-            if quantizer is not None:
-                quantizer.finish(part, self)
-        if any(isinstance(module, (ByteLinear, Fp16Linear)) for module in self.modules()):
-            use_huge_pages()  # plain weights stay mapped, on the pages of their file
         left = [name for name, t in self.state_dict().items() if t.is_meta]
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))

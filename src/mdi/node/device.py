@@ -100,6 +100,16 @@ def choose_dtype(wanted: str | None, stored: str, device: torch.device, is_quant
     return DTYPES[name]
 
 
+def check_format(name: str | None, device: torch.device) -> None:
+    """Raises UsageError if a weight format is unknown or not for this device."""
+    if name is None:
+        return
+    if name not in LAYOUTS:
+        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(LAYOUTS)}")
+    if device.type != "cpu":
+        raise UsageError(f"the weight format {name} needs the CPU's kernels; on {device} use --dtype instead")
+
+
 def choose_packing(
     config: Mapping[str, Any] | None, device: torch.device, dtype: str | None, stored: str, blocks: str | None,
     head: str | None,

@@ -16,12 +16,19 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.stage import KernelStage
-from mdi.model.formats import check_format
 from mdi.model.kernel_stage import KV_TYPES, TensorStage
-from mdi.model.quantize import Quantizer
 from mdi.model.stage import Stage
-from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, choose_packing, held_bytes
+from mdi.node.device import (
+    Computing,
+    check_format,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_packing,
+    held_bytes,
+)
 from mdi.node.kind import ModelKind
+from mdi.node.loading import kernel_weights, torch_weights
 from mdi.partition.placement import size
 
 logger = logging.getLogger("mdi")
@@ -221,9 +228,11 @@ class Holding:
 
         stage = self._kernel_stage(request, computing) or self.kind.secondary_stage(request, check)
         if isinstance(stage, TensorStage):
-            stage.load(list(parts), lambda name: source(name).weights(name, computing.packing))
+            packing = computing.packing
+            assert packing is not None
+            stage.load(list(parts), lambda name: kernel_weights(source(name), name, packing, check))
         else:
-            stage.load(list(parts), lambda name: source(name).tensors(name), device, dtype, Quantizer(quantize))
+            stage.load(list(parts), lambda name: torch_weights(source(name), name, quantize, None), device, dtype)
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key

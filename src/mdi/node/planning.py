@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from mdi.blocks import span
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.errors import CheckpointError
-from mdi.model.formats import FORMATS, check_format
-from mdi.node.device import choose_device, choose_dtype
+from mdi.node.device import check_format, choose_device, choose_dtype, choose_packing
 from mdi.node.profiler import Profiler, Subject, share_of
 from mdi.node.shape import model_shape
 from mdi.node.standin import standing_in
@@ -46,13 +46,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the starter computes in, and what it wishes of the others (see `InitRequest`)."""
+    """What the starter computes in (`packing`: with the kernels), and what it wishes of the others, see `InitRequest`."""
 
     device: torch.device
     dtype: torch.dtype
     wished_dtype: str | None
     quantize: str | None
     quantize_head: str | None
+    packing: Packing | None = None
 
 
 def profile_cluster(
@@ -83,6 +84,7 @@ def profile_cluster(
         wishes.quantize,
         wishes.quantize_head,
         with_head=True,
+        packing=wishes.packing,
     )
 
     def own() -> NodeProfile:
@@ -116,8 +118,9 @@ def measure_live(
     device = choose_device(node.device)
     check_format(quantize, device)
     wished = wished_dtype or node.dtype
-    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None)
-    wishes = Wishes(device, dtype, wished_dtype, quantize, quantize)
+    packing = choose_packing(model.config, device, wished, model.stored_dtype, quantize, quantize)
+    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None or packing is not None)
+    wishes = Wishes(device, dtype, wished_dtype, quantize, quantize, packing)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             port, port_in = stack.enter_context(standing_in(node))
@@ -153,7 +156,7 @@ def choose(
 
 def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
     """The model in the formats that take less and that this version has, for advice."""
-    names = [name for name in SMALLER if name in FORMATS and name != shape.format]
+    names = [name for name in SMALLER if name != shape.format]
     others = (model_shape(config, name) for name in names)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 

@@ -21,10 +21,10 @@ from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.kernels.stage import KernelStarterStage
 from mdi.model.kernel_stage import KV_TYPES, TensorStage
-from mdi.model.quantize import Quantizer
 from mdi.model.stage import StarterStage
 from mdi.node.device import Computing, check_room, held_bytes
 from mdi.node.kind import ModelKind
+from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.memory import report_caches, share_out
 from mdi.node.options import StarterOptions
 from mdi.node.resources import device_free_bytes
@@ -187,7 +187,6 @@ class Preparation:
         weights, options, computing = self._weights, self._options, self._computing
         stop = weights.blocks[0][1]
         self.stage: StarterStage | TensorStage
-        quantizer = Quantizer(computing.quantize, options.quantize_head or weights.quantize_head)
         parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
 
         begin = last_report = time.monotonic()
@@ -208,12 +207,15 @@ class Preparation:
             cache_type = KV_TYPES[computing.kv_dtype]
             inner = KernelStarterStage(weights.config, stop, torch.get_num_threads(), cache_type)
             self.stage = TensorStage(inner)
-            self.stage.load(parts, lambda part: source(part).weights(part, computing.packing))
+            packing = computing.packing
+            self.stage.load(parts, lambda part: kernel_weights(source(part), part, packing, check))
         else:
             self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+            head = options.quantize_head or weights.quantize_head
             self.stage.load(
-                parts, lambda part: source(part).tensors(part), computing.device, computing.dtype, quantizer
-            )
+                parts, lambda part: torch_weights(source(part), part, computing.quantize, head), computing.device,
+                computing.dtype,
+            )  # fmt: skip
         check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
         self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)
         if options.compile:

@@ -17,10 +17,12 @@ import torch
 
 import mdi
 from mdi.checkpoint.files import replacing
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.control.messages import Slots
 from mdi.errors import CheckpointError, MdiError
+from mdi.kernels import LAYOUT_VERSION
 from mdi.node.contention import machine_share
 from mdi.node.device import computing_threads
 from mdi.node.profiling import ROWS, SPAN_S, Bench, Speeds
@@ -42,6 +44,7 @@ class Subject:
     Attributes:
         config: litgpt Config as a plain dict; `config_hash` is its hash.
         quantize, quantize_head: weight formats; None is `dtype`.
+        packing: what the kernels would read; None if torch computes.
         device, threads: that it would compute with; threads None leaves them as they are.
         with_head: whether the node would hold embedding, final norm and head as well.
     """
@@ -54,9 +57,12 @@ class Subject:
     quantize_head: str | None = None
     with_head: bool = False
     threads: int | None = None
+    packing: Packing | None = None
 
     @property
     def format(self) -> str:
+        if self.packing is not None:
+            return self.packing.blocks
         return self.quantize or str(self.dtype).removeprefix("torch.")
 
 
@@ -154,8 +160,9 @@ class Profiler:
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
         bench = Bench(
-            subject.config, subject.device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told
-        )
+            subject.config, subject.device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told,
+            subject.packing,
+        )  # fmt: skip
         try:
             return bench.run(self._folder, subject.with_head)
         finally:
@@ -176,6 +183,7 @@ class Profiler:
             "model": subject.config_hash,
             "dtype": str(subject.dtype),
             "quantize": subject.quantize,
+            "packing": subject.packing and [subject.packing.blocks, subject.packing.head, LAYOUT_VERSION],
             "head": [subject.with_head, subject.quantize_head],
         }
         return json.dumps(parts, sort_keys=True)

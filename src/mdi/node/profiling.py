@@ -20,11 +20,18 @@ from typing import Any
 import torch
 from litgpt.config import Config
 
+from mdi.checkpoint.modelshapes import Shape
+from mdi.checkpoint.packing import Packing, PartWeights
+from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
+from mdi.kernels.layout import LAYOUTS
+from mdi.kernels.stage import KernelStage, KernelStarterStage
 from mdi.model.few_rows import pad_few_rows
-from mdi.model.quantize import Quantizer
+from mdi.model.kernel_stage import TensorStage
+from mdi.model.packed_linear import Weights, install, kernel_context
 from mdi.model.stage import Stage, StarterStage
+from mdi.node.chance import chance_weights
 from mdi.node.resources import device_free_bytes
 
 ROWS = (1, 2, 3, 4, 16, 128)  # few rows do not lie on a straight line: kernels differ
@@ -55,9 +62,10 @@ class Bench:
     Args:
         config: litgpt Config of the model as a plain dict.
         device, dtype: what the node computes with.
-        quantize, quantize_head: weight formats, see model.formats.
+        quantize, quantize_head: weight formats of torch's path; None for plain numbers.
         span_s: how long each thing is measured.
         progress: told what is being measured, how many things are done, and how many there are.
+        packing: what the kernels would read; None if torch computes.
     """
 
     def __init__(
@@ -69,11 +77,14 @@ class Bench:
         quantize_head: str | None = None,
         span_s: float = SPAN_S,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        packing: Packing | None = None,
     ) -> None:
+        self._config_dict = config
         self._config = Config(**config)
         self._shapes = model_shapes(config, "the model to be measured")
         self._device, self._dtype = device, dtype
-        self._quantize, self._quantize_head = quantize, quantize_head
+        self._packing = packing
+        self._forms = (quantize, quantize_head) if packing is None else (packing.blocks, packing.head)
         self._span_s = span_s
         self._progress = progress
         self._generator = torch.Generator().manual_seed(1)
@@ -114,28 +125,49 @@ class Bench:
         vector = torch.ones(n, device=self._device)
         return n_rows * n * 4 / self._mean_s(lambda: torch.mv(matrix, vector))
 
-    def _blocks(self, check: Callable[[], None]) -> Stage:
+    def _blocks(self, check: Callable[[], None]) -> Stage | TensorStage:
         """A stage of blocks from the middle of the model, with weights of chance; `check` is called between them."""
-        per_block = self._bytes_of(f"transformer.h.{self._config.n_layer // 2}.")
+        per_block = self._bytes_of(self._forms[0], f"transformer.h.{self._config.n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, self._config.n_layer, WORKING_SET_BYTES // max(per_block, 1)))
         self._check_room(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")
         start = min(self._config.n_layer // 2, self._config.n_layer - n_blocks)
-        stage = Stage(self._config, start, start + n_blocks, check)
         parts = [f"block.{i}" for i in range(start, start + n_blocks)]
-        stage.load(parts, self._tensors_of, self._device, self._dtype, Quantizer(self._quantize))
+        stage: Stage | TensorStage
+        if self._packing is not None:
+            inner = KernelStage(self._config_dict, start, start + n_blocks, torch.get_num_threads())
+            stage = TensorStage(inner)
+            stage.load(parts, self._packed_of(self._packing, check))
+        else:
+            stage = Stage(self._config, start, start + n_blocks, check)
+            stage.load(parts, self._weights_of, self._device, self._dtype)
         stage.prepare(min(self._config.block_size, CONTEXT + max(ROWS)), self._device, self._dtype)
         return stage
 
-    def _tensors_of(self, part: str) -> dict[str, torch.Tensor]:
-        prefix = f"transformer.h.{part.removeprefix('block.')}."
-        return {name: self._random(shape) for name, shape in self._shapes.items() if name.startswith(prefix)}
+    def _weights_of(self, part: str) -> Weights:
+        """Of a part, for torch."""
+        form = self._forms[0] if part.startswith("block.") else self._forms[1]
+        if form is not None:
+            return dict(chance_weights(self._shapes_of(part), Packing(form, form)))
+        return {name: self._random(shape) for name, shape in self._shapes_of(part).items()}
+
+    def _packed_of(self, packing: Packing, check: Callable[[], None]) -> Callable[[str], PartWeights]:
+        """Gives those of a part, for the kernels; `check` is called before each."""
+
+        def weights(part: str) -> PartWeights:
+            check()
+            return chance_weights(self._shapes_of(part), packing)
+
+        return weights
+
+    def _shapes_of(self, part: str) -> dict[str, Shape]:
+        return {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Numbers of a trained model's size, repeated: drawing each anew would take longer than measuring."""
         some = torch.randn(min(1 << 16, math.prod(shape)), generator=self._generator) * 0.02
         return some.repeat(-(-math.prod(shape) // some.numel()))[: math.prod(shape)].view(shape).to(self._dtype)
 
-    def _block_s(self, stage: Stage, rows: int) -> float:
+    def _block_s(self, stage: Stage | TensorStage, rows: int) -> float:
         """One row each of so many sequences, or, at the largest number, a piece of one prompt."""
         room = stage.max_length
         context = min(CONTEXT, room // 2)
@@ -149,7 +181,7 @@ class Bench:
         x = self._rows(n_rows)
         seconds = self._mean_s(lambda: stage(x, slices)) * rows / n_rows  # a tiny context has no room for all rows
         stage.caches.clear()
-        return seconds / len(stage.blocks)
+        return seconds / (stage.stop - stage.start)
 
     def _rows(self, n: int) -> torch.Tensor:
         x = torch.randn(n, self._config.n_embd, generator=self._generator)
@@ -158,26 +190,33 @@ class Bench:
     def _head_s(self) -> Times:
         """Final norm and head; the embedding only looks rows up. Nothing if there is no room to build them."""
         try:
-            self._check_room(self._bytes_of("lm_head.", "transformer.ln_f."), "the head")
+            self._check_room(self._bytes_of(self._forms[1], "lm_head.", "transformer.ln_f."), "the head")
         except CheckpointError as e:
             logger.info("the head is not measured: %s", e)
             return ()
-        stage = StarterStage(self._config, 0)
-        own = [name for name in self._shapes if name.startswith(("lm_head.", "transformer.ln_f."))]
-        given = {name: self._random(self._shapes[name]).to(self._device) for name in own}
-        stage.load_state_dict(given, strict=False, assign=True)
-        stage.requires_grad_(False)
-        Quantizer(None, self._quantize_head).finish("head", stage)
-        pad_few_rows(stage)
+        stage = self._headed()
         times = []
         for rows in ROWS[:-1]:  # of a prompt only the last row goes through the head
             x = self._rows(rows)
             times.append((rows, self._mean_s(lambda x=x: stage.head(x), self._span_s / 2)))  # type: ignore[misc]
         return tuple(times)
 
-    def _bytes_of(self, *prefixes: str) -> int:
+    def _headed(self) -> StarterStage | TensorStage:
+        """A stage without blocks."""
+        if self._packing is not None:
+            kernels = TensorStage(KernelStarterStage(self._config_dict, 0, torch.get_num_threads()))
+            kernels.load(["embedding", "head"], self._packed_of(self._packing, lambda: None))
+            return kernels
+        stage = StarterStage(self._config, 0)
+        given = install(stage, self._weights_of("head"), kernel_context() if self._forms[1] else None)
+        stage.load_state_dict({name: t.to(self._device) for name, t in given.items()}, strict=False, assign=True)
+        stage.requires_grad_(False)
+        pad_few_rows(stage)
+        return stage
+
+    def _bytes_of(self, form: str | None, *prefixes: str) -> int:
         n = sum(math.prod(shape) for name, shape in self._shapes.items() if name.startswith(prefixes))
-        return n * self._dtype.itemsize
+        return round(n * (LAYOUTS[form].bits / 8 if form else self._dtype.itemsize))
 
     def _check_room(self, n_bytes: int, what: str) -> None:
         free = device_free_bytes(self._device)

@@ -307,7 +307,7 @@ class SecondaryNode:
         computing = self._holding.computing(request)
         subject = Subject(
             request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
-            threads=computing.threads,
+            threads=computing.threads, packing=computing.packing,
         )  # fmt: skip
         if request.slots is not None:
             return {"machine_share": share_of(subject, request.slots)}

@@ -30,12 +30,11 @@ from mdi.engine.starter import StarterEngine
 from mdi.engine.tensors import pinned_buffer
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
-from mdi.model.formats import check_format
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits
-from mdi.node.device import Computing, choose_device, choose_dtype, choose_kv_dtype, choose_packing
+from mdi.node.device import Computing, check_format, choose_device, choose_dtype, choose_kv_dtype, choose_packing
 from mdi.node.driver import EngineThread
 from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.kind import ModelKind
@@ -174,7 +173,7 @@ class StarterNode(StatusOnly):
         self._state = "PLANNING"
         here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-        wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head)
+        wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head, self._packing)
         profile = profile_cluster(
             replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
             run=self._run_id,

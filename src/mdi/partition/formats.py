@@ -32,22 +32,25 @@ FORMATS = {
         WeightFormat("float32", 32, 0, 4),
         WeightFormat("bfloat16", 16, 0, 2),
         WeightFormat("float16", 16, 0, 2),
-        WeightFormat("fp16", 16, 0, 4),  # halves only the weights; computes in float32
-        WeightFormat("int8", 8, 16, 4),  # per output: two scales, a zero point, a sum of weights
-        WeightFormat(
-            "int4", 4.5, 0, 4
-        ),  # stored in 4.06, but the packed kernel keeps scales as float32 and sums (measured)
+        # Those of the kernels (kernels.layout), which compute in float32.
+        WeightFormat("bf16", 16, 0, 4),
+        WeightFormat("fp16", 16, 0, 4),
+        WeightFormat("int8", 8.25, 0, 4),
+        WeightFormat("int4", 4.5, 0, 4),
     )
 }
+
+# What weights can be packed in, see kernels.layout, which is not imported for flags.
+PACKED = ("float32", "bf16", "fp16", "int8", "int4")
 
 # Formats that a model can be brought into to take less, the most precise first.
 SMALLER = ("fp16", "int8", "int4")
 
 
-def check_smaller(name: str | None) -> None:
-    """Raises UsageError if a name is not one of `SMALLER`; None is no format."""
-    if name is not None and name not in SMALLER:
-        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(SMALLER)}")
+def check_packed(name: str | None) -> None:
+    """Raises UsageError if a name is not one of `PACKED`; None is no format."""
+    if name is not None and name not in PACKED:
+        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(PACKED)}")
 
 
 def weight_format(name: str) -> WeightFormat:

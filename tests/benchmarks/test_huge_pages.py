@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from mdi.model import huge_pages
-from mdi.model.huge_pages import HUGE_PAGE, anonymous_regions, filled_pieces, use_huge_pages
+from peers import huge_pages
+from peers.huge_pages import HUGE_PAGE, anonymous_regions, filled_pieces, use_huge_pages
 
 MAPS = """\
 00400000-00900000 r-xp 00000000 08:01 1234                               /usr/bin/python3

@@ -1,0 +1,108 @@
+"""Layers of torch's path whose weights stay packed, for blocks that the kernels do not compute as a whole.
+
+The kernels multiply where they are, else the weight is unpacked for each product: slow, and equal within rounding. Activations
+of int8 and int4 are then not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mdi.errors import CheckpointError
+from mdi.kernels.blocks import Context, linear
+from mdi.kernels.layout import Matrix, floats, unpack
+from mdi.kernels.library import load
+from mdi.kernels.structures import MdiModel
+
+Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]
+
+
+def kernel_context() -> Context | None:
+    """What the packed layers of one stage share; None where there are no kernels."""
+    return Context(torch.get_num_threads()) if load() is not None else None
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b.
+
+    Args:
+        bias: float32 (n_out).
+        context: of the kernels; None without them.
+    """
+
+    def __init__(self, matrix: Matrix, bias: np.ndarray | None, context: Context | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = matrix.n_in, matrix.n_out
+        self._matrix, self._bias, self._context = matrix, bias, context
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out), on the CPU; computed in float32"""
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        return self._multiply(rows).view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._context is not None:
+            y = linear(self._context, MdiModel(), None, self._matrix, self._bias, rows.detach().numpy())
+            return torch.from_numpy(y)
+        bias = None if self._bias is None else torch.from_numpy(self._bias)
+        return F.linear(rows, torch.from_numpy(unpack(self._matrix)), bias)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding with 8 bits a number and a scale per token.
+
+    Args:
+        table: int8 (vocabulary, n_embd).
+        scale: float32 (vocabulary).
+    """
+
+    def __init__(self, table: np.ndarray, scale: np.ndarray) -> None:
+        super().__init__()
+        self._table, self._scale = table, scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(N,) -> (N, n_embd), float32"""
+        rows = ids.numpy()
+        return torch.from_numpy(self._table[rows].astype(np.float32) * self._scale[rows, None])
+
+
+def install(root: nn.Module, weights: Weights, context: Context | None) -> dict[str, torch.Tensor]:
+    """Put the packed ones of some weights into the places of the layers below `root`; the rest, as tensors.
+
+    Args:
+        context: of the kernels; None without them.
+
+    Raises:
+        CheckpointError: there is no such layer, or it is of another shape.
+    """
+    rest: dict[str, torch.Tensor] = {}
+    arrays = {name: weight for name, weight in weights.items() if isinstance(weight, np.ndarray)}
+    packed = {name: weight for name, weight in weights.items() if isinstance(weight, Matrix)}
+    for name, matrix in packed.items():
+        path = name.removesuffix(".weight")
+        _replace(
+            root, path, (matrix.n_out, matrix.n_in), PackedLinear(matrix, arrays.pop(f"{path}.bias", None), context)
+        )
+    for name in [name for name, array in arrays.items() if array.dtype == np.int8]:
+        table, scale = arrays.pop(name), arrays.pop(f"{name}_scale")
+        _replace(root, name.removesuffix(".weight"), table.shape, PackedEmbedding(table, scale))
+    rest.update({name: torch.from_numpy(floats(array).copy()) for name, array in arrays.items()})
+    rest.update({name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)})
+    return rest
+
+
+def _replace(root: nn.Module, path: str, shape: tuple[int, ...], module: nn.Module) -> None:
+    parent, _, child = path.rpartition(".")
+    try:
+        layer = root.get_submodule(path)
+        found = tuple(layer.weight.shape)  # type: ignore[arg-type]
+    except AttributeError:
+        raise CheckpointError(f"the weights bring {path}.weight, which this model does not have") from None
+    if not isinstance(layer, (nn.Linear, nn.Embedding)) or found != shape:
+        raise CheckpointError(f"{path}.weight is of shape {list(shape)}, expected {list(found)}")
+    setattr(root.get_submodule(parent), child, module)

@@ -1,0 +1,47 @@
+"""How a node's stage gets the weights of a part: as the kernels read them, or as torch computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
+from mdi.checkpoint.resident import name_in_faults, populate
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels import library
+from mdi.model.packed_linear import Weights
+
+
+def kernel_weights(
+    source: WeightSource, part: str, packing: Packing, check: Callable[[], None] = lambda: None
+) -> PartWeights:
+    """The weights of a part in memory, where they lie in a file if that holds them so.
+
+    Args:
+        check: called again and again while pages come from the disk; what it raises goes through.
+
+    Raises:
+        CheckpointError: the source cannot be read, or does not have the part.
+    """
+    weights = source.weights(part, packing)
+    arrays = arrays_of(weights)
+    populate(arrays, str(source), lambda n_bytes: check())
+    name_in_faults(library.load(), arrays, str(source))
+    return weights
+
+
+def torch_weights(source: WeightSource, part: str, blocks: str | None, head: str | None) -> Weights:
+    """The weights of a part for torch: packed in the format that is given for it, plain if none is.
+
+    Args:
+        blocks, head: formats of blocks, and of head and embedding; None for plain numbers, in the type that is computed in.
+
+    Raises:
+        CheckpointError: as `kernel_weights`.
+    """
+    form = blocks if part.startswith("block.") else head
+    if form is None:
+        tensors: dict[str, torch.Tensor] = source.tensors(part)
+        return tensors
+    return dict(source.weights(part, Packing(form, form)))
