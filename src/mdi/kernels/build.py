@@ -51,6 +51,7 @@ class InstructionSet:
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
 INSTRUCTION_SETS = (
+    InstructionSet("amx", "x86_64", (*_AVX512, "-mamx-tile", "-mamx-int8")),
     InstructionSet("avx512", "x86_64", _AVX512),
     InstructionSet("avx2vnni", "x86_64", (*_AVX2, "-mavxvnni")),
     InstructionSet("avx2", "x86_64", _AVX2),

@@ -12,6 +12,16 @@ static bool system_saves(unsigned mask) {  // XGETBV: the system keeps these reg
   return (low & mask) == mask;
 }
 
+#ifdef MDI_HAS_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static bool may_use_tiles() {  // Linux gives the registers of the matrix unit only to who asks; threads inherit it
+  const long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, ask, tile_data) == 0;
+}
+#endif
+
 std::vector<const InstructionSet*> instruction_sets() {
   std::vector<const InstructionSet*> found;
   unsigned a, b, c, d;
@@ -23,6 +33,11 @@ std::vector<const InstructionSet*> instruction_sets() {
       __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71);
     }
     [[maybe_unused]] const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+#ifdef MDI_HAS_AMX
+    const unsigned amx = (1u << 24) | (1u << 25);  // tiles, and products of bytes
+    if ((b7 & avx512) == avx512 && (c7 & bit_AVX512VNNI) && (d7 & amx) == amx && system_saves(0x600e6) && may_use_tiles())
+      found.push_back(kAmx);
+#endif
 #ifdef MDI_HAS_AVX512
     if ((b7 & avx512) == avx512 && (c7 & bit_AVX512VNNI) && system_saves(0xe6)) found.push_back(kAvx512);
 #endif

@@ -224,7 +224,16 @@ inline void byte_rest(const MdiMatrix& w, int panel, const ByteRows& x, int m0, 
   if constexpr (kRows > 1) byte_rest<kRows - 1>(w, panel, x, m0, n, out);
 }
 
+#ifdef MDI_AMX
+}  // namespace MDI_NS
+#include "amx.h"
+namespace MDI_NS {
+#endif
+
 inline void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
+#ifdef MDI_AMX
+  if (x.for_matrix_unit) return matrix_unit_panels(w, first, last, x, n_rows, out);
+#endif
   int p = first, whole = n_rows / kTileRows * kTileRows;
   for (; p + kBytePanels <= last; p += kBytePanels) {
     for (int m = 0; m < whole; m += kTileRows) byte_tile<kTileRows, kBytePanels>(w, p, x, m, out);

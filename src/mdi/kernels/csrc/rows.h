@@ -36,29 +36,48 @@ struct Large {
 // four, so that a tile reads one stream. The last block has as many rows as are left.
 struct RowBlock {
   int first, n;
-  RowBlock(int row, int n_rows) : first(row / kTileRows * kTileRows), n(n_rows - first < kTileRows ? n_rows - first : kTileRows) {}
+  RowBlock(int row, int n_rows, int most = kTileRows)
+      : first(row / most * most), n(n_rows - first < most ? n_rows - first : most) {}
 };
+
+// Many rows may be multiplied by the processor's matrix unit instead (amx.h): then blocks are of 16 rows, always whole, and hold
+// the 64 numbers of a group of one row, then those of the next row.
+#ifdef MDI_AMX
+constexpr int kMatrixRows = 9;  // from how many rows on
+#else
+constexpr int kMatrixRows = 1 << 30;
+#endif
+constexpr int kMatrixBlock = 16;
 
 // Rows in bytes: q stays within +-127, a row is about q * scale group by group, plus its large numbers.
 struct ByteRows {
   int n_rows = 0, n_in = 0, width = 0;  // width: inputs in whole records of any format
-  Buffer<int8_t> q;                     // per block (width / 4, rows, 4)
+  bool for_matrix_unit = false;
+  Buffer<int8_t> q;                     // per block (width / 4, rows, 4), or (width / 64, 16, 64)
   Buffer<float> scale;                  // per block (width / 64, rows)
   Buffer<int32_t> sum;                  // per block (width / 32, rows): sums of q
+  Buffer<int32_t> offset;               // per block (width / 64, rows): 128 times the sums, for the matrix unit
   Buffer<Large> large;                  // (n_rows, kMostLarge * width / 64)
   Buffer<int32_t> n_large;              // (n_rows)
 
   void reserve(int rows, int inputs) {
     n_rows = rows, n_in = inputs, width = padded(inputs, 128);
+    for_matrix_unit = rows >= kMatrixRows;
+    if (for_matrix_unit) rows = padded(rows, kMatrixBlock);
     q.of((size_t)rows * width);
     scale.of((size_t)rows * (width / 64));
     sum.of((size_t)rows * (width / 32));
+    offset.of((size_t)rows * (width / 64));
     large.of((size_t)rows * kMostLarge * (width / 64));
     n_large.of((size_t)rows);
   }
   int8_t* bytes(int block_row) const { return q.data() + (size_t)block_row * width; }
   float* scales(int block_row) const { return scale.data() + (size_t)block_row * (width / 64); }
   int32_t* sums(int block_row) const { return sum.data() + (size_t)block_row * (width / 32); }
+  int32_t* offsets(int block_row) const { return offset.data() + (size_t)block_row * (width / 64); }
+  RowBlock block_of(int m) const {
+    return for_matrix_unit ? RowBlock(m, padded(n_rows, kMatrixBlock), kMatrixBlock) : RowBlock(m, n_rows);
+  }
   Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
 };
 
@@ -86,9 +105,9 @@ inline float take_large(float* group, int first, Large* large, int32_t& n_large)
 
 // Row m (n_in) into bytes.
 inline void quantize_row(const float* row, int m, const ByteRows& to) {
-  RowBlock block(m, to.n_rows);
+  RowBlock block = to.block_of(m);
   int at = m - block.first, n = block.n;
-  int8_t* q = to.bytes(block.first) + 4 * at;
+  int8_t* q = to.bytes(block.first);
   float* scale = to.scales(block.first) + at;
   int32_t* sums = to.sums(block.first) + at;
   Large* large = to.large_of(m);
@@ -108,7 +127,12 @@ inline void quantize_row(const float* row, int m, const ByteRows& to) {
       store_bytes(bytes + 32 * half + 16, high);
       sums[((int64_t)first / 32 + half) * n] = sum_int(low) + sum_int(high);
     }
-    for (int i = 0; i < kGroup; i += 4) std::memcpy(q + ((int64_t)first + i) * n, bytes + i, 4);
+    if (to.for_matrix_unit) {
+      to.offsets(block.first)[(int64_t)first / 64 * n + at] = 128 * (sums[first / 32 * n] + sums[(first / 32 + 1) * n]);
+      std::memcpy(q + (int64_t)first * n + at * kGroup, bytes, kGroup);
+      continue;
+    }
+    for (int i = 0; i < kGroup; i += 4) std::memcpy(q + ((int64_t)first + i) * n + 4 * at, bytes + i, 4);
   }
   to.n_large.data()[m] = n_large;
 }

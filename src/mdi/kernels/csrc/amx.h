@@ -1,0 +1,125 @@
+// int8 and int4 for nine rows and more on Intel's matrix unit (AMX): a packed group of int8 is one of its tiles as it lies. Sums
+// are whole numbers, so that the bits are those of dot products.
+#pragma once
+
+namespace MDI_NS {
+
+// 16 rows in each of the tiles: sums of 16 outputs; 64 or 32 bytes of activations; 16 or 8 lines of weights.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {0};
+  uint16_t row_bytes[16] = {0};
+  uint8_t rows[16] = {0};
+  explicit TileShapes(int inputs) {
+    for (int tile : {0, 1}) row_bytes[tile] = 64, rows[tile] = 16;             // sums
+    for (int tile : {2, 3}) row_bytes[tile] = (uint16_t)inputs, rows[tile] = 16;  // activations
+    for (int tile : {4, 5}) row_bytes[tile] = 64, rows[tile] = (uint8_t)(inputs / 4);  // weights
+  }
+};
+
+// Sums of two groups of a record: what the matrix unit has computed and the processor then scales. While one record is scaled, the
+// next one is multiplied.
+struct alignas(64) GroupSums {
+  int32_t of[2][16 * kMatrixBlock];
+};
+
+inline void multiply_int8(const uint8_t* record, const int8_t* q, GroupSums& sums) {
+  _tile_zero(0);
+  _tile_loadd(2, q, 64);
+  _tile_loadd(4, record + 64, 64);
+  _tile_dpbsud(0, 2, 4);
+  _tile_zero(1);
+  _tile_loadd(3, q + 64 * kMatrixBlock, 64);
+  _tile_loadd(5, record + 64 + 1024, 64);
+  _tile_dpbsud(1, 3, 5);
+  _tile_stored(0, sums.of[0], 64);
+  _tile_stored(1, sums.of[1], 64);
+}
+
+inline void multiply_int4(const uint8_t* record, const int8_t* q, GroupSums& sums) {
+  alignas(64) uint8_t lines[16 * 64];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    W both = load_line(record + 64 + i * 64);
+    _mm512_store_si512(lines + 128 * i, low_halves(both).v);
+    _mm512_store_si512(lines + 128 * i + 64, high_halves(both).v);
+  }
+  _tile_zero(0);
+  _tile_loadd(2, q, 64);
+  _tile_loadd(4, lines, 64);
+  _tile_dpbsud(0, 2, 4);
+  _tile_zero(1);
+  _tile_loadd(3, q + 32, 64);
+  _tile_loadd(5, lines + 512, 64);
+  _tile_dpbsud(1, 3, 5);
+  _tile_stored(0, sums.of[0], 64);
+  _tile_stored(1, sums.of[1], 64);
+}
+
+// The sum of a row and output, without the offset with which weights are stored.
+inline F shifted(const int32_t* sums, int m, int32_t offset) {
+  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums + 16 * m), _mm512_set1_epi32(offset)))};
+}
+
+inline void int8_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0, F (&total)[kMatrixBlock]) {
+  int n_records = padded(w.n_in, 128) / 128;
+  const uint8_t* record = w.data + (int64_t)panel * n_records * (33 * 64);
+  const int8_t* q = x.bytes(m0);
+  const float* scale = x.scales(m0);
+  const int32_t* offset = x.offsets(m0);
+  GroupSums sums[2];
+  multiply_int8(record, q, sums[0]);
+  for (int r = 0; r < n_records; r++, record += 33 * 64) {
+    q += 2 * 64 * kMatrixBlock;
+    if (r + 1 < n_records) multiply_int8(record + 33 * 64, q, sums[(r + 1) % 2]);
+    for (int g = 0; g < 2; g++) {
+      F s = load_half((const uint16_t*)record + 16 * g);
+#pragma GCC unroll 16
+      for (int m = 0; m < kMatrixBlock; m++)
+        total[m] = fma(mul(shifted(sums[r % 2].of[g], m, offset[m]), s), splat(scale[m]), total[m]);
+      scale += kMatrixBlock, offset += kMatrixBlock;
+    }
+  }
+}
+
+inline void int4_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0, F (&total)[kMatrixBlock]) {
+  int n_records = padded(w.n_in, 64) / 64;
+  const uint8_t* record = w.data + (int64_t)panel * n_records * (9 * 64);
+  const int8_t* q = x.bytes(m0);
+  const float* scale = x.scales(m0);
+  const int32_t* sum = x.sums(m0);
+  GroupSums sums[2];
+  multiply_int4(record, q, sums[0]);
+  for (int r = 0; r < n_records; r++, record += 9 * 64) {
+    q += 64 * kMatrixBlock;
+    if (r + 1 < n_records) multiply_int4(record + 9 * 64, q, sums[(r + 1) % 2]);
+    F s0 = load_half((const uint16_t*)record), s1 = load_half((const uint16_t*)record + 16);
+#pragma GCC unroll 16
+    for (int m = 0; m < kMatrixBlock; m++) {
+      F a = shifted(sums[r % 2].of[0], m, 8 * sum[m]), b = shifted(sums[r % 2].of[1], m, 8 * sum[kMatrixBlock + m]);
+      total[m] = fma(fma(b, s1, mul(a, s0)), splat(scale[m]), total[m]);
+    }
+    scale += kMatrixBlock, sum += 2 * kMatrixBlock;
+  }
+}
+
+inline void matrix_unit_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
+  TileShapes shapes(w.format == kInt8 ? 64 : 32);
+  _tile_loadconfig(&shapes);
+  int64_t panel_bytes = w.format == kInt8 ? (int64_t)padded(w.n_in, 128) / 128 * (33 * 64) : (int64_t)padded(w.n_in, 64) / 64 * (9 * 64);
+  for (int p = first; p < last; p++) {
+    for (int m0 = 0; m0 < n_rows; m0 += kMatrixBlock) {
+      F total[kMatrixBlock];
+      for (int m = 0; m < kMatrixBlock; m++) total[m] = splat(0.0f);
+      if (w.format == kInt8) int8_matrix(w, p, x, m0, total);
+      else int4_matrix(w, p, x, m0, total);
+      const uint8_t* start = w.data + p * panel_bytes;
+      for (int m = 0; m < kMatrixBlock && m0 + m < n_rows; m++) {
+        F sum = w.format == kInt8 ? add_large<kInt8>(total[m], start, x, m0 + m) : add_large<kInt4>(total[m], start, x, m0 + m);
+        finish(sum, w, p, out, m0 + m);
+      }
+    }
+  }
+  _tile_release();
+}
+
+}  // namespace MDI_NS
