@@ -472,7 +472,7 @@ def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
         asked.append(self.node.name)
-        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409)
+        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code="busy")
 
     monkeypatch.setattr(mdi.node.survey, "BUSY_S", 0.5)
     monkeypatch.setattr(ControlClient, "profile", profile)

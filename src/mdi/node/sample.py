@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mdi.detokenize import TextStream
-from mdi.engine.requests import FAILED, Events, Request, wait_for_event
+from mdi.engine.requests import FAILED, Ends, Events, Request, wait_for_event
 from mdi.engine.scheduler import Event
 from mdi.metrics import SampleMetrics
 
@@ -110,3 +110,13 @@ class SampleReader:
     ) -> None:
         for sample in self._samples.values():
             sample.cancel()
+
+
+def stops_at(stream: TextStream) -> Ends:
+    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it."""
+
+    def ends(token: int) -> bool:
+        stream.push(token)
+        return stream.is_stopped
+
+    return ends

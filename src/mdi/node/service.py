@@ -11,7 +11,7 @@ import torch
 
 from mdi.blocks import block_span
 from mdi.engine.secondary import SecondaryLoop
-from mdi.engine.tensors import DTYPES, pinned_buffer
+from mdi.engine.tensors import DTYPES
 from mdi.errors import MdiError, RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.model.kernel_stage import TensorStage
@@ -20,8 +20,8 @@ from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import Computing, check_room, computing_threads
+from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.holding import Holding
 from mdi.node.job import Job
 from mdi.node.memory import report_caches
@@ -132,11 +132,10 @@ class Service:
         finally:
             job.report_caches = None
             self._listener.forget(expectation)
-        # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-        widest = self._holding.kind.widest_row(self._holding.kind.config(request.config))
-        limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
-        pinned = pinned_buffer if device.type == "cuda" else None
-        return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=pinned), seat
+        kind = self._holding.kind
+        limits = ring_limits(kind.widest_row(kind.config(request.config)))
+        buffers = receive_buffers(device)
+        return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=buffers), seat
 
     def _compute(self, stage: Stage | TensorStage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
         is_last = seat.index == seat.n_nodes - 1

@@ -1,8 +1,7 @@
 """The starter node: cuts the model, configures the secondaries, closes the ring and drives the generation.
 
 One `StarterNode` is one run: `open`, `prepare`, `start`, then `submit` and `generate` as often as one likes, `end`, `close`.
-From `start` to `end` the engine runs in a thread of its own; texts are read by whoever asked for them. A ring of one node
-goes the same way, only without ports.
+From `start` to `end` the engine runs in its own thread; who asked for a text reads it. A ring of one node has no ports.
 """
 
 from __future__ import annotations
@@ -22,27 +21,23 @@ from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.detokenize import TextStream
 from mdi.engine.memory import CacheMemory
-from mdi.engine.requests import Ends
 from mdi.engine.sampling import seed_of
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.engine.tensors import pinned_buffer
-from mdi.errors import ControlError, NodeLostError, UsageError
+from mdi.errors import ControlError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
-from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Limits
 from mdi.node.device import Computing, check_format, choose_device, choose_dtype, choose_kv_dtype, choose_packing
 from mdi.node.driver import EngineThread
 from mdi.node.farewell import dismiss, metrics_of
+from mdi.node.forming import form_ring
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
 from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
 from mdi.node.preparation import Preparation
-from mdi.node.sample import OnText, Sample, SampleReader
-from mdi.node.setup import with_true_port
+from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.node.weights import StarterWeights
 from mdi.partition.methods import DEFAULT_METHOD
 
@@ -62,6 +57,7 @@ class StarterNode(StatusOnly):
         check_format(options.quantize, self._device)
         check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
+        self._run = f"{self._epoch:016x}"
         self._process = secrets.token_hex(8)
         self._clients = [ControlClient(node) for node in cluster.secondaries]
         self._left_out: list[ControlClient] = []  # nodes that the placement gave no part
@@ -79,10 +75,6 @@ class StarterNode(StatusOnly):
         self._memory: CacheMemory | None = None
         self._begin = 0.0
         self._end = 0.0
-
-    @property
-    def _run_id(self) -> str:
-        return f"{self._epoch:016x}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,7 +168,7 @@ class StarterNode(StatusOnly):
         wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head, self._packing)
         profile = profile_cluster(
             replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
-            run=self._run_id,
+            run=self._run,
         )  # fmt: skip
         length = min(max_length, self.context_length)
         placement, n_frames = choose(profile, model, method, n_sequences, length, options.prefer_memory)
@@ -206,7 +198,7 @@ class StarterNode(StatusOnly):
         self.max_length = min(max_length, self.context_length)
         computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize, packing=self._packing)
         preparation = Preparation(
-            self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run_id,
+            self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run,
             self._listener.port if self._listener is not None else None, self.max_length,
         )  # fmt: skip
         try:
@@ -219,32 +211,17 @@ class StarterNode(StatusOnly):
 
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
-        n_nodes = self.cluster.n_nodes
-        n_frames = self._options.n_frames or n_nodes
-        if n_frames != n_nodes:
-            logger.info(
-                "%d frames in flight over %d nodes (--frames N chooses; more hide transfers)", *(n_frames, n_nodes)
-            )
-        if self._listener is None or not self.cluster.secondaries:  # none there, or all left out
-            self._ring = LoopbackRing(n_frames, self._epoch)
-        else:
-            first = self.cluster.secondaries[0]
-            wire = self._options.wire_dtype
-            seat = Seat(self._epoch, 0, self.names, self._placement, first.addr, first.port_in, wire, self._process)
-            # The text of a STOP or ERROR has a byte per column, and a narrow model must not refuse it.
-            widest = self._kind.widest_row(self.config)
-            limits = Limits(max_cols=max(widest, HANDSHAKE_LIMITS.max_cols))
-            pinned = pinned_buffer if self._device.type == "cuda" else None
-            try:
-                self._ring = close_starter_ring(self._listener, seat, n_frames, limits, allocate=pinned)
-            except NodeLostError as e:
-                lost = next((node for node in self.cluster.secondaries if node.name == e.node), first)
-                raise with_true_port(e, lost, self._ring_ports.get(e.node)) from None
-            logger.info("the ring is closed: %s", " -> ".join([*self.names, self.names[0]]))
+        cluster, wire, n_nodes = self.cluster, self._options.wire_dtype, self.cluster.n_nodes
+        following = cluster.nodes[1 % n_nodes]
+        seat = Seat(
+            self._epoch, 0, self.names, self._placement, following.addr, following.port_in, wire, self._process
+        )  # fmt: skip
+        self._ring = form_ring(
+            self._listener, cluster, seat, self._options.n_frames or n_nodes, self._kind.widest_row(self.config),
+            self._device, self._ring_ports,
+        )  # fmt: skip
         scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
-        self.engine = StarterEngine(
-            self._stage, scheduler, self.max_length, self._device, self._dtype, self._options.wire_dtype
-        )
+        self.engine = StarterEngine(self._stage, scheduler, self.max_length, self._device, self._dtype, wire)
         self._state = "RUNNING"
         self._begin = time.perf_counter()
         self._driver = EngineThread(self.engine, self._ring, self.cluster.starter.name)
@@ -273,7 +250,7 @@ class StarterNode(StatusOnly):
             stop_sequences=tuple(tuple(s) for s in self.codec.stop_sequences),
         )
         sample = Sample(index, prompt, prompt_ids, TextStream(self.codec, stop), self._begin, on_text)
-        ends = _stops_at(TextStream(self.codec, stop)) if stop else None
+        ends = stops_at(TextStream(self.codec, stop)) if stop else None
         reader.add(sample, self.engine.submit(prompt_ids, params, ends, reader.events))
         self.samples.append(sample)
         return sample
@@ -316,9 +293,9 @@ class StarterNode(StatusOnly):
         if self._configured:
             self._configured = False
             broken = self._state == "BROKEN"
-            self.secondary_metrics = dismiss(self._clients, self._run_id, leave, patient=not broken)
+            self.secondary_metrics = dismiss(self._clients, self._run, leave, patient=not broken)
         if leave:
-            dismiss(self._left_out, self._run_id, leave, patient=False)
+            dismiss(self._left_out, self._run, leave, patient=False)
         self._state = "IDLE"
 
     def close(self) -> None:
@@ -370,13 +347,3 @@ class StarterNode(StatusOnly):
         own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)
         measured = self.secondary_metrics or [{}] * len(self._clients)
         return [own, *metrics_of(self.names[1:], blocks[1:], measured)]
-
-
-def _stops_at(stream: TextStream) -> Ends:
-    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it."""
-
-    def ends(token: int) -> bool:
-        stream.push(token)
-        return stream.is_stopped
-
-    return ends
