@@ -240,6 +240,8 @@ def test_wrong_slices_and_tensors_are_refused() -> None:
         blocks.forward(x.astype(np.float64), [(0, 0, 1)])
     with pytest.raises(EngineError):
         blocks.forward(x.copy(), [(0, 0, 2)])
+    with pytest.raises(EngineError):
+        blocks.forward(x.copy(), [(0, -1, 1)])
     config = asdict(gpt.config)
     for change in ({"attn.qkv.weight": pack("int8", np.zeros((8, 8), np.float32))}, {"norm_1.weight": np.zeros(3)}):
         with pytest.raises(KernelError):

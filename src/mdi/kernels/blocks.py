@@ -219,6 +219,8 @@ class Blocks:
         first = np.zeros((len(slices), n_classes), dtype=np.int32)
         n_rows = 0
         for i, (seq_id, start, n) in enumerate(slices):
+            if start < 0 or n < 1:
+                raise EngineError(f"a slice of {n} rows from position {start} of sequence {seq_id} on")
             if start + n > self.max_length:
                 raise EngineError(
                     f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
