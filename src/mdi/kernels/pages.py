@@ -12,6 +12,7 @@ A page has one slot for each block of its class and each group of heads: keys, t
 from __future__ import annotations
 
 import mmap
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ import psutil
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
+# Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 KEPT_FREE_BYTES = 32 << 20  # free pages that stay in memory; what is free beyond them goes back to the system
 
 
@@ -118,7 +121,7 @@ class Pool(Pages):
 
 def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
     """Memory for that many pages, or for as many as the system grants, and how many."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
     while n_pages:
         try:
             return mmap.mmap(-1, n_pages * page_bytes, flags=flags), n_pages
