@@ -17,7 +17,7 @@ from mdi.model.attention import cache_shape_of
 from mdi.partition.formats import WeightFormat, weight_format
 from mdi.partition.model import BlockShape, ModelShape
 
-# Of these, a format leaves the weights as they are (model/formats.py).
+# Of these, a format leaves the weights as they are (checkpoint.packing).
 KEPT = ("gate", "kv_b_proj")
 # Measured, docs/placement.md: what a process takes that computes; what packing a part takes, of the bytes of the plain one.
 RUNTIME_BYTES = 20_000_000
@@ -51,7 +51,7 @@ def _shape(config_json: str, format: str) -> ModelShape:
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, kind)
-    # An embedding is never in 4 bits: see model.quantize.
+    # An embedding is never in 4 bits: see checkpoint.packing.
     embedding_kind = weight_format("int8") if format == "int4" else kind
     embedding = round(embedding_kind.linear_bytes(*tensors["transformer.wte.weight"]))
     return ModelShape(
