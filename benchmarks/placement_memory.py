@@ -102,13 +102,14 @@ def speeds(width: int, fmt: str) -> Any:
     import torch
 
     from mdi.checkpoint.packing import Packing
-    from mdi.node.profiling import Bench
+    from mdi.node.profiler import bench_of
+    from mdi.node.profiling import SPAN_S, Subject
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         packing = Packing("int8", "int8") if fmt == "int8" else None
-        bench = Bench(config_of(width), torch.device("cpu"), torch.float32, None, packing=packing)
-        return bench.run(Path(folder), False)
+        subject = Subject(config_of(width), "", "cpu", "float32", None, packing=packing)
+        return bench_of(subject, SPAN_S, lambda *told: None).run(Path(folder), False)
 
 
 def predicted(

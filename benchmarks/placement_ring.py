@@ -92,13 +92,16 @@ def make_checkpoint(folder: Path) -> None:
 
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
-    import torch
-
     from mdi.checkpoint.shapes import read_config
-    from mdi.node.profiling import Bench
+    from mdi.node.device import choose_packing
+    from mdi.node.profiler import bench_of
+    from mdi.node.profiling import Subject
+    from mdi.node.threads import choose_threads
 
-    torch.set_num_threads(1)
-    bench = Bench(read_config(ckpt / "model_config.yaml"), torch.device("cpu"), torch.float32, None, span_s=0.6)
+    choose_threads(1)
+    config = read_config(ckpt / "model_config.yaml")
+    packing = choose_packing(config, "cpu", "float32", "float32", None, None)
+    bench = bench_of(Subject(config, "", "cpu", "float32", None, packing=packing), 0.6, lambda *told: None)
     print("ready", flush=True)
     for _ in sys.stdin:
         speeds = bench.run(ckpt, with_head)

@@ -22,6 +22,7 @@ from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event, Scheduler
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
+from mdi.engine.tensors import TensorRows
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
@@ -246,7 +247,7 @@ class InProcessRing:
         assert self.nodes is not None
         ring, seat = self.nodes.rings[index], self.nodes.seats[index]
         is_last = index == seat.n_nodes - 1
-        loop = SecondaryLoop(self.stages[index], ring, is_last, CPU, torch.float32, self.wire)
+        loop = SecondaryLoop(self.stages[index], TensorRows(CPU, torch.float32), ring, is_last, self.wire)
         self.endings[index] = None
         try:
             loop.run()

@@ -28,7 +28,7 @@ ALLOWED = {
     "checkpoint": {"blocks", "limits", "kernels", "partition", "settings", "config", "errors"},
     "partition": {"blocks", "config", "errors"},
     "training": {"checkpoint", "partition", "settings", "config", "errors"},
-    "engine": {"model", "net", "config", "errors"},
+    "engine": {"kernels", "model", "net", "config", "errors"},
     "control": {"blocks", "limits", "kernels", "engine", "model", "net", "settings", "config", "errors"},
     "prompts": {"settings", "config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},

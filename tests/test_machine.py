@@ -13,10 +13,11 @@ import torch
 
 from mdi.cli import WAIT_POLICY, launch
 from mdi.config import NodeConfig, load_nodes
-from mdi.node import device, machine
-from mdi.node.device import THREAD_VARIABLES, set_threads
+from mdi.node import machine, threads
+from mdi.node.device import set_threads
 from mdi.node.machine import fair_threads, threads_beside
 from mdi.node.resources import n_cores
+from mdi.node.threads import THREAD_VARIABLES
 
 
 def node(name: str, addr: str = "127.0.0.1", **more: object) -> NodeConfig:
@@ -88,7 +89,8 @@ def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(machine, "_usable_cores", lambda: 8.0)
-    monkeypatch.setattr(device.sys, "setswitchinterval", lambda s: None)
+    monkeypatch.setattr(threads.sys, "setswitchinterval", lambda s: None)
+    monkeypatch.setattr(threads, "_of_process", None)
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_threads(None)
@@ -97,7 +99,8 @@ def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch
     assert chosen == [8, 2, 5]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     set_threads(None)
-    assert chosen == [8, 2, 5], "what a user set for all programs holds"
+    assert chosen == [8, 2, 5, 3], "what a user set for all programs holds"
+    assert threads.n_threads() == 3
 
 
 def test_who_else_computes_on_a_machine() -> None:

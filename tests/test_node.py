@@ -26,13 +26,15 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.model.stage import Stage
-from mdi.node.device import check_room, choose_device, choose_dtype
+from mdi.node.device import Computing, check_format, choose_device, choose_dtype
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.machine import fair_threads
+from mdi.node.memory import check_room
 from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
+from mdi.node.torch_stage import TorchStage
 from mdi.node.weights import StarterWeights
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 
@@ -156,41 +158,48 @@ def test_wrong_wishes(chunked: Path, tmp_path: Path) -> None:
 
 
 def test_choose_device() -> None:
-    assert choose_device("cpu") == CPU
+    assert choose_device("cpu") == "cpu"
     found = choose_device(None)
     assert found == choose_device("auto")
-    assert found.type == (
-        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    )
+    assert found == ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     for wrong in ("banana", "xpu", "meta", "cuda:99", "cuda:x", "", "cpu,cpu"):
         if wrong:
             with pytest.raises(UsageError, match=f"{wrong!r}"):
                 choose_device(wrong)
 
 
+def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
+    check_format(None, "cuda")
+    with pytest.raises(UsageError, match="expected one of fp16, int8, int4"):
+        check_format("int3", "cpu")
+    with pytest.raises(UsageError, match="CPU"):
+        check_format("int8", "cuda")
+
+
 def test_a_sequence_for_which_a_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.node.device.device_free_bytes", lambda device: 1000)
-    stage = Stage(tiny_config(), 1, 3)
+    monkeypatch.setattr("mdi.node.memory.device_free_bytes", lambda device: 1000)
+    computing = Computing("cpu", "float32", "float32", None)
+    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
     with pytest.raises(UsageError, match=r"blocks 1-2 on secondary4, but 0\.0 GB are left there"):
-        check_room("secondary4", stage, 64, CPU, torch.float32)
+        check_room("secondary4", stage, 64, "cpu")
 
 
 def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype in (
-        ("float32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("half", torch.float16),
-        ("FP16", torch.float16),
+        ("float32", "float32"),
+        ("bf16", "bfloat16"),
+        ("half", "float16"),
+        ("FP16", "float16"),
     ):
-        assert choose_dtype(name, "float32", CPU) == dtype
+        assert choose_dtype(name, "float32", "cpu") == dtype
     for wrong in ("float64", "int8", "banana", "float8"):
         with pytest.raises(UsageError, match=wrong):
-            choose_dtype(wrong, "float32", CPU)
-    for native, expected in ((False, torch.float32), (True, torch.bfloat16)):
+            choose_dtype(wrong, "float32", "cpu")
+    for native, expected in ((False, "float32"), (True, "bfloat16")):
         monkeypatch.setattr("mdi.node.device.cpu_multiplies_bfloat16", lambda native=native: native)
-        assert choose_dtype(None, "bfloat16", CPU) == expected
-        assert choose_dtype("auto", "float16", CPU) == torch.float32, "which is emulated on most CPUs"
-        assert choose_dtype(None, "float32", CPU) == torch.float32, "nothing is lost without being asked for"
+        assert choose_dtype(None, "bfloat16", "cpu") == expected
+        assert choose_dtype("auto", "float16", "cpu") == "float32", "which is emulated on most CPUs"
+        assert choose_dtype(None, "float32", "cpu") == "float32", "nothing is lost without being asked for"
 
 
 # Local rings

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from families import model_of
-from loopback import CPU, stages_of
+from loopback import stages_of
 from mdi.errors import ControlError, UsageError
 from mdi.model.room import CacheKind
-from mdi.node import device as node_device
 from mdi.node import memory as node_memory
-from mdi.node.device import choose_kv_dtype, pin_to_cores
+from mdi.node import threads as node_threads
+from mdi.node.device import Computing, choose_kv_dtype
 from mdi.node.local import cores_of_node
 from mdi.node.memory import CacheReport, report_caches, share_out
+from mdi.node.threads import pin_to_cores
+from mdi.node.torch_stage import TorchStage
 
 GB = 10**9
 
@@ -33,16 +34,21 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_stage_reports(free: None, family: str) -> None:
     stage = stages_of(model_of(family), ())[0]
     copy = max(b.attn.cache_shape.copy_bytes(stage.max_length, 2) for b in stage.blocks)
-    by_hand = report_caches(stage, torch.bfloat16, CPU, 10**7, True)
+
+    def told(kv_dtype: str, by_hand: int | None, is_mapped: bool) -> CacheReport:
+        computing = Computing("cpu", "float32", kv_dtype, None)
+        return report_caches(TorchStage(stage, computing, "float32" if is_mapped else None), "cpu", by_hand)
+
+    by_hand = told("bfloat16", 10**7, True)
     assert by_hand.is_by_hand and by_hand.limit_bytes == 10**7 - copy
-    assert report_caches(stage, torch.bfloat16, CPU, 0, True).limit_bytes == 0
-    loaded = report_caches(stage, torch.bfloat16, CPU, None, False)
-    mapped = report_caches(stage, torch.bfloat16, CPU, None, True)
+    assert told("bfloat16", 0, True).limit_bytes == 0
+    loaded = told("bfloat16", None, False)
+    mapped = told("bfloat16", None, True)
     weights = sum(p.nbytes for p in stage.parameters())
     share = 1 - 1 / (len(stage.blocks) + 1)  # a block's caches may have to move
     assert 6 * GB * share < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB * share
     assert loaded.limit_bytes - mapped.limit_bytes == pytest.approx(0.85 * weights * share, abs=2)
-    full = report_caches(stage, torch.float32, CPU, None, False)
+    full = told("float32", None, False)
     assert [k.position_bytes for k in full.kinds] == [2 * k.position_bytes for k in loaded.kinds]
     shapes = [b.attn.cache_shape for b in stage.blocks]
     assert sum(k.n_bytes(160, 64, 160) for k in full.kinds) == sum(s.n_bytes(160, 4) for s in shapes)
@@ -91,11 +97,11 @@ def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
 
 
 def test_kv_dtypes() -> None:
-    assert choose_kv_dtype("auto", torch.float16, CPU) == torch.float16
-    names = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    assert {name: choose_kv_dtype(name, torch.float32, CPU) for name in names} == names
+    assert choose_kv_dtype("auto", "float16", "cpu") == "float16"
+    names = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    assert {name: choose_kv_dtype(name, "float32", "cpu") for name in names} == names
     with pytest.raises(UsageError, match="unknown dtype 'int8'"):
-        choose_kv_dtype("int8", torch.float32, CPU)
+        choose_kv_dtype("int8", "float32", "cpu")
 
 
 def test_shares_of_cores() -> None:
@@ -110,6 +116,6 @@ def test_a_core_that_is_not_there_is_refused() -> None:
 
 
 def test_a_system_without_pinning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_device, "os", SimpleNamespace())
+    monkeypatch.setattr(node_threads, "os", SimpleNamespace())
     with pytest.raises(UsageError, match=f"this system .{sys.platform}. has no way"):
         pin_to_cores([0])

@@ -32,8 +32,8 @@ from mdi.node.local import free_ports
 from mdi.node.machine import host_of
 from mdi.node.options import StarterOptions
 from mdi.node.planning import told_blocks
-from mdi.node.profiler import Profiler, Subject
-from mdi.node.profiling import Bench, Speeds
+from mdi.node.profiler import Profiler
+from mdi.node.profiling import Bench, Speeds, Subject
 from mdi.node.secondary import SecondaryNode
 from mdi.node.standin import standing_in
 from mdi.node.starter import StarterNode
@@ -367,9 +367,7 @@ def test_what_takes_long_is_told(
         survey_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
     assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
     config = plain(asdict(tiny_config()))
-    Profiler("starter", tmp_path, span_s=0.001).profile(
-        Subject(config, "h", torch.device("cpu"), torch.float32, None), None
-    )
+    Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", "cpu", "float32", None), None)
     assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
 
 

@@ -15,30 +15,42 @@ import requests
 import torch
 
 import mdi.node.profiler
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
-from mdi.node.profiler import FILE, Profiler, Subject
-from mdi.node.profiling import ROWS, Bench, disk_read_bytes_s
+from mdi.kernels.layout import LAYOUTS
+from mdi.node.profiler import FILE, Profiler, bench_of
+from mdi.node.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import NodeProfile
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 
-CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
-SUBJECT = Subject(CONFIG, "h" * 64, CPU, torch.float32, None)
+SUBJECT = Subject(CONFIG, "h" * 64, "cpu", "float32", None)
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
 
 
 def profiler(folder: Path) -> Profiler:
     return Profiler("secondary0", folder, span_s=0.01)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "fp16"])
-def test_a_node_measures_itself(tmp_path: Path, quantize: str | None) -> None:
+@pytest.mark.parametrize(
+    "subject",
+    [
+        *(replace(SUBJECT, quantize=form, quantize_head=form) for form in (None, "int8", "fp16")),
+        *(replace(SUBJECT, packing=Packing(form, form)) for form in LAYOUTS),
+    ],
+    ids=lambda subject: f"{'torch' if subject.packing is None else 'kernels'}-{subject.format}",
+)
+def test_a_node_measures_itself(tmp_path: Path, subject: Subject) -> None:
     told: list[tuple[str, int, int]] = []
-    bench = Bench(CONFIG, CPU, torch.float32, quantize, quantize, 0.005, lambda *what: told.append(what))
+    bench = bench_of(subject, 0.005, lambda *what: told.append(what))
     speeds = bench.run(tmp_path / "cache", with_head=True)
     assert [rows for rows, _ in speeds.block_s] == list(ROWS) and all(s > 0 for _, s in speeds.block_s)
     assert [rows for rows, _ in speeds.head_s] == list(ROWS[:-1]) and all(s > 0 for _, s in speeds.head_s)
@@ -53,7 +65,7 @@ def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
     """The times are of this model: twenty times the work is seen, whatever the machine."""
     large = plain(asdict(tiny_config(n_embd=256, n_head=8, head_size=32, intermediate_size=8192, n_layer=2)))
     small_s, large_s = (
-        Bench(config, CPU, torch.float32, None, span_s=0.05).run(tmp_path, with_head=False).block_s[2][1]
+        bench_of(replace(SUBJECT, config=config), 0.05, quiet).run(tmp_path, with_head=False).block_s[2][1]
         for config in (CONFIG, large)
     )
     assert large_s > small_s
@@ -61,7 +73,7 @@ def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
 
 def test_a_model_with_a_context_smaller_than_what_is_measured(tmp_path: Path) -> None:
     config = plain(asdict(tiny_config(block_size=40)))
-    speeds = Bench(config, CPU, torch.float32, None, span_s=0.005).run(tmp_path, with_head=False)
+    speeds = bench_of(replace(SUBJECT, config=config), 0.005, quiet).run(tmp_path, with_head=False)
     assert len(speeds.block_s) == len(ROWS) and speeds.head_s == ()
 
 
@@ -82,7 +94,8 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for other in (
         replace(SUBJECT, config_hash="i" * 64),
         replace(SUBJECT, quantize="int8"),
-        replace(SUBJECT, dtype=torch.bfloat16),
+        replace(SUBJECT, packing=Packing("float32", "float32")),
+        replace(SUBJECT, dtype="bfloat16"),
         replace(SUBJECT, with_head=True),
     ):
         with pytest.raises(AssertionError, match="measured again"):

@@ -92,5 +92,5 @@ def test_this_process() -> None:
     block = torch.ones(8 << 20)  # 32 MiB, written
     assert private_bytes() - before > 24 << 20
     del block
-    assert device_free_bytes(torch.device("cpu")) == pytest.approx(free_memory_bytes(), rel=0.2)
+    assert device_free_bytes("cpu") == pytest.approx(free_memory_bytes(), rel=0.2)
     assert cpu_model()

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
 from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
 from gpt.tokens import CharCodec, gpt2_codec
@@ -16,6 +14,7 @@ from gpt.weights import GPTSource, GPTWeights, open_gpt2, open_nano
 from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
+from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
 from mdi.node.kind import ModelKind
 from mdi.text import TextCodec
@@ -51,9 +50,9 @@ class WholeTextKind(ModelKind):
     def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
         return WholeTextStage(self.config(request.config), *request.blocks, check)
 
-    def stage_bytes(self, request: InitRequest, kv_dtype: torch.dtype) -> int:
+    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
         no_blocks = WholeTextStage(self.config(request.config), 0, 0)
-        return no_blocks.run_bytes(request.max_length, kv_dtype)
+        return no_blocks.run_bytes(request.max_length, DTYPES[kv_dtype])
 
     def check(self, request: InitRequest) -> None:
         if "qkv_bias" not in request.config:

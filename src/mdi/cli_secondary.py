@@ -122,13 +122,13 @@ def serve(
     cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
     cores = chosen_cores(args.cores, config)
 
-    from mdi.node.device import set_threads
     from mdi.node.kind import ModelKind
     from mdi.node.machine import threads_beside
     from mdi.node.secondary import SecondaryNode
     from mdi.node.temporary import sweep
+    from mdi.node.threads import choose_threads
 
-    set_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
+    choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
     model = ModelKind() if kind is None else kind()
     weights = model.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()

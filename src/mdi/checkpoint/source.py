@@ -79,10 +79,10 @@ class LitCheckpoint(WeightSource):
 
 def open_source(path: str | Path) -> WeightSource:
     """A checkpoint's directory, or that of a GGUF file; a checkpoint's weight file; or a chunk. Raises CheckpointError."""
-    from mdi.checkpoint.ggufdirectory import open_gguf_directory
-
     path = Path(path)
     if path.is_dir():
+        from mdi.checkpoint.ggufdirectory import open_gguf_directory  # needs tokenizers; a chunk does not
+
         return open_gguf_directory(path) or LitCheckpoint(path)
     if path.name in WEIGHT_FILES and path.is_file():
         return LitCheckpoint(path.parent)

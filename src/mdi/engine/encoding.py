@@ -6,19 +6,22 @@ finite stays not finite, so that the starter's check finds it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
+import numpy as np
 
+from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 from mdi.net.wire import BLOCK_INT8, ROW_FLOAT16, PayloadType
 
 INT8_MAX = 127
 MARK = -128  # stands where a block's largest value was
-SMALLEST_SCALE = 1e-30  # a block of zeros must not be divided by zero
+SMALLEST_SCALE = np.float32(1e-30)  # a block of zeros must not be divided by zero
 # Rows are scaled to below 2 ** 15, half of what float16 holds. The bounds keep the scale an ordinary float32.
 HALF_EXPONENT = 15
 EXPONENTS = (-100, 120)
+
+Bytes = np.ndarray  # of uint8
+Floats = np.ndarray  # of float32
 
 
 class Encoder(Protocol):
@@ -26,10 +29,10 @@ class Encoder(Protocol):
 
     payload_type: PayloadType
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """(n_rows, n_cols) of any float type -> the payload, (n_bytes,) uint8"""
+    def encode(self, x: Floats) -> Bytes:
+        """float32 (n_rows, n_cols) -> the payload, (n_bytes,) uint8"""
 
-    def decode(self, data: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    def decode(self, data: Bytes, n_rows: int, n_cols: int) -> Floats:
         """The payload, (n_bytes,) uint8 -> (n_rows, n_cols) float32"""
 
 
@@ -38,19 +41,18 @@ class RowFloat16:
 
     payload_type = ROW_FLOAT16
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True)).exponent
-        scale = torch.exp2((exponent - HALF_EXPONENT).clamp_(*EXPONENTS).float())
-        n_rows, n_cols = x.shape
-        data, scales, values = _empty(self.payload_type, n_rows, n_cols, x.device, torch.float32, torch.float16)
-        scales.copy_(scale)
-        values.copy_(x / scale)
+    def encode(self, x: Floats) -> Bytes:
+        exponent = np.frexp(np.abs(x).max(axis=1, keepdims=True))[1]
+        scale = np.ldexp(np.float32(1), np.clip(exponent - HALF_EXPONENT, *EXPONENTS))
+        data, scales, values = _empty(self.payload_type, x.shape[0], x.shape[1], np.float32, np.float16)
+        scales[:] = scale
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is for the starter to find
+            values[:] = x / scale
         return data
 
-    def decode(self, data: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-        scales, values = _parts(self.payload_type, data, n_rows, n_cols, torch.float32, torch.float16)
-        return values.float() * scales
+    def decode(self, data: Bytes, n_rows: int, n_cols: int) -> Floats:
+        scales, values = _parts(self.payload_type, data, n_rows, n_cols, np.float32, np.float16)
+        return values.astype(np.float32) * scales
 
 
 class BlockInt8:
@@ -62,50 +64,55 @@ class BlockInt8:
 
     payload_type = BLOCK_INT8
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: Floats) -> Bytes:
         n_rows, n_cols = x.shape
-        blocks = _padded(x.float()).view(n_rows, -1, BLOCK_INT8.block)
-        low, high = blocks.amin(dim=2, keepdim=True), blocks.amax(dim=2, keepdim=True)
-        largest = torch.where(high + low >= 0, high, low)
-        is_largest = blocks == largest  # more than one where values are equal: they are marked alike
-        rest = blocks.masked_fill(is_largest, 0.0)
-        data, scales, values = _empty(self.payload_type, n_rows, n_cols, x.device, torch.bfloat16, torch.int8)
-        pairs = scales.view(n_rows, -1, 2)
-        pairs[..., :1] = (rest.abs().amax(dim=2, keepdim=True) / INT8_MAX).clamp_min_(SMALLEST_SCALE)
-        pairs[..., 1:] = largest
-        # Divided by the scale as it is sent. It may have been rounded down by 1/512: hence the clamp, of a quarter step.
-        steps = (rest / pairs[..., :1].float()).round_().clamp_(-INT8_MAX, INT8_MAX).masked_fill_(is_largest, MARK)
-        values.copy_(steps.view(n_rows, -1)[:, :n_cols])
+        blocks = _padded(x).reshape(n_rows, -1, BLOCK_INT8.block)
+        low, high = blocks.min(axis=2, keepdims=True), blocks.max(axis=2, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = np.where(high + low >= 0, high, low) + np.float32(0)  # of zeros, the one without a sign
+            is_largest = blocks == largest  # more than one where values are equal: they are marked alike
+            rest = np.where(is_largest, np.float32(0), blocks)
+            scale = np.maximum(np.abs(rest).max(axis=2, keepdims=True) / np.float32(INT8_MAX), SMALLEST_SCALE)
+            data, scales, values = _empty(self.payload_type, n_rows, n_cols, np.uint16, np.int8)
+            pairs = scales.reshape(n_rows, -1, 2)
+            pairs[..., :1] = bf16_from_float32(scale)
+            pairs[..., 1:] = bf16_from_float32(largest)
+            # Divided by the scale as it is sent. It may have been rounded down by 1/512: hence the clip, of a quarter step.
+            rest /= float32_from_bf16(pairs[..., :1])
+            np.clip(np.rint(rest, out=rest), -INT8_MAX, INT8_MAX, out=rest)
+            rest[is_largest] = MARK
+            values[:] = rest.reshape(n_rows, -1)[:, :n_cols]
         return data
 
-    def decode(self, data: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-        scales, values = _parts(self.payload_type, data, n_rows, n_cols, torch.bfloat16, torch.int8)
-        pairs = scales.view(n_rows, -1, 2).float()
-        steps = _padded(values.float()).view(n_rows, -1, BLOCK_INT8.block)
-        blocks = torch.where(steps == MARK, pairs[..., 1:], steps * pairs[..., :1])
-        return blocks.view(n_rows, -1)[:, :n_cols]
+    def decode(self, data: Bytes, n_rows: int, n_cols: int) -> Floats:
+        scales, values = _parts(self.payload_type, data, n_rows, n_cols, np.uint16, np.int8)
+        pairs = float32_from_bf16(scales.reshape(n_rows, -1, 2))
+        steps = _padded(values).reshape(n_rows, -1, BLOCK_INT8.block)
+        with np.errstate(invalid="ignore"):
+            blocks = np.where(steps == MARK, pairs[..., 1:], steps * pairs[..., :1])
+        return blocks.reshape(n_rows, -1)[:, :n_cols]
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
+def _padded(x: np.ndarray) -> np.ndarray:
     """Columns of zeros up to the next whole block."""
-    missing = -x.size(1) % BLOCK_INT8.block
-    return F.pad(x, (0, missing)) if missing else x
+    missing = -x.shape[1] % BLOCK_INT8.block
+    return np.pad(x, ((0, 0), (0, missing))) if missing else x
 
 
 def _empty(
-    kind: PayloadType, n_rows: int, n_cols: int, device: torch.device, scale: torch.dtype, value: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    payload_type: PayloadType, n_rows: int, n_cols: int, scale: Any, value: Any
+) -> tuple[Bytes, np.ndarray, np.ndarray]:
     """Memory for a payload, and its two parts."""
-    data = torch.empty(kind.n_bytes(n_rows, n_cols), dtype=torch.uint8, device=device)
-    return data, *_parts(kind, data, n_rows, n_cols, scale, value)
+    data = np.empty(payload_type.n_bytes(n_rows, n_cols), dtype=np.uint8)
+    return data, *_parts(payload_type, data, n_rows, n_cols, scale, value)
 
 
 def _parts(
-    kind: PayloadType, data: torch.Tensor, n_rows: int, n_cols: int, scale: torch.dtype, value: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    payload_type: PayloadType, data: Bytes, n_rows: int, n_cols: int, scale: Any, value: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """The payload's scales (n_rows, numbers of type `scale`) and values (n_rows, n_cols), in place."""
-    split = n_rows * kind.n_scales(n_cols) * kind.scale_bytes
-    return data[:split].view(scale).view(n_rows, -1), data[split:].view(value).view(n_rows, n_cols)
+    split = n_rows * payload_type.n_scales(n_cols) * payload_type.scale_bytes
+    return data[:split].view(scale).reshape(n_rows, -1), data[split:].view(value).reshape(n_rows, n_cols)
 
 
 ENCODERS: dict[str, Encoder] = {"fp16": RowFloat16(), "int8": BlockInt8()}  # by WIRE_DTYPES

@@ -1,42 +1,61 @@
-"""The loop of a secondary: receive, compute, send."""
+"""The loop of a secondary: receive, compute, send. What rows are, arrays or tensors of torch, is the stage's matter."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-import torch
-
-from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import RingEndedError, WireError
-from mdi.model.kernel_stage import TensorStage
-from mdi.model.stage import Stage
 from mdi.net.ring import Ring
-from mdi.net.wire import Frame
+from mdi.net.wire import Frame, Slice
+
+
+class Caches(Protocol):
+    def free(self, seq_id: int) -> None: ...
+    def copy(self, seq_id: int, new_id: int) -> None: ...
+
+
+class FrameStage(Protocol):
+    """Blocks that compute the rows of a frame: model.stage.Stage, or model.kernel_stage.ArrayStage."""
+
+    n_embd: int
+
+    @property
+    def caches(self) -> Caches: ...
+
+    def __call__(self, x: Any, slices: Sequence[tuple[int, int, int]]) -> Any:
+        """The rows (N, n_embd) of slices (seq_id, start position, n_rows) -> (N, n_embd)"""
+
+
+class Rows(Protocol):
+    """How a stage's rows come from frames and into them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
+
+    def read(self, frame: Frame, n_cols: int) -> Any:
+        """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
+
+    def wanting_logits(self, x: Any, slices: tuple[Slice, ...]) -> Any:
+        """Of all rows of a frame, those that want logits."""
+
+    def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
+        """What rows travel as, the name of the type and the bytes, which may be their memory."""
 
 
 class SecondaryLoop:
     """Runs a stage over the frames of a ring until the ring ends.
 
     Args:
+        rows: as the stage has them.
         is_last: whether the next node is the starter, which wants only the rows for logits.
-        dtype: what the stage computes in.
         wire: what the rows travel as (net.wire.WIRE_DTYPES).
     """
 
-    def __init__(
-        self,
-        stage: Stage | TensorStage,
-        ring: Ring,
-        is_last: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-        wire: str = "auto",
-    ) -> None:
+    def __init__(self, stage: FrameStage, rows: Rows, ring: Ring, is_last: bool, wire: str = "auto") -> None:
         self._stage = stage
+        self._rows = rows
         self._ring = ring
         self._is_last = is_last
-        self._device = device
-        self._dtype = dtype
         self._wire = wire
         self.compute_s = 0.0
 
@@ -65,11 +84,12 @@ class SecondaryLoop:
             self._stage.caches.copy(seq_id, new_id)
         if frame.n_rows != sum(s.n_rows for s in frame.slices):
             raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
-        x = rows_of(frame, self._stage.n_embd, self._device, self._dtype)
+        x = self._rows.read(frame, self._stage.n_embd)
         if frame.n_rows:
             x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])
         if self._is_last:
-            x = logit_rows(x, frame.slices)
-        out = frame_of(x, self._ring.epoch, frame.number, frame.slices, frame.freed, self._wire, frame.copies)
+            x = self._rows.wanting_logits(x, frame.slices)
+        dtype, payload = self._rows.payload(x, self._wire)
+        out = replace(frame, dtype=dtype, n_rows=len(x), n_cols=x.shape[1], payload=payload)
         self.compute_s += time.perf_counter() - begin
         return out

@@ -18,8 +18,8 @@ from mdi.engine.scheduler import Event, Plan, Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import EngineError, RingEndedError, UsageError
-from mdi.model.kernel_stage import TensorStage
 from mdi.model.stage import StarterStage
+from mdi.model.tensor_stage import TensorStage
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, Slice
 

@@ -1,4 +1,4 @@
-"""Between frames and tensors: the only place where payload bytes get a shape."""
+"""Between frames and tensors, for stages of torch: the rules are those of `mdi.engine.arrays`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mdi.engine.encoding import ENCODED, ENCODERS
-from mdi.errors import WireError
+from mdi.engine import arrays
+from mdi.engine.encoding import ENCODED
 from mdi.net.wire import Frame, Kind, Slice
 
 DTYPES = {
@@ -19,40 +19,63 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class TensorRows:
+    """Rows as a stage of torch has them, for engine.secondary.
+
+    Args:
+        device, dtype: that the stage computes with.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+
+    def read(self, frame: Frame, n_cols: int) -> torch.Tensor:
+        return rows_of(frame, n_cols, self._device, self._dtype)
+
+    def wanting_logits(self, x: torch.Tensor, slices: tuple[Slice, ...]) -> torch.Tensor:
+        return logit_rows(x, slices)
+
+    def payload(self, x: torch.Tensor, wire: str) -> tuple[str, memoryview]:
+        return payload_of(x, wire)
+
+
 def rows_of(frame: Frame, n_cols: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The payload as (n_rows, n_cols) of `dtype` on `device`; on the CPU, in the frame's dtype, without a copy.
 
     Raises:
         WireError: the frame has another width or no numbers at all.
     """
+    arrays.check_width(frame, n_cols)
     if frame.n_rows == 0:
         return torch.empty(0, n_cols, device=device, dtype=dtype)
-    if frame.n_cols != n_cols or not (frame.dtype in DTYPES or frame.dtype in ENCODED):
-        raise WireError(f"rows of {frame.n_cols} x {frame.dtype}; this model's have {n_cols} numbers")
-    if frame.dtype in DTYPES:
-        x = torch.frombuffer(frame.payload, dtype=DTYPES[frame.dtype]).view(frame.n_rows, n_cols)
-        return x.to(device=device, dtype=dtype)
-    data = torch.frombuffer(frame.payload, dtype=torch.uint8).to(device)  # decoded there: fewer bytes to copy
-    return ENCODED[frame.dtype].decode(data, frame.n_rows, n_cols).to(dtype)
+    if frame.dtype in ENCODED:
+        return torch.from_numpy(arrays.decoded(frame, n_cols)).to(device=device, dtype=dtype)
+    x = torch.frombuffer(frame.payload, dtype=DTYPES[frame.dtype]).view(frame.n_rows, n_cols)
+    return x.to(device=device, dtype=dtype)
 
 
 def frame_of(
     x: torch.Tensor, epoch: int, number: int, slices: tuple[Slice, ...], freed: tuple[int, ...], wire: str = "auto",
     copies: tuple[tuple[int, int], ...] = (),
 ) -> Frame:  # fmt: skip
-    """A BATCH frame of the rows `x` (n_rows, n_cols).
+    """A BATCH frame of the rows `x` (n_rows, n_cols); see `payload_of`."""
+    name, payload = payload_of(x, wire)
+    n_rows, n_cols = x.shape
+    return Frame(Kind.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload, copies)
+
+
+def payload_of(x: torch.Tensor, wire: str) -> tuple[str, memoryview]:
+    """What rows (n_rows, n_cols) travel as: the name of the type, see net.wire.DTYPES, and the bytes.
 
     Args:
-        wire: what they travel as (net.wire.WIRE_DTYPES). With "auto" the payload is the memory of `x`, which must not change
-            until it is sent.
+        wire: one of net.wire.WIRE_DTYPES. With "auto" the bytes are the memory of `x`, which must not change until they are
+            sent.
     """
-    n_rows, n_cols = x.shape
-    name, data = _NAMES[x.dtype], x
-    if wire != "auto" and n_rows:
-        encoder = ENCODERS[wire]
-        name, data = encoder.payload_type.name, encoder.encode(x)
-    payload = _on_host(data).view(torch.uint8).numpy().data.cast("B") if n_rows else memoryview(b"")
-    return Frame(Kind.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload, copies)
+    if not len(x):
+        return _NAMES[x.dtype], memoryview(b"")
+    if wire == "auto":
+        return _NAMES[x.dtype], arrays.bytes_of(_on_host(x).view(torch.uint8).numpy())
+    return arrays.encoded(x.float().cpu().numpy(), wire)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
@@ -69,12 +92,6 @@ def pinned_buffer(n_bytes: int) -> Any:
 
 
 def logit_rows(x: torch.Tensor, slices: tuple[Slice, ...]) -> torch.Tensor:
-    """Of all rows of a frame, those that want logits: the last stage sends no others."""
-    if all(s.n_logits == s.n_rows for s in slices):
-        return x
-    kept: list[int] = []
-    row = 0
-    for s in slices:
-        row += s.n_rows
-        kept.extend(range(row - s.n_logits, row))
-    return x[kept]
+    """Of all rows of a frame, those that want logits."""
+    kept = arrays.logit_rows(slices)
+    return x if kept is None else x[kept]

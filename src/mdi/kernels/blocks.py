@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes
+from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
@@ -61,6 +61,20 @@ def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
         return f"MLPs of type {config['mlp_class_name']}"
     if not 2 <= rope_n_elem(config) <= MOST_ROPE:
         return f"rotary positions of {rope_n_elem(config)} numbers"
+    return _contradiction(config)
+
+
+def _contradiction(config: Mapping[str, Any]) -> str | None:
+    """Numbers that do not fit each other, which may come from another node: the kernels would read beyond their memory."""
+    heads, groups, size = config["n_head"], config["n_query_groups"], config["head_size"]
+    if groups < 1 or heads % groups:
+        return f"{heads} heads in {groups} groups"
+    if rope_n_elem(config) > size:
+        return f"rotary positions of {rope_n_elem(config)} numbers in heads of {size}"
+    if config["mlp_class_name"] == "LLaMAMoE" and not 1 <= config["n_expert_per_token"] <= config["n_expert"]:
+        return f"{config['n_expert_per_token']} of {config['n_expert']} experts"
+    if any(table not in range(n_tables(config)) for table in config["rope_indices"] or ()):
+        return f"tables of rotary positions {config['rope_indices']}"
     return None
 
 
@@ -274,7 +288,7 @@ class Blocks:
     def _experts(self, block: MdiBlock, reader: _Reader) -> None:
         c = self.config
         n_embd, width = c["n_embd"], c["moe_intermediate_size"] or c["intermediate_size"]
-        block.router = reader.matrix("mlp.gate", c["n_expert"], n_embd)
+        block.router = reader.router("mlp.gate", c["n_expert"], n_embd)
         experts = (MdiMlp * c["n_expert"])(
             *(reader.mlp(f"mlp.experts.{e}", n_embd, width, True) for e in range(c["n_expert"]))
         )
@@ -314,6 +328,13 @@ class _Reader:
         bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
         self._kept.append(matrix)
         return MdiMatrix.of(matrix, bias)
+
+    def router(self, name: str, n_expert: int, n_embd: int) -> MdiMatrix:
+        """Files hold it in plain numbers."""
+        weight = self._tensors.get(f"{name}.weight")
+        if isinstance(weight, np.ndarray) and weight.shape == (n_expert, n_embd):
+            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", weight)}
+        return self.matrix(name, n_expert, n_embd)
 
     def mlp(self, name: str, n_embd: int, width: int, is_gated: bool) -> MdiMlp:
         if not is_gated:

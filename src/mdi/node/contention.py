@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from mdi.control.messages import Slots
+from mdi.node.reading import reader
 
 SLOT_S = 0.3
 LEAD_S = 0.7  # from the request to the first slot: for the request's way, and for memory to be filled
-PIECES = 16
 WORKING_SET_BYTES = 64 << 20  # more than a processor's cache holds of it, as a rule
-WIDTH = 1024  # numbers in a row of a piece
 
 
 def slots_of(n_nodes: int, begin: float) -> list[Slots]:
@@ -27,8 +24,7 @@ def slots_of(n_nodes: int, begin: float) -> list[Slots]:
     return [Slots(after_ms, place, n_nodes) for place in range(n_nodes)]
 
 
-@torch.inference_mode()
-def machine_share(slots: Slots, n_bytes: int, device: torch.device) -> float:
+def machine_share(slots: Slots, n_bytes: int, device: str) -> float:
     """The part of its machine that this node takes while it reads as much memory as its blocks have; 0 if it came too late.
 
     If n nodes are s times as slow together as one alone, each takes s / n of the machine: no less than 1 / n, or they
@@ -38,16 +34,7 @@ def machine_share(slots: Slots, n_bytes: int, device: torch.device) -> float:
         n_bytes: of the weights that a token reads; what fits a processor's cache is shared differently than what does not.
     """
     begin = time.monotonic() + slots.after_ms / 1e3
-    n_rows = max(1, min(n_bytes, WORKING_SET_BYTES) // (4 * WIDTH * PIECES))
-    pieces = [torch.full((n_rows, WIDTH), 0.5, device=device) for _ in range(PIECES)]
-    vector = torch.ones(WIDTH, device=device)
-
-    def read() -> None:
-        for piece in pieces:
-            torch.mv(piece, vector)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    read, _ = reader(min(n_bytes, WORKING_SET_BYTES), device)
     read()
     alone = _rate(read, begin + slots.place * SLOT_S)
     together = _rate(read, begin + slots.n_nodes * SLOT_S)
@@ -56,7 +43,7 @@ def machine_share(slots: Slots, n_bytes: int, device: torch.device) -> float:
     return min(1.0, max(1.0, alone / together) / slots.n_nodes)
 
 
-def _rate(call: Callable[[], None], begin: float) -> float:
+def _rate(call: Callable[[], object], begin: float) -> float:
     """Calls per second in the slot that begins then; 0 if it is half over already."""
     left = begin - time.monotonic()
     if left < -SLOT_S / 2:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch
-
 from mdi.config import ClusterConfig
-from mdi.engine.tensors import pinned_buffer
 from mdi.errors import NodeLostError
 from mdi.net.handshake import close_starter_ring
 from mdi.net.link import Allocate
@@ -25,13 +22,17 @@ def ring_limits(widest_row: int) -> Limits:
     return Limits(max_cols=max(widest_row, HANDSHAKE_LIMITS.max_cols))
 
 
-def receive_buffers(device: torch.device) -> Allocate | None:
+def receive_buffers(device: str) -> Allocate | None:
     """What frames are received into on a node that computes on `device`; None is ordinary memory."""
-    return pinned_buffer if device.type == "cuda" else None
+    if not device.startswith("cuda"):
+        return None
+    from mdi.engine.tensors import pinned_buffer
+
+    return pinned_buffer
 
 
 def form_ring(
-    listener: RingListener | None, cluster: ClusterConfig, seat: Seat, n_frames: int, widest_row: int, device: torch.device,
+    listener: RingListener | None, cluster: ClusterConfig, seat: Seat, n_frames: int, widest_row: int, device: str,
     ring_ports: Mapping[str, int],
 ) -> LoopbackRing | TcpRing:  # fmt: skip
     """The closed ring of a cluster, as its starter.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from mdi.blocks import block_span
 from mdi.checkpoint.chunkfile import ChunkFile
@@ -16,8 +15,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.stage import KernelStage
-from mdi.model.kernel_stage import KV_TYPES, TensorStage
-from mdi.model.stage import Stage
+from mdi.model.kernel_stage import CACHE_TYPES, ArrayStage
 from mdi.node.device import (
     Computing,
     check_format,
@@ -26,10 +24,18 @@ from mdi.node.device import (
     choose_kv_dtype,
     choose_packing,
     held_bytes,
+    why_torch,
 )
 from mdi.node.kind import ModelKind
 from mdi.node.loading import kernel_weights, torch_weights
+from mdi.node.threads import n_threads
+from mdi.node.torch_use import load_torch
 from mdi.partition.placement import size
+
+if TYPE_CHECKING:
+    from mdi.node.torch_stage import TorchStage
+
+    NodeStage = ArrayStage | TorchStage
 
 logger = logging.getLogger("mdi")
 
@@ -69,7 +75,7 @@ class Holding:
         self.kind = kind
         check_format(quantize, self.device)
         choose_dtype(dtype, "float32", self.device)  # a wrong wish is told before anything is bound
-        self._stage: Stage | TensorStage | None = None
+        self._stage: NodeStage | None = None
         self._stage_key: tuple[Any, ...] | None = None
         self.blocks: tuple[int, int] | None = None
         self.model: str | None = None
@@ -95,7 +101,7 @@ class Holding:
         """What this node computes with: what it was started with goes before the starter's wishes.
 
         Raises:
-            UsageError: there is no such device here, or it cannot do that.
+            UsageError: there is no such device here, or it cannot do that, or it takes torch, which is not here.
         """
         device = self._default_device
         if self.own["device"] is None and request.device is not None:
@@ -105,13 +111,15 @@ class Holding:
         config = self.kind.kernel_config(request.config)
         blocks = quantize or (request.stored_format if isinstance(request, InitRequest) else None)
         packing = choose_packing(config, device, wished, request.stored_dtype, blocks, None)
+        if packing is None:
+            load_torch(f"{self._name}: {why_torch(config, device, wished)}")
         is_float32 = quantize is not None or packing is not None
         dtype = choose_dtype(wished, request.stored_dtype, device, is_float32)
         kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device) if isinstance(request, InitRequest) else dtype
         threads = request.threads if self.own["threads"] is None else None  # its own are set already
         return Computing(device, dtype, kv_dtype, quantize, threads, packing)
 
-    def _format(self, wished: str | None, device: torch.device) -> str | None:
+    def _format(self, wished: str | None, device: str) -> str | None:
         """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
         if self._quantize is not None:
             check_format(self._quantize, device)
@@ -183,37 +191,34 @@ class Holding:
 
     def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
         """Weights that will not fit into `free` bytes are not sent in the first place. Raises ControlError."""
-        quantize, dtype = computing.quantize, computing.dtype
         needed = held_bytes(
-            [part.n_bytes for part in request.parts], request.stored_dtype, dtype, quantize, request.stored_format
+            [part.n_bytes for part in request.parts], request.stored_dtype, computing.format, request.stored_format
         )
         needed += self._run_bytes(request, computing)
         if needed > free:
             start, stop = request.blocks
-            kind = quantize or str(dtype).removeprefix("torch.")
             raise ControlError(
                 f"{self._name} has {size(free)} of memory free, but {block_span(start, stop)} and the caches of "
-                f"one sequence take {size(needed)} in {kind}: give it fewer blocks (--layers, --placement), or use a "
-                "smaller format (--quantize, --dtype)",
+                f"one sequence take {size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement), or "
+                "use a smaller format (--quantize, --dtype)",
                 507,
                 code="memory",
             )
 
     def stage(
         self, request: InitRequest, computing: Computing, check: Callable[[], None], on_part: Callable[[], None]
-    ) -> Stage | TensorStage:
+    ) -> NodeStage:
         """The stage of a run; the one in memory, if it is the same.
 
         Args:
             check: called between the blocks, while they are built.
             on_part: called before each part that is loaded.
         """
-        device, dtype, quantize = computing.device, computing.dtype, computing.quantize
         compiled = self._compile or request.compile
         parts = {part.name: part for part in request.parts}
         key = (
-            request.config_hash, request.blocks, request.parts, dtype, device, compiled, quantize,
-            torch.get_num_threads(), computing.packing, computing.kv_dtype if computing.packing else None,
+            request.config_hash, request.blocks, request.parts, compiled, n_threads(),
+            replace(computing, threads=None), request.stored_format,
         )  # fmt: skip
         if self._stage is not None and self._stage_key == key:
             return self._stage
@@ -226,32 +231,33 @@ class Holding:
             on_part()
             return self._source_of(parts[name], request)
 
-        stage = self._kernel_stage(request, computing) or self.kind.secondary_stage(request, check)
-        if isinstance(stage, TensorStage):
+        stage: NodeStage
+        if computing.packing is not None:
             packing = computing.packing
-            assert packing is not None
+            stage = self._kernel_stage(request, computing)
             stage.load(list(parts), lambda name: kernel_weights(source(name), name, packing, check))
         else:
-            stage.load(list(parts), lambda name: torch_weights(source(name), name, quantize, None), device, dtype)
+            from mdi.node.torch_stage import TorchStage
+
+            stored = None if request.stored_format else request.stored_dtype
+            stage = TorchStage(self.kind.secondary_stage(request, check), computing, stored)
+            stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
-        self.blocks, self.model, self.device = request.blocks, request.model, device
+        self.blocks, self.model, self.device = request.blocks, request.model, computing.device
         return stage
 
     def _run_bytes(self, request: InitRequest, computing: Computing) -> int:
         """What a stage takes beside its weights, with the caches of one sequence; no weights are there yet."""
-        stage = self._kernel_stage(request, computing)
-        if stage is None:
-            return self.kind.stage_bytes(request, computing.kv_dtype)
-        return stage.run_bytes(request.max_length, computing.kv_dtype)
-
-    def _kernel_stage(self, request: InitRequest, computing: Computing) -> TensorStage | None:
-        """A stage for the kernels, without weights; None if torch computes."""
         if computing.packing is None:
-            return None
-        cache_type = KV_TYPES[computing.kv_dtype]
-        return TensorStage(KernelStage(request.config, *request.blocks, torch.get_num_threads(), cache_type))
+            return self.kind.stage_bytes(request, computing.kv_dtype)
+        return self._kernel_stage(request, computing).run_bytes(request.max_length)
+
+    def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
+        """A stage for the kernels, without weights."""
+        cache_type = CACHE_TYPES[computing.kv_dtype]
+        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), cache_type))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

@@ -2,16 +2,14 @@
 
 The one here is that of all models that litgpt describes. Others derive from it and are handed to StarterNode and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all.
+Torch and litgpt are imported only where stages of torch are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
-from litgpt.config import Config
+from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
@@ -19,9 +17,13 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError
-from mdi.model.stage import Stage, StarterStage, module_bytes, run_bytes
-from mdi.node.weights import StarterWeights
 from mdi.text import TextCodec
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
+
+    from mdi.model.stage import Stage, StarterStage
+    from mdi.node.weights import StarterWeights
 
 
 class ModelKind:
@@ -42,6 +44,8 @@ class ModelKind:
         will_be_cut: bool,
     ) -> StarterWeights:  # fmt: skip
         """What the starter can load and send, and the cut; see StarterWeights."""
+        from mdi.node.weights import StarterWeights
+
         return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
@@ -50,6 +54,8 @@ class ModelKind:
 
     def config(self, fields: dict[str, Any]) -> Config:
         """The model's config from its plain form, as it stands in a checkpoint and in /init."""
+        from litgpt.config import Config
+
         return Config(**fields)
 
     def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
@@ -61,19 +67,26 @@ class ModelKind:
         return stage_parts(start, stop, starter=False)
 
     def starter_stage(self, config: Config, stop: int, n_nodes: int) -> StarterStage:
+        from mdi.model.stage import StarterStage
+
         return StarterStage(config, stop)
 
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         return stage_parts(0, stop, starter=True)
 
     def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> Stage:
-        """A secondary's stage, empty; `check` is called between its blocks."""
+        """A secondary's stage of torch, empty; `check` is called between its blocks."""
+        from mdi.model.stage import Stage
+
         return Stage(self.config(request.config), *request.blocks, check)
 
-    def stage_bytes(self, request: InitRequest, kv_dtype: torch.dtype) -> int:
+    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
         """What that stage takes beside its weights, with the caches of one sequence; nothing is built to tell it."""
+        from mdi.engine.tensors import DTYPES
+        from mdi.model.stage import module_bytes, run_bytes
+
         config = self.config(request.config)
-        caches = run_bytes(config, *request.blocks, request.max_length, kv_dtype)
+        caches = run_bytes(config, *request.blocks, request.max_length, DTYPES[kv_dtype])
         return caches + module_bytes(config, *request.blocks)
 
     def check(self, request: InitRequest) -> None:

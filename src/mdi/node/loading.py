@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.resident import name_in_faults, populate
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import library
-from mdi.model.packed_linear import Weights
+
+if TYPE_CHECKING:
+    from mdi.model.packed_linear import Weights
 
 
 def kernel_weights(
@@ -42,6 +43,5 @@ def torch_weights(source: WeightSource, part: str, blocks: str | None, head: str
     """
     form = blocks if part.startswith("block.") else head
     if form is None:
-        tensors: dict[str, torch.Tensor] = source.tensors(part)
-        return tensors
+        return dict(source.tensors(part))
     return dict(source.weights(part, Packing(form, form)))

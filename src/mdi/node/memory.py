@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
+from mdi.blocks import block_span
 from mdi.engine.memory import NodeCaches
-from mdi.errors import ControlError
-from mdi.model.kernel_stage import TensorStage
+from mdi.errors import ControlError, UsageError
 from mdi.model.room import CHUNK_ROWS, CacheKind
-from mdi.model.stage import Stage
 from mdi.node.resources import device_free_bytes
 
 # Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
@@ -58,35 +55,57 @@ class CacheReport:
         return report
 
 
-def report_caches(
-    stage: Stage | TensorStage, dtype: torch.dtype, device: torch.device, by_hand: int | None, weights_are_mapped: bool
-) -> CacheReport:
+class CachingStage(Protocol):
+    """Of a stage that is loaded and prepared, what there is to know of its memory."""
+
+    start: int
+    stop: int
+
+    def run_bytes(self, max_length: int) -> int:
+        """Position tables, and the caches of one sequence of full length."""
+
+    def cache_kinds(self) -> list[CacheKind]:
+        """What a position takes in each block."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """What a cache that grows takes for a moment, beside what it had and will have."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file, which count as free memory, but must stay."""
+
+
+def check_room(name: str, stage: CachingStage, max_length: int, device: str) -> None:
+    """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
+    needed, available = stage.run_bytes(max_length), device_free_bytes(device)
+    if needed > available:
+        raise UsageError(
+            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for "
+            f"{block_span(stage.start, stage.stop)} on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer "
+            "tokens, or a smaller --sequence-length"
+        )
+
+
+def report_caches(stage: CachingStage, device: str, by_hand: int | None) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
     A moment in which a cache grows is taken off: its old keys or values lie beside the new ones until they are copied. So is,
     from a limit that nobody set by hand, one in which all caches of a block move to a new shelf (`mdi.model.shelf`).
 
     Args:
-        dtype: what they hold.
         by_hand: the limit that the user set.
-        weights_are_mapped: whether weights that are as they were stored are pages of a file, which count as free memory, but
-            must stay. Those in another format are no parameters of the stage any more.
     """
-    own_kinds = stage.cache_kinds(dtype)
+    kinds = stage.cache_kinds()
     by_window: dict[int | None, int] = {}
-    for kind in own_kinds:
+    for kind in kinds:
         by_window[kind.window] = by_window.get(kind.window, 0) + kind.position_bytes
-    copy_bytes = stage.copy_bytes(dtype)
     limit = by_hand
     if limit is None:
-        if isinstance(stage, TensorStage):
-            mapped = stage.mapped_bytes
-        else:
-            mapped = sum(p.nbytes for p in stage.parameters()) if weights_are_mapped and device.type == "cpu" else 0
-        limit = int((device_free_bytes(device) - mapped) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
-        limit -= max(0, limit) // (len(own_kinds) + 1)
-    kinds = tuple(CacheKind(window, n) for window, n in by_window.items())
-    return CacheReport(max(0, limit - copy_bytes), by_hand is not None, kinds, str(device))
+        limit = int((device_free_bytes(device) - stage.mapped_bytes) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
+        limit -= max(0, limit) // (len(kinds) + 1)
+    together = tuple(CacheKind(window, n) for window, n in by_window.items())
+    return CacheReport(max(0, limit - stage.copy_bytes), by_hand is not None, together, device)
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]], max_length: int) -> tuple[NodeCaches, ...]:

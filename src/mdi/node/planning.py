@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mdi.blocks import span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
@@ -19,7 +17,8 @@ from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.errors import CheckpointError
 from mdi.node.device import check_format, choose_device, choose_dtype, choose_packing
-from mdi.node.profiler import Profiler, Subject, share_of
+from mdi.node.profiler import Profiler, share_of
+from mdi.node.profiling import Subject
 from mdi.node.shape import model_shape
 from mdi.node.standin import standing_in
 from mdi.node.survey import Survey
@@ -46,10 +45,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the starter computes in (`packing`: with the kernels), and what it wishes of the others, see `InitRequest`."""
+    """What the starter computes in and has its weights in, and what it wishes of the others (see `InitRequest`)."""
 
-    device: torch.device
-    dtype: torch.dtype
+    device: str
+    dtype: str
     wished_dtype: str | None
     quantize: str | None
     quantize_head: str | None

@@ -9,26 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from mdi.blocks import block_span
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.memory import CacheMemory
-from mdi.engine.tensors import DTYPES
 from mdi.errors import UsageError
 from mdi.kernels.stage import KernelStarterStage
-from mdi.model.kernel_stage import KV_TYPES, TensorStage
+from mdi.model.kernel_stage import CACHE_TYPES
 from mdi.model.stage import StarterStage
-from mdi.node.device import Computing, check_room, held_bytes
+from mdi.model.tensor_stage import TensorStage
+from mdi.node.device import Computing, held_bytes
 from mdi.node.kind import ModelKind
 from mdi.node.loading import kernel_weights, torch_weights
-from mdi.node.memory import report_caches, share_out
+from mdi.node.memory import check_room, report_caches, share_out
 from mdi.node.options import StarterOptions
 from mdi.node.resources import device_free_bytes
 from mdi.node.setup import REPORT_S, SecondarySetup
+from mdi.node.threads import n_threads
+from mdi.node.torch_stage import TorchStage
 from mdi.node.weights import StarterWeights
 from mdi.partition.placement import size
 
@@ -169,17 +169,17 @@ class Preparation:
         start, stop = weights.blocks[0]
         needed = 0
         for part in self._kind.starter_parts(stop, self._cluster.n_nodes):
-            is_block = part.startswith("block.")
-            quantize = computing.quantize if is_block else self._options.quantize_head or weights.quantize_head
-            stored = weights.stored_format
-            needed += held_bytes([weights.part_bytes(part)], weights.dtype, computing.dtype, quantize, stored)
+            held = computing.format
+            if not part.startswith("block."):
+                packed = computing.packing.head if computing.packing else None
+                held = packed or self._options.quantize_head or weights.quantize_head or computing.dtype
+            needed += held_bytes([weights.part_bytes(part)], weights.dtype, held, weights.stored_format)
         free = device_free_bytes(computing.device)
         if needed > free:
-            kind = computing.quantize or str(computing.dtype).removeprefix("torch.")
             raise UsageError(
                 f"the starter has {size(free)} of memory free, but embedding, head and {block_span(start, stop)} take "
-                f"{size(needed)} in {kind}: give it fewer blocks (--layers, --placement, more nodes), or use a smaller "
-                "format (--quantize, --dtype)"
+                f"{size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement, more nodes), or use a "
+                "smaller format (--quantize, --dtype)"
             )
 
     def _load_stage(self, check: Callable[[], None]) -> None:
@@ -187,6 +187,7 @@ class Preparation:
         weights, options, computing = self._weights, self._options, self._computing
         stop = weights.blocks[0][1]
         self.stage: StarterStage | TensorStage
+        loaded: TorchStage | TensorStage
         parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
 
         begin = last_report = time.monotonic()
@@ -204,30 +205,27 @@ class Preparation:
 
         weights.verify(parts, check)
         if computing.packing is not None:
-            cache_type = KV_TYPES[computing.kv_dtype]
-            inner = KernelStarterStage(weights.config, stop, torch.get_num_threads(), cache_type)
-            self.stage = TensorStage(inner)
+            cache_type = CACHE_TYPES[computing.kv_dtype]
+            loaded = self.stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), cache_type))
             packing = computing.packing
-            self.stage.load(parts, lambda part: kernel_weights(source(part), part, packing, check))
+            loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, check))
         else:
             self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+            loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
             head = options.quantize_head or weights.quantize_head
-            self.stage.load(
-                parts, lambda part: torch_weights(source(part), part, computing.quantize, head), computing.device,
-                computing.dtype,
-            )  # fmt: skip
-        check_room(self._cluster.starter.name, self.stage, self._max_length, computing.device, computing.kv_dtype)
-        self.stage.prepare(self._max_length, computing.device, computing.kv_dtype)
+            loaded.load(parts, lambda part: torch_weights(source(part), part, computing.quantize, head))
+        check_room(self._cluster.starter.name, loaded, self._max_length, computing.device)
+        loaded.prepare(self._max_length)
         if options.compile:
-            self.stage.compile()
+            loaded.compile()
+        self._loaded = loaded
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        is_mapped = self._weights.stored_format is None and computing.dtype == DTYPES.get(self._weights.dtype)
         by_hand = self._options.kv_memory
         by_hand = self._cluster.starter.kv_memory if by_hand is None else by_hand
-        own = report_caches(self.stage, computing.kv_dtype, computing.device, by_hand, is_mapped)
+        own = report_caches(self._loaded, computing.device, by_hand)
         reports = [own, *(setup.ask_caches() for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
         memory = CacheMemory(share_out(told, self._max_length))

@@ -5,29 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 import mdi
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.control.messages import Slots
 from mdi.errors import CheckpointError, MdiError
-from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels import LAYOUT_VERSION, library
 from mdi.node.contention import machine_share
-from mdi.node.device import computing_threads
-from mdi.node.profiling import ROWS, SPAN_S, Bench, Speeds
+from mdi.node.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
 from mdi.node.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
-from mdi.node.shape import model_shape
+from mdi.node.threads import computing_threads, n_threads
+from mdi.partition.formats import weight_format
 from mdi.partition.profile import NodeProfile
 
 FILE = "profiles.json"
@@ -35,35 +36,6 @@ N_KEPT = 64
 REPORT_S = 2.0
 
 logger = logging.getLogger("mdi")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is to be measured: one model in the format that this node would hold it in.
-
-    Attributes:
-        config: litgpt Config as a plain dict; `config_hash` is its hash.
-        quantize, quantize_head: weight formats; None is `dtype`.
-        packing: what the kernels would read; None if torch computes.
-        device, threads: that it would compute with; threads None leaves them as they are.
-        with_head: whether the node would hold embedding, final norm and head as well.
-    """
-
-    config: dict[str, Any]
-    config_hash: str
-    device: torch.device
-    dtype: torch.dtype
-    quantize: str | None
-    quantize_head: str | None = None
-    with_head: bool = False
-    threads: int | None = None
-    packing: Packing | None = None
-
-    @property
-    def format(self) -> str:
-        if self.packing is not None:
-            return self.packing.blocks
-        return self.quantize or str(self.dtype).removeprefix("torch.")
 
 
 class Profiler:
@@ -89,13 +61,15 @@ class Profiler:
         with self._lock:
             return self._progress
 
-    def held_bytes_of(self, device: torch.device) -> int:
+    def held_bytes_of(self, device: str) -> int:
         """Memory that came to the process since it began: weights, for the most part, that make place for others."""
-        if device.type == "cuda":
+        if device.startswith("cuda"):
+            import torch
+
             return int(torch.cuda.memory_reserved(device))
         return max(0, private_bytes() - self._process_bytes)
 
-    def available_bytes(self, device: torch.device) -> int:
+    def available_bytes(self, device: str) -> int:
         """Memory of a device for weights and caches: what is free, and what this process would let go of."""
         return device_free_bytes(device) + self.held_bytes_of(device)
 
@@ -122,11 +96,11 @@ class Profiler:
             if speeds is None:
                 speeds = self._measure(subject, check)
                 self._keep(key, speeds)
-            n_threads = torch.get_num_threads()
-        process_bytes = 0 if subject.device.type == "cuda" else self._process_bytes
+            threads = n_threads()
+        process_bytes = 0 if subject.device.startswith("cuda") else self._process_bytes
         return NodeProfile(
             name=self._name,
-            device=str(subject.device),
+            device=subject.device,
             n_cores=n_cores(),
             memory_bytes=self.available_bytes(subject.device) + process_bytes,
             disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
@@ -138,7 +112,7 @@ class Profiler:
             head_s=speeds.head_s,
             shared_bytes=machine_free_bytes(subject.device),
             held_bytes=self.held_bytes_of(subject.device),
-            n_threads=n_threads,
+            n_threads=threads,
         )
 
     def is_kept(self, subject: Subject) -> bool:
@@ -159,12 +133,8 @@ class Profiler:
                 logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
-        bench = Bench(
-            subject.config, subject.device, subject.dtype, subject.quantize, subject.quantize_head, self._span_s, told,
-            subject.packing,
-        )  # fmt: skip
         try:
-            return bench.run(self._folder, subject.with_head)
+            return bench_of(subject, self._span_s, told).run(self._folder, subject.with_head)
         finally:
             with self._lock:
                 self._progress = None
@@ -173,15 +143,15 @@ class Profiler:
         """Everything that the times depend on; a change of it makes what is kept worthless."""
         parts = {
             "version": mdi.__version__,
-            "torch": torch.__version__,
+            "computed by": _computed_by(subject),
             "cpu": cpu_model(),
             "cores": n_cores(),
             "memory": psutil.virtual_memory().total,
             "device": _device_name(subject.device),
-            "threads": torch.get_num_threads(),
+            "threads": n_threads(),
             "rows": ROWS,
             "model": subject.config_hash,
-            "dtype": str(subject.dtype),
+            "dtype": subject.dtype,
             "quantize": subject.quantize,
             "packing": subject.packing and [subject.packing.blocks, subject.packing.head, LAYOUT_VERSION],
             "head": [subject.with_head, subject.quantize_head],
@@ -211,13 +181,38 @@ class Profiler:
 
 def share_of(subject: Subject, slots: Slots) -> float:
     """The part of its machine that this node takes while it computes the subject; see `mdi.node.contention`."""
-    n_bytes = sum(block.weight_bytes for block in model_shape(subject.config, subject.format).blocks)
+    shapes = model_shapes(subject.config, "the model to be measured")
+    n_values = sum(math.prod(shape) for name, shape in shapes.items() if part_of(name).startswith("block."))
+    n_bytes = int(n_values * weight_format(subject.format).bits_per_weight / 8)
     with computing_threads(subject.threads):
         return machine_share(slots, n_bytes, subject.device)
 
 
-def _device_name(device: torch.device) -> str:
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:
+    """What measures the blocks of a subject: in the kernels, or in torch. CheckpointError if there is no such model."""
+    if subject.packing is not None:
+        from mdi.node.kernel_bench import KernelBench
+
+        return KernelBench(subject, span_s, progress)
+    from mdi.node.torch_bench import TorchBench
+
+    return TorchBench(subject, span_s, progress)
+
+
+def _computed_by(subject: Subject) -> str:
+    if subject.packing is not None:
+        return f"kernels {LAYOUT_VERSION} {library.instruction_set()}"
+    import torch
+
+    return f"torch {torch.__version__}"
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return f"{device} {torch.cuda.get_device_name(device)}"
 
 
 def _speeds(value: Any) -> Speeds | None:

@@ -11,12 +11,8 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -42,18 +38,18 @@ def free_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
     return max(free, 0)
 
 
-def device_free_bytes(device: torch.device) -> int:
+def device_free_bytes(device: str) -> int:
     """Free memory of the device that a node computes on; a GPU without a memory of its own has the machine's."""
-    if device.type == "cuda":
+    if device.startswith("cuda"):
         import torch  # only here: a local ring counts its cores before it loads what is slow
 
         return int(torch.cuda.mem_get_info(device)[0])
     return free_memory_bytes()
 
 
-def machine_free_bytes(device: torch.device) -> int:
+def machine_free_bytes(device: str) -> int:
     """What all processes together can still take of the device, whatever the limits of this one's groups."""
-    if device.type == "cuda":
+    if device.startswith("cuda"):
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])

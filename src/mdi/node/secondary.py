@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 import mdi
 from mdi.checkpoint.store import BlockStore
@@ -28,13 +27,15 @@ from mdi.control.server import ControlServer
 from mdi.errors import CheckpointError, ControlError, MdiError, MemoryShortError, RingError
 from mdi.metrics import peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.device import computing_threads, devices
+from mdi.node.device import devices
 from mdi.node.errand import Errand
 from mdi.node.holding import Holding
 from mdi.node.job import Abandoned, Job
 from mdi.node.kind import ModelKind
-from mdi.node.profiler import Profiler, Subject, share_of
+from mdi.node.profiler import Profiler, share_of
+from mdi.node.profiling import Subject
 from mdi.node.service import Service
+from mdi.node.threads import computing_threads, n_threads
 
 PROFILE_S = 170.0
 PROBE_S = 25.0
@@ -53,7 +54,7 @@ class SecondaryNode:
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
         kind: of the models that it can run; None is litgpt's.
-        threads: that this process was told to compute with; None leaves it to the starter, else to torch.
+        threads: that this process was told to compute with; None leaves it to the starter.
     """
 
     def __init__(
@@ -319,8 +320,8 @@ class SecondaryNode:
                 raise
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         with computing_threads(computing.threads):
-            n_threads = torch.get_num_threads()
-        return {"profile": profile.to_json(), "format": subject.format, "threads": n_threads, "kept": is_kept}
+            threads = n_threads()
+        return {"profile": profile.to_json(), "format": subject.format, "threads": threads, "kept": is_kept}
 
     def _work(self, job: Job) -> None:
         assert self._listener is not None

@@ -5,26 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mdi.blocks import block_span
-from mdi.engine.secondary import SecondaryLoop
-from mdi.engine.tensors import DTYPES
+from mdi.engine.arrays import ArrayRows
+from mdi.engine.secondary import Rows, SecondaryLoop
 from mdi.errors import MdiError, RingError
 from mdi.metrics import peak_rss_bytes
-from mdi.model.kernel_stage import TensorStage
-from mdi.model.stage import Stage
+from mdi.model.kernel_stage import ArrayStage
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.node.device import Computing, check_room, computing_threads
+from mdi.node.device import Computing
 from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.holding import Holding
 from mdi.node.job import Job
-from mdi.node.memory import report_caches
+from mdi.node.memory import check_room, report_caches
+from mdi.node.threads import computing_threads
+
+if TYPE_CHECKING:
+    from mdi.node.holding import NodeStage
 
 logger = logging.getLogger("mdi")
 
@@ -48,7 +49,7 @@ class Service:
         job: Job,
         holding: Holding,
         listener: RingListener,
-        free_bytes: Callable[[torch.device], int],
+        free_bytes: Callable[[str], int],
         kv_memory: int | None,
     ) -> None:
         self._name = name
@@ -68,14 +69,14 @@ class Service:
     def _run(self) -> None:
         computing = self._job.computing
         self._wait_for_parts(computing)
-        max_length, device, kv_dtype = self._request.max_length, computing.device, computing.kv_dtype
+        max_length = self._request.max_length
         stage = self._holding.stage(self._request, computing, self._job.check, self._next_part)
-        check_room(self._name, stage, max_length, device, kv_dtype)
-        stage.prepare(max_length, device, kv_dtype)
+        check_room(self._name, stage, max_length, computing.device)
+        stage.prepare(max_length)
         ring, seat = self._close_ring(stage, computing)
         try:
             self._job.begin(ring)
-            self._compute(stage, ring, seat, computing)
+            self._compute(stage, ring, seat)
         finally:
             ring.close()
             stage.caches.clear()
@@ -115,14 +116,13 @@ class Service:
             job.n_loaded += 1
         job.is_loading = True
 
-    def _close_ring(self, stage: Stage | TensorStage, computing: Computing) -> tuple[TcpRing, Seat]:
+    def _close_ring(self, stage: NodeStage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
         job, request, device = self._job, self._request, computing.device
-        is_mapped = request.stored_format is None and computing.dtype == DTYPES.get(request.stored_dtype)
         seat = _seat_of(job, self._process)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
-            job.report_caches = lambda: report_caches(stage, computing.kv_dtype, device, self._kv_memory, is_mapped)
+            job.report_caches = lambda: report_caches(stage, device, self._kv_memory)
             job.state = "READY"
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
@@ -132,14 +132,15 @@ class Service:
         finally:
             job.report_caches = None
             self._listener.forget(expectation)
-        kind = self._holding.kind
-        limits = ring_limits(kind.widest_row(kind.config(request.config)))
+        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._holding.kind.widest_row(stage.config)
+        limits = ring_limits(widest)
         buffers = receive_buffers(device)
         return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=buffers), seat
 
-    def _compute(self, stage: Stage | TensorStage, ring: TcpRing, seat: Seat, computing: Computing) -> None:
+    def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat) -> None:
         is_last = seat.index == seat.n_nodes - 1
-        loop = SecondaryLoop(stage, ring, is_last, computing.device, computing.dtype, seat.wire)
+        rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
+        loop = SecondaryLoop(stage, rows, ring, is_last, seat.wire)
         try:
             loop.run()
         except RingError:

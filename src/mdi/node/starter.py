@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import mdi
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
@@ -25,6 +27,7 @@ from mdi.engine.sampling import seed_of
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
+from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
@@ -221,7 +224,9 @@ class StarterNode(StatusOnly):
             self._device, self._ring_ports,
         )  # fmt: skip
         scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
-        self.engine = StarterEngine(self._stage, scheduler, self.max_length, self._device, self._dtype, wire)
+        self.engine = StarterEngine(
+            self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self._dtype], wire
+        )
         self._state = "RUNNING"
         self._begin = time.perf_counter()
         self._driver = EngineThread(self.engine, self._ring, self.cluster.starter.name)

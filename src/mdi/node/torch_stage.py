@@ -1,0 +1,71 @@
+"""A stage of torch as a node has it, for a whole run: device and types are settled. Nothing else of a secondary needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mdi.engine.tensors import DTYPES, TensorRows
+from mdi.model.cache import CacheStore
+from mdi.model.packed_linear import Weights
+from mdi.model.room import CacheKind
+from mdi.model.stage import Stage
+from mdi.node.device import Computing
+
+
+class TorchStage:
+    """See the module; the same methods as model.kernel_stage.ArrayStage.
+
+    Args:
+        inner: the stage itself.
+        stored: type of the weights that it is loaded with; None if they are packed.
+    """
+
+    def __init__(self, inner: Stage, computing: Computing, stored: str | None) -> None:
+        self.inner = inner
+        self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
+        self._device, self._dtype = torch.device(computing.device), DTYPES[computing.dtype]
+        self._kv_dtype = DTYPES[computing.kv_dtype]
+        self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
+        self.rows = TensorRows(self._device, self._dtype)
+
+    def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
+        """See Stage.load."""
+        self.inner.load(parts, weights, self._device, self._dtype)
+
+    def run_bytes(self, max_length: int) -> int:
+        return self.inner.run_bytes(max_length, self._kv_dtype)
+
+    def prepare(self, max_length: int) -> None:
+        self.inner.prepare(max_length, self._device, self._kv_dtype)
+
+    def compile(self) -> None:
+        self.inner.compile()
+
+    @property
+    def caches(self) -> CacheStore:
+        return self.inner.caches
+
+    def cache_kinds(self) -> list[CacheKind]:
+        return self.inner.cache_kinds(self._kv_dtype)
+
+    @property
+    def copy_bytes(self) -> int:
+        """What a growing cache takes beside its new buffer for a moment, at most."""
+        return self.inner.copy_bytes(self._kv_dtype)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file. Those in another format are no parameters of the stage any more."""
+        return sum(p.nbytes for p in self.inner.parameters()) if self._may_be_mapped else 0
+
+    @property
+    def config(self) -> Any:
+        """Of the model, in the form of `ModelKind.config`."""
+        return self.inner.config
+
+    def __call__(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x, slices)
+        return found

@@ -1,0 +1,87 @@
+"""Secondaries that have neither torch nor litgpt: what requirements-secondary.txt lists is enough for blocks in the kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import Cluster, Starter
+
+from mdi.checkpoint.chunks import find_chunk
+from mdi.cli import launch
+from mdi.kernels import library
+from tiny_checkpoint import reference, write_checkpoint
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs the kernels")
+
+PROMPT, N_TOKENS = "Who are you?", 8
+RUN = ("--prompt", PROMPT, "--n-tokens", N_TOKENS, "--n-samples", 1)
+# All that such a node does not have, of what requirements.txt lists.
+BLOCKER = """
+import sys
+
+MISSING = "torch litgpt lightning tokenizers sentencepiece huggingface_hub gguf matplotlib tqdm".split()
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+Start = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start(make_cluster: Callable[[int], Cluster], tmp_path: Path) -> Start:
+    """A ring of two secondaries without torch, and with these flags."""
+    folder = tmp_path / "blocker"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+    def made(*flags: tuple[object, ...]) -> Cluster:
+        cluster = make_cluster(3)
+        for index in range(2):
+            cluster.start(index, *(flags[index] if flags else ()), env={"PYTHONPATH": path})
+        for index in range(2):
+            cluster[index].wait_for("waits for its starter")
+        return cluster
+
+    return made
+
+
+def test_weights_that_are_sent_and_brought_into_a_format(start: Start, checkpoint: Path, starter: Starter) -> None:
+    cluster = start()
+    expected = [list(reference(PROMPT, N_TOKENS))]
+    assert starter(checkpoint, cluster.path, *RUN).token_ids == expected
+    assert starter(checkpoint, cluster.path, *RUN, "--placement", "throughput").token_ids == expected, "it was measured"
+    for flags in (["--quantize", "int8"], ["--quantize", "int4"], ["--quantize", "fp16", "--kv-dtype", "bf16"]):
+        alone = starter(checkpoint, cluster.nodes_file(1), *RUN, *flags)
+        assert starter(checkpoint, cluster.path, *RUN, *flags).token_ids == alone.token_ids
+    for wire in ("fp16", "int8"):
+        assert starter(checkpoint, cluster.path, *RUN, "--wire-dtype", wire).status == 0
+    assert launch("doctor", ["--nodes-config", str(cluster.path)]) == 0
+
+
+def test_packed_parts_that_are_sent_and_chunks(
+    start: Start, starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_checkpoint(tmp_path / "m")
+    assert launch("prepare-model", [str(folder), "--n-nodes", "3", "--quantize", "int8"]) == 0
+    cluster = start((), ("--chunk", find_chunk(folder, 3, "secondary1", "int8")))
+    run = ("--chunk", find_chunk(folder, 3, "starter", "int8"), *RUN)
+    alone = starter(folder, cluster.nodes_file(1), *RUN, "--quantize", "int8")
+    assert starter(None, cluster.path, *run).token_ids == alone.token_ids
+    assert list(cluster.cache_dir(0).glob("*.safetensors")) and not list(cluster.cache_dir(1).glob("*.safetensors"))
+
+
+def test_what_needs_torch_is_refused_in_one_line(start: Start, checkpoint: Path, starter: Starter) -> None:
+    cluster = start()
+    result = starter(checkpoint, cluster.path, *RUN, "--dtype", "bfloat16")
+    assert result.status == 1 and "pip install -r requirements.txt" in result.err and "Traceback" not in result.err
+    assert starter(checkpoint, cluster.path, *RUN).token_ids == [list(reference(PROMPT, N_TOKENS))], "it goes on"
