@@ -15,7 +15,7 @@ from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
 from mdi.engine.secondary import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.tensors import frame_of, rows_of
+from mdi.engine.tensors import TensorRows, frame_of, rows_of
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage
 from mdi.net.ring import LoopbackRing
@@ -472,7 +472,7 @@ def test_a_frame_may_copy_caches_before_its_rows() -> None:
     second = frame_of(both, 3, 1, (Slice(1, 5, 1, 1), Slice(2, 5, 1, 1)), (), copies=((1, 2),))
     third = frame_of(rows[5:].clone(), 3, 2, (Slice(3, 6, 1, 1),), (1,), copies=((2, 3),))
     ring = Feeding([first, second, third])
-    SecondaryLoop(stage, ring, False, CPU, torch.float32).run()
+    SecondaryLoop(stage, TensorRows(CPU, torch.float32), ring, False).run()
     assert torch.equal(ring.sent[1][0], ring.sent[1][1])
     assert len(stage.caches) == 2, "1 was freed, 2 and 3 are there"
     assert torch.isfinite(ring.sent[2]).all() and not torch.equal(ring.sent[2][0], ring.sent[1][0])

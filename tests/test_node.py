@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import mdi.model.stage
 import mdi.net.link
 import mdi.node.job
-import mdi.node.kind
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
@@ -170,7 +170,7 @@ def test_choose_device() -> None:
 
 def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
     check_format(None, "cuda")
-    with pytest.raises(UsageError, match="expected one of fp16, int8, int4"):
+    with pytest.raises(UsageError, match="expected one of float32, bf16"):
         check_format("int3", "cpu")
     with pytest.raises(UsageError, match="CPU"):
         check_format("int8", "cuda")
@@ -344,7 +344,7 @@ def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> N
                 never.wait(2.5)
             return super().forward(*args, **kwargs)
 
-    monkeypatch.setattr(mdi.node.kind, "Stage", SlowStage)
+    monkeypatch.setattr(mdi.model.stage, "Stage", SlowStage)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert n_slow == 1
@@ -356,7 +356,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise RuntimeError("out of something")
 
-    monkeypatch.setattr(mdi.node.kind, "Stage", BrokenStage)
+    monkeypatch.setattr(mdi.model.stage, "Stage", BrokenStage)
     starter, secondary = ring()
     with pytest.raises(NodeLostError, match="secondary0.*out of something") as raised:
         generate(starter)

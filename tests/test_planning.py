@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import mdi.model.stage
 import mdi.node.contention
-import mdi.node.kind
 import mdi.node.profiler
 import mdi.node.setup
 import mdi.node.survey
@@ -170,7 +170,7 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
             super().prepare(max_length, device, dtype)
 
     with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mdi.node.kind, "Stage", Watched)
+        patch.setattr(mdi.model.stage, "Stage", Watched)
         entries = tuple(entry_of(node, device="cpu", threads=n) for n, node in enumerate(nodes, 1))
         starter = StarterNode(
             ClusterConfig(OWN_NODE, entries),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import mdi
+import mdi.model.stage
 import mdi.node.job
-import mdi.node.kind
 import mdi.node.preparation
 import mdi.node.resources
 import mdi.node.setup
@@ -88,7 +88,7 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) * float("inf")
 
-    monkeypatch.setattr(mdi.node.kind, "Stage", Overflowing)
+    monkeypatch.setattr(mdi.model.stage, "Stage", Overflowing)
     starter, secondary = ring()
     with pytest.raises(EngineError, match="not finite.*--dtype float32"):
         generate(starter)
