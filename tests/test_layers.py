@@ -190,6 +190,11 @@ def test_files_of_weights_need_no_torch() -> None:
     assert heavy_after("\n".join(f"import {name}" for name in ONLY_NUMPY)) == {"numpy"}
 
 
+def test_a_secondary_without_torch_can_be_imported() -> None:
+    names = ("mdi.node.secondary", "mdi.node.kernel_bench", "mdi.engine.arrays")
+    assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
+
+
 def test_command_lines_do_not_import_torch() -> None:
     names = [module_name(path) for path in modules() if layer_of(module_name(path)) == "cli"]
     assert "mdi.cli" in names

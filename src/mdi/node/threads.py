@@ -63,19 +63,20 @@ def computing_threads(n: int | None) -> Iterator[None]:
     """Compute with so many threads on the calling thread meanwhile; None changes nothing."""
     before = _of_thread.here
     _of_thread.here = n or before
-    _tell_torch()
+    tell_torch()
     try:
         yield
     finally:
         _of_thread.here = before
-        _tell_torch()
+        tell_torch()
 
 
-def _tell_torch() -> None:
-    """Each thread of this process has a number of its own in torch."""
+def tell_torch() -> None:
+    """Have torch, where it is loaded, compute with as many; it keeps a number for each thread of the process."""
     if "torch" in sys.modules:
         import torch
 
+        torch.get_num_threads()  # at the first call on a thread, torch takes over what another one set last
         torch.set_num_threads(n_threads())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mdi.errors import UsageError
 from mdi.node.processor import warn_of_processor
-from mdi.node.threads import n_threads
+from mdi.node.threads import tell_torch
 
 # Of drivers of NVIDIA, NVIDIA's Jetson, AMD, and of Windows under WSL.
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd", "/dev/dxg")
@@ -47,7 +47,7 @@ def load_torch(why: str) -> None:
     is_new = "torch" not in sys.modules
     try:
         import litgpt  # noqa: F401
-        import torch
+        import torch  # noqa: F401
     except ModuleNotFoundError as e:
         if e.name not in ("torch", "litgpt"):
             raise
@@ -55,6 +55,6 @@ def load_torch(why: str) -> None:
             f"{why} needs {e.name}, which is not installed here: pip install -r requirements.txt (this node has "
             "what requirements-secondary.txt lists)"
         ) from None
-    torch.set_num_threads(n_threads())
+    tell_torch()
     if is_new:
         warn_of_processor()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import torch
 
 from mdi.blocks import span
 from mdi.checkpoint.checked import CheckedFiles
@@ -179,11 +177,6 @@ class StarterWeights:
     def part_bytes(self, part: str) -> int:
         """A part's bytes, as they are stored; known without reading it."""
         return self._source_of(part).n_bytes(part)
-
-    def tensors(self, part: str) -> Mapping[str, torch.Tensor]:
-        source = self._source_of(part)
-        source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
-        return source.tensors(part)
 
     def pieces(self, part: str) -> Iterator[bytes | memoryview]:
         """The canonical bytes of a part, to be sent."""
