@@ -18,16 +18,16 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs the kernel
 
 PROMPT, N_TOKENS = "Who are you?", 8
 RUN = ("--prompt", PROMPT, "--n-tokens", N_TOKENS, "--n-samples", 1)
-# All that such a node does not have, of what requirements.txt lists.
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKER = """
 import sys
 
-MISSING = "torch litgpt lightning tokenizers sentencepiece huggingface_hub gguf matplotlib tqdm".split()
+MISSING = {missing}
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in MISSING:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
 
 sys.meta_path.insert(0, Missing())
 """
@@ -35,12 +35,27 @@ sys.meta_path.insert(0, Missing())
 Start = Callable[..., Cluster]
 
 
+def listed(file: str) -> dict[str, set[str]]:
+    """The libraries of a requirements file, by the names that are imported, and their lines."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            found.setdefault(line.partition("==")[0].replace("PyYAML", "yaml"), set()).add(line)
+    return found
+
+
+def test_versions_are_those_of_the_whole_installation() -> None:
+    whole, own = listed("requirements.txt"), listed("requirements-secondary.txt")
+    assert own.items() <= whole.items() and "torch" in whole.keys() - own.keys()
+
+
 @pytest.fixture
 def start(make_cluster: Callable[[int], Cluster], tmp_path: Path) -> Start:
     """A ring of two secondaries without torch, and with these flags."""
+    missing = sorted(listed("requirements.txt").keys() - listed("requirements-secondary.txt").keys())
     folder = tmp_path / "blocker"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(BLOCKER)
+    (folder / "sitecustomize.py").write_text(BLOCKER.format(missing=missing))
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
     def made(*flags: tuple[object, ...]) -> Cluster:
