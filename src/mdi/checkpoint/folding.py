@@ -47,7 +47,10 @@ def folded(
         norm = norm_before(name, config)
         if norm is not None and _is_folded(norm, specs):
             gain = _floats(array(norm), specs[norm]) + offset
-            return _floats(array(name), specs[name]) * gain, TensorSpec("F32", specs[name].shape)
+            stored = array(name)
+            weight = _floats(stored, specs[name])
+            own = None if np.may_share_memory(weight, stored) else weight  # a large one is not copied twice
+            return np.multiply(weight, gain, out=own), TensorSpec("F32", specs[name].shape)
     return array(name), specs[name]
 
 
