@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.kernels.layout import LAYOUTS  # noqa: E402
 from mdi.kernels.stage import KernelStage  # noqa: E402
-from mdi.model.kernel_stage import KV_TYPES, TensorStage  # noqa: E402
+from mdi.model.cache import CACHE_TYPE_OF  # noqa: E402
+from mdi.model.kernel_stage import TensorStage  # noqa: E402
 from mdi.model.stage import Stage  # noqa: E402
 from mdi.node.chance import chance_weights  # noqa: E402
 
@@ -55,7 +56,7 @@ def random_stage(shape: str, n_blocks: int, name: str, kv_dtype: torch.dtype) ->
 
     stage: Stage | TensorStage = plain
     if name in LAYOUTS:
-        inner = KernelStage(asdict(config), 0, n_blocks, torch.get_num_threads(), KV_TYPES[kv_dtype])
+        inner = KernelStage(asdict(config), 0, n_blocks, torch.get_num_threads(), CACHE_TYPE_OF[kv_dtype])
         stage = TensorStage(inner)
         stage.load(parts, lambda part: chance_weights(own(part), Packing(name, name)))
     else:

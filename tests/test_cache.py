@@ -1,7 +1,10 @@
-"""Caches against what is reserved for them: whatever comes in whatever slices, never a byte more."""
+"""Caches of the torch path against plain lists, and what is reckoned for all nodes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,75 +12,134 @@ from hypothesis import strategies as st
 
 from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
-from mdi.model.cache import BlockCache, CacheShape, CacheStore
-from mdi.model.room import CacheKind, largest_room, room_for
+from mdi.errors import EngineError
+from mdi.kernels.page_sizes import PAGE, CacheClass
+from mdi.model import cache as cache_module
+from mdi.model.cache import DevicePages, Memory, TorchCaches
+
+HEADS: dict[str, Any] = {
+    "sliding_window_size": 20, "sliding_window_indices": [0, 1, 0], "latent_attention": None,
+    "n_query_groups": 2, "head_size": 5,
+}  # fmt: skip
+LATENT: dict[str, Any] = {**HEADS, "latent_attention": {"kv_lora_rank": 4, "qk_rope_head_dim": 3}}
 
 
-@pytest.mark.parametrize(
-    ("n", "room"),
-    [(0, 64), (1, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (257, 512), (513, 768), (10_000, 10_240)],
-)
-def test_room_grows_in_steps(n: int, room: int) -> None:
-    assert room_for(n) == room
+def caches_of(config: dict[str, Any], is_device: bool, dtype: torch.dtype = torch.float32) -> TorchCaches:
+    """On the CPU; with `is_device` in slabs of two pages, as on a GPU."""
+    caches = TorchCaches(config, 0, 3, 640, CPU, dtype, 64 * 8192)
+    if is_device:
+        for c, pool in enumerate(caches.pools):
+            slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
+            slabs.slab_pages = 2
+            caches.pools[c] = slabs
+        for block in caches.blocks:
+            block._pool = caches.pools[block.cache_class]
+    return caches
 
 
-@settings(max_examples=150)
+@settings(max_examples=40, deadline=None)
 @given(
-    window=st.none() | st.integers(1, 300),
-    chunk_rows=st.integers(1, 130),
-    max_length=st.integers(1, 1500),
-    data=st.data(),
-)
-def test_a_cache_never_takes_more_than_was_reckoned(
-    window: int | None, chunk_rows: int, max_length: int, data: st.DataObject
+    is_device=st.booleans(), config=st.sampled_from([HEADS, LATENT]),
+    slices=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(0, 5)), min_size=1, max_size=12),
+)  # fmt: skip
+def test_a_block_reads_what_was_written(
+    is_device: bool, config: dict[str, Any], slices: list[tuple[int, int, int]]
 ) -> None:
-    """Keys are their own positions, so that what is read back shows that growing and forgetting lost nothing."""
-    length = data.draw(st.integers(1, max_length))
-    shape = CacheShape(2, 3, 1, window)
-    cache = BlockCache(shape, max_length, CPU, torch.float32)
-    limit = shape.kind(4).n_bytes(length, chunk_rows, max_length)
-    assert limit == 2 * 4 * 4 * largest_room(length, window, chunk_rows, max_length)
-    at = 0
-    while at < length:
-        n = min(data.draw(st.integers(1, chunk_rows)), length - at)
-        positions = torch.arange(at, at + n, dtype=torch.float32)
-        keys, values, first = cache.append(at, positions.view(1, n, 1).expand(2, n, 3), positions.view(1, n, 1))
-        assert cache.n_bytes <= limit
-        earliest = 0 if window is None else max(0, at - window + 1)
-        assert first <= earliest or window is None
-        expected = torch.arange(first, at + n, dtype=torch.float32)
-        assert torch.equal(keys[1, :, 2], expected) and torch.equal(values[0, :, 0], expected)
-        at += n
+    caches = caches_of(config, is_device)
+    memory = Memory(CPU)
+    texts: dict[int, torch.Tensor] = {}
+    n_halves = 1 if config is LATENT else 2
+    groups, size = (1, 7) if config is LATENT else (2, 5)
+    for seq_id, n, back in slices:
+        old = texts.get(seq_id, torch.zeros(3, 2, 0, groups, size))
+        start = max(0, old.size(2) - back)
+        tables = caches.extend(seq_id, start, n)
+        new = torch.randn(3, 2, n, groups, size)
+        texts[seq_id] = torch.cat((old[:, :, :start], new), dim=2)
+        positions = np.arange(start, start + n)
+        for layer, block in enumerate(caches.blocks):
+            table = tables[block.cache_class]
+            ids = table.ids[positions // PAGE - table.first]
+            block.write(caches.select(block.cache_class, ids, positions % PAGE), *new[layer, :n_halves])
+        for other, text in texts.items():
+            for layer, block in enumerate(caches.blocks):
+                table = caches.tables(other)[block.cache_class]
+                pages = caches.select(block.cache_class, table.ids)
+                for half in range(n_halves):
+                    found = block.gather(half, pages, memory)
+                    expected = text[layer, half, table.first * PAGE :]
+                    assert torch.equal(found[: len(expected)], expected)
+                    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_a_copied_sequence_writes_to_pages_of_its_own(is_device: bool) -> None:
+    caches = caches_of(HEADS, is_device)
+    block, memory = caches.blocks[0], Memory(CPU)
+    kv = torch.randn(2, 40, 2, 5)
+
+    def write(seq_id: int, start: int, kv: torch.Tensor) -> None:
+        ids = caches.extend(seq_id, start, kv.size(1))[0].ids
+        positions = np.arange(start, start + kv.size(1))
+        block.write(caches.select(0, ids[positions // PAGE], positions % PAGE), *kv)
+
+    write(0, 0, kv)
+    caches.copy(0, 1)
+    write(1, 36, torch.zeros(2, 1, 2, 5))
+    for seq_id, n in ((0, 40), (1, 36)):
+        found = block.gather(1, caches.select(0, caches.tables(seq_id)[0].ids), memory)
+        assert torch.equal(found[:n], kv[1, :n])
+    assert not found[36].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_store_holds_what_it_is_told_to(dtype: torch.dtype) -> None:
-    shapes = [CacheShape(2, 4, 4), CacheShape(2, 4, 4, window=8)]
-    store = CacheStore(shapes, 500, CPU, dtype)
-    for cache in store.of(7):
-        keys, _, _ = cache.append(0, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
-        assert keys.dtype == dtype
-    assert (
-        store.n_bytes == 2 * 64 * 16 * dtype.itemsize == sum(s.kind(dtype.itemsize).n_bytes(5, 64, 500) for s in shapes)
-    )
+def test_caches_hold_what_they_are_told_to(dtype: torch.dtype) -> None:
+    caches = caches_of(HEADS, False, dtype)
+    positions = np.arange(5)
+    ids = caches.extend(7, 0, 5)[0].ids
+    caches.blocks[0].write(caches.select(0, ids[positions // PAGE], positions), *torch.randn(2, 5, 2, 5))
+    found = caches.blocks[0].gather(0, caches.select(0, ids), Memory(CPU))
+    assert found.dtype == dtype and found.shape == (PAGE, 2, 5)
+    assert caches.n_bytes == sum(c.page_bytes for c in caches.classes)
 
 
-def test_a_window_takes_no_more_however_long_the_sequence() -> None:
-    kind = CacheKind(100, 10)
-    assert kind.n_bytes(1000, 64, 100_000) == kind.n_bytes(90_000, 64, 100_000) == 10 * 512
-    assert kind.n_bytes(50, 64, 100_000) == 640
+def test_memory_of_a_gpu_is_given_back_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "SLAB_BYTES", 3 * 4096)
+    pool = DevicePages(4096, 10, torch.float32, CPU)
+    taken = [pool.take() for _ in range(4)]
+    assert [slab.shape for slab in pool.slabs] == [(3, 1024)] * 2
+    pool.release(taken[1:])
+    pool.slabs[0][taken[0]] = 5
+    other = pool.copy(taken[0])
+    assert float(pool.slabs[other // 3][other % 3].sum()) == 5 * 1024 and len(pool.slabs) == 2
+    pool.release([taken[0], other])
+    assert not pool.slabs and pool.n_free == 10
+    assert pool.take() == 0
+
+
+def test_a_gpu_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    pool = DevicePages(4096, 10, torch.float32, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module.torch, "empty", refuse)
+        with pytest.raises(EngineError, match="no memory is left on cpu"):
+            pool.take()
+    assert pool.n_free == 10 and pool.take() == 0
 
 
 def test_the_smallest_node_decides() -> None:
     nodes = (
-        NodeCaches("starter", 100_000, (CacheKind(None, 100),), 1000, 64),
-        NodeCaches("secondary0", 80_000, (CacheKind(None, 100), CacheKind(10, 100)), 1000, 64),
-        NodeCaches("secondary1", 0, (), 1000, 64),  # a starter without blocks keeps nothing
+        NodeCaches("starter", 100_000, (CacheClass(None, 4000),)),
+        NodeCaches("secondary0", 80_000, (CacheClass(None, 4000), CacheClass(10, 2000))),
+        NodeCaches("secondary1", 0, ()),  # a starter without blocks keeps nothing
     )
     memory = CacheMemory(nodes)
-    assert memory.needs(200) == (25_600, 25_600 + 19_200, 0)
-    assert memory.n_sequences(200) == 1 and CacheMemory(nodes[2:]).n_sequences(200) is None
+    assert memory.needs(200) == (7 * 4000, 7 * 4000 + 6 * 2000, 0)
+    assert memory.needs(33) == (2 * 4000, 2 * 6000, 0)
+    assert memory.n_sequences(200) == 2 and CacheMemory(nodes[2:]).n_sequences(200) is None
     assert memory.refusal(500) is None
     assert "up to 600 tokens needs 0.1 MB of cache on secondary0, which has 0.1 MB" in str(memory.refusal(600))
     assert "--kv-memory" in str(memory.refusal(600))
-    assert memory.admits((0, 0, 0), (100_000, 80_000, 0)) and not memory.admits((0, 1, 0), (100_000, 80_000, 0))
+    assert memory.holds((100_000, 80_000, 0)) and not memory.holds((100_000, 80_001, 0))

@@ -92,13 +92,10 @@ def test_many_submitted_before_the_run_do_not_block_it(n_nodes: int) -> None:
     assert [t.ids for t in texts] == reference(LLAMA, prompts, 2)
 
 
-def memory_of(ring: InProcessRing, n_bytes: int, max_length: int = CONTEXT) -> CacheMemory:
+def memory_of(ring: InProcessRing, n_bytes: int) -> CacheMemory:
     """All nodes of a ring with `n_bytes` for caches of float32."""
-    kinds = [tuple(block.attn.cache_shape.kind(4) for block in stage.blocks) for stage in ring.stages]
-    names = [f"node{i}" for i in range(len(kinds))]
-    return CacheMemory(
-        tuple(NodeCaches(name, n_bytes, k, max_length, 64) for name, k in zip(names, kinds, strict=True))
-    )
+    classes = [tuple(stage.caches.classes) for stage in ring.stages]
+    return CacheMemory(tuple(NodeCaches(f"node{i}", n_bytes, each) for i, each in enumerate(classes)))
 
 
 @pytest.mark.parametrize("family", [LLAMA, "Gemma-3-1b-it", "deepseek-v3-shape"])

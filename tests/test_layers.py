@@ -26,7 +26,7 @@ ALLOWED = {
     "kernels": {"cache_dir", "errors"},
     "model": {"kernels", "config", "errors"},
     "checkpoint": {"blocks", "limits", "kernels", "partition", "settings", "config", "errors"},
-    "partition": {"blocks", "config", "errors"},
+    "partition": {"blocks", "kernels", "config", "errors"},
     "training": {"checkpoint", "partition", "settings", "config", "errors"},
     "engine": {"kernels", "model", "net", "config", "errors"},
     "control": {"blocks", "limits", "kernels", "engine", "model", "net", "settings", "config", "errors"},

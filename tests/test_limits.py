@@ -19,8 +19,8 @@ from mdi.checkpoint.shapes import full_config, model_shapes
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
+from mdi.kernels.page_sizes import windows_of
 from mdi.limits import LIMITS, excess
-from mdi.model.attention import cache_shape_of
 from mdi.model.stage import Stage, module_bytes, run_bytes
 from mdi.node.kind import ModelKind
 from secondaries import entry_of, secondary
@@ -150,7 +150,8 @@ def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int
 def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
     stage = Stage(config, 1, config.n_layer)
-    assert [cache_shape_of(config, i) for i in range(1, config.n_layer)] == stage.cache_shapes
+    windows = [getattr(block.attn, "window", None) for block in stage.blocks]
+    assert windows_of(vars(config), 1, config.n_layer) == windows
     assert run_bytes(config, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 

@@ -12,7 +12,7 @@ import pytest
 from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
-from mdi.model.room import CacheKind
+from mdi.kernels.page_sizes import CacheClass
 from mdi.node import memory as node_memory
 from mdi.node import threads as node_threads
 from mdi.node.device import Computing, choose_kv_dtype
@@ -33,28 +33,43 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"])
 def test_what_a_stage_reports(free: None, family: str) -> None:
     stage = stages_of(model_of(family), ())[0]
-    copy = max(b.attn.cache_shape.copy_bytes(stage.max_length, 2) for b in stage.blocks)
 
     def told(kv_dtype: str, by_hand: int | None, is_mapped: bool) -> CacheReport:
         computing = Computing("cpu", "float32", kv_dtype, None)
-        return report_caches(TorchStage(stage, computing, "float32" if is_mapped else None), "cpu", by_hand)
+        loaded = TorchStage(stage, computing, "float32" if is_mapped else None)
+        loaded.prepare(160)
+        return report_caches(loaded, "cpu", by_hand)
 
     by_hand = told("bfloat16", 10**7, True)
-    assert by_hand.is_by_hand and by_hand.limit_bytes == 10**7 - copy
+    assert by_hand.is_by_hand and by_hand.limit_bytes == 10**7
     assert told("bfloat16", 0, True).limit_bytes == 0
     loaded = told("bfloat16", None, False)
     mapped = told("bfloat16", None, True)
     weights = sum(p.nbytes for p in stage.parameters())
-    share = 1 - 1 / (len(stage.blocks) + 1)  # a block's caches may have to move
+    share = 1 - 1 / (len(stage.blocks) + 1)  # a block's keys and values are gathered
     assert 6 * GB * share < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB * share
     assert loaded.limit_bytes - mapped.limit_bytes == pytest.approx(0.85 * weights * share, abs=2)
     full = told("float32", None, False)
-    assert [k.position_bytes for k in full.kinds] == [2 * k.position_bytes for k in loaded.kinds]
-    shapes = [b.attn.cache_shape for b in stage.blocks]
-    assert sum(k.n_bytes(160, 64, 160) for k in full.kinds) == sum(s.n_bytes(160, 4) for s in shapes)
+    assert len(full.classes) == (2 if "Gemma" in family else 1)
+    assert sum(c.page_bytes for c in full.classes) > sum(c.page_bytes for c in loaded.classes)
 
 
-REPORT = CacheReport(100, False, (CacheKind(None, 7), CacheKind(16, 3)), "cpu")
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-3-1b-it"])
+def test_a_limit_bounds_what_is_reserved_and_what_is_reserved_the_limit(
+    free: None, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing = Computing("cpu", "float32", "float32", None)
+    stage = TorchStage(stages_of(model_of(family), ())[0], computing, None)
+    stage.prepare(64, 100_000)
+    assert all(0 <= pool.capacity * pool.page_bytes - 100_000 < pool.page_bytes for pool in stage.caches.pools)
+    assert report_caches(stage, "cpu", 100_000).limit_bytes == 100_000
+    stage.caches.pools[0].capacity = 1  # as if the system had granted no more
+    for by_hand in (100_000, None):
+        limit = report_caches(stage, "cpu", by_hand).limit_bytes
+        assert limit == stage.caches.pools[0].page_bytes < 100_000
+
+
+REPORT = CacheReport(100, False, (CacheClass(None, 7), CacheClass(16, 3)), "cpu")
 
 
 def test_a_report_travels_as_json() -> None:
@@ -63,8 +78,8 @@ def test_a_report_travels_as_json() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"limit_bytes": -1}, {"limit_bytes": "many"}, {"kinds": [[None]]}, {"kinds": [[None, -1]]}, {"kinds": 3},
-     {"kinds": [["x", 1]]}, {"kinds": [[None, 1.5]]}],
+    [{"limit_bytes": -1}, {"limit_bytes": "many"}, {"classes": [[None]]}, {"classes": [[None, -1]]}, {"classes": 3},
+     {"classes": [["x", 1]]}, {"classes": [[None, 1.5]]}],
 )  # fmt: skip
 def test_a_report_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ControlError, match=r"secondary0 (does not say|says of its caches)"):
@@ -78,8 +93,8 @@ def test_no_report_is_refused(data: object) -> None:
 
 
 def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
-    def report(n: int, by_hand: bool = False, device: str = "cpu", kinds: int = 1) -> CacheReport:
-        return CacheReport(n, by_hand, (CacheKind(None, 1),) * kinds, device)
+    def report(n: int, by_hand: bool = False, device: str = "cpu", classes: int = 1) -> CacheReport:
+        return CacheReport(n, by_hand, (CacheClass(None, 1),) * classes, device)
 
     nodes = share_out(
         [
@@ -88,9 +103,8 @@ def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
             ("secondary1", "b", report(900)),
             ("secondary2", "a", report(50, by_hand=True)),
             ("secondary3", "a", report(900, device="cuda:0")),
-            ("secondary4", "a", report(900, kinds=0)),
-        ],
-        100,
+            ("secondary4", "a", report(900, classes=0)),
+        ]
     )
     assert [node.limit_bytes for node in nodes[:5]] == [300, 300, 900, 50, 900]
     assert nodes[5].n_bytes(100) == 0

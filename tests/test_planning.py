@@ -165,9 +165,9 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
     seen: list[tuple[str, Any, int]] = []
 
     class Watched(Stage):
-        def prepare(self, max_length: int, device: Any, dtype: Any) -> None:
+        def prepare(self, max_length: int, device: Any, dtype: Any, cache_limit: int | None = None) -> None:
             seen.append((threading.current_thread().name, str(device), torch.get_num_threads()))
-            super().prepare(max_length, device, dtype)
+            super().prepare(max_length, device, dtype, cache_limit)
 
     with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(mdi.model.stage, "Stage", Watched)

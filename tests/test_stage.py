@@ -119,11 +119,9 @@ def test_caches_grow_with_the_tokens_and_are_freed() -> None:
     text = prompt(CONTEXT, 15)
     for start in range(0, CONTEXT, 8):
         stage(stage.embed(torch.tensor(text[start : start + 8])), [(3, start, 8)])
-    per_position = 2 * config.n_query_groups * config.head_size * 4
-    n_full = sum(1 for i in range(config.n_layer) if not config.sliding_window_indices[i])
-    n_windowed = config.n_layer - n_full
-    # A windowed block keeps its window, the slack and one chunk, in a buffer that grows in steps.
-    assert stage.caches.n_bytes <= per_position * (n_full * CONTEXT + n_windowed * 128)
+    full, windowed = sorted(stage.caches.classes, key=lambda c: c.window or 0)
+    assert full.window is None and windowed.window == config.sliding_window_size
+    assert stage.caches.n_bytes <= full.n_bytes(CONTEXT) + windowed.n_bytes(CONTEXT, 8)
     stage.caches.free(3)
     stage.caches.free(99)
     assert len(stage.caches) == 0 and stage.caches.n_bytes == 0

@@ -14,7 +14,7 @@ from litgpt.model import Block
 from gpt.model import make_block
 from gpt.shape import GPTConfig
 from mdi.errors import EngineError
-from mdi.model.cache import CacheShape, CacheStore
+from mdi.model.cache import TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage, StarterStage
 
@@ -34,13 +34,11 @@ class WholeTextStage(Stage):
         """The widest activations of a block, over a full context."""
         return self.config.block_size * (self.config.intermediate_size or 0) * dtype.itemsize
 
-    @property
-    def cache_shapes(self) -> list[CacheShape]:
-        return []
-
-    def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(
+        self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
+    ) -> None:
         self.max_length = max_length
-        self.caches = CacheStore([], max_length, device, dtype)
+        self.caches = TorchCaches(vars(self.config), 0, 0, max_length, device, dtype)  # of no blocks
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:

@@ -225,10 +225,10 @@ class StingyMmap:
 def test_a_system_that_refuses_a_reservation_gets_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "mmap", StingyMmap(10 * BYTES))
     caches = CachePages([CacheClass(None, BYTES)], [Pool(BYTES, 64)])
-    assert caches.pools[0].capacity == 8 and caches.most_bytes == 8 * BYTES
-    caches.extend(0, 0, 8 * PAGE)
+    assert caches.pools[0].capacity == 4 and caches.most_bytes == 4 * BYTES
+    caches.extend(0, 0, 4 * PAGE)
     with pytest.raises(EngineError):
-        caches.extend(0, 8 * PAGE, 1)
+        caches.extend(0, 4 * PAGE, 1)
     monkeypatch.setattr(pages_module, "mmap", StingyMmap(BYTES - 1))
     with pytest.raises(EngineError, match="not even"):
         Pool(BYTES, 64)

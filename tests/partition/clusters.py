@@ -27,9 +27,9 @@ def cluster(*nodes: NodeProfile, links: tuple[LinkProfile, ...] = ()) -> Cluster
 
 
 def block(
-    weight_mb: float = 10, macs: int = 2_500_000, cache_bytes: int = 2048, window: int | None = None
+    weight_mb: float = 10, macs: int = 2_500_000, page_bytes: int = 2048 * 32, window: int | None = None
 ) -> BlockShape:
-    return BlockShape(int(weight_mb * MB), int(weight_mb * MB), macs, cache_bytes, window)
+    return BlockShape(int(weight_mb * MB), int(weight_mb * MB), macs, page_bytes, window)
 
 
 def model(n_layer: int = 6, blocks: tuple[BlockShape, ...] | None = None, **changes: object) -> ModelShape:

@@ -98,8 +98,11 @@ def test_memory_adds_up() -> None:
     cost = CostModel(cluster(node("a"), node("b")), shape, Workload(4, 1000))
     starter, other = cost.memory(0, 0, 1, 2), cost.memory(1, 1, 3, 2)
     assert starter.weights == 10 * MB + 40 * MB and other.weights == 20 * MB
-    assert starter.caches == 4 * 1000 * 2048
-    assert other.caches == 4 * (1000 + 512) * 2048  # room for a window of 100, its slack and a chunk, in whole steps
+    page = 32 * 2048
+    assert starter.caches == 4 * 32 * page  # 1000 positions in whole pages
+    assert (
+        other.caches == 4 * (32 + 9) * page
+    )  # of a window of 100: it, its slack, a chunk, and what begins its first page
     assert starter.process == 50 * MB
     rows = 2 + 64
     activations = 2 * rows * 16384 + 2 * 4 * 8 * 64 * 1000 + 512 * 1000 + 2 * 2 * rows * 4096

@@ -45,7 +45,7 @@ def test_what_fills_nobody_is_refused_with_what_is_missing() -> None:
     cost = cost_of((150, 1), (60, 1))
     with pytest.raises(PlacementError, match="gma places 4 of 6 blocks") as e:
         place(cost, "gma")
-    assert e.value.missing == (("", 2 * (10 * MB + 10 * 2048)),)
+    assert e.value.missing == (("", 2 * (10 * MB + 32 * 2048)),)
     with pytest.raises(PlacementError, match="n0 has .* too little for embedding and head") as e:
         place(cost_of((80, 1), (900, 1)), "gma")
     assert e.value.missing[0][0] == "n0"

@@ -114,7 +114,7 @@ def test_a_refusal_for_many_sequences_offers_fewer() -> None:
     with pytest.raises(PlacementError, match="--n-samples 8 fits"):
         plan(profile, model(6), Workload(64, 400))
     with pytest.raises(PlacementError, match="--n-samples 1 --sequence-length 250 fits"):
-        plan(profile, model(6, (block(cache_bytes=20_000),) * 6), Workload(4, 500))
+        plan(profile, model(6, (block(page_bytes=32 * 20_000),) * 6), Workload(4, 500))
 
 
 def test_a_refusal_of_even_offers_another_placement() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdi.model.room import CacheKind
+from mdi.kernels.page_sizes import CHUNK_ROWS, CacheClass
 
 
 @dataclass(frozen=True)
@@ -15,20 +15,18 @@ class NodeCaches:
     Attributes:
         name: of the node.
         limit_bytes: what all caches together may take there.
-        kinds: what a position takes.
-        max_length: positions that a sequence of this run may reach.
+        classes: what pages take there.
         chunk_rows: rows that a slice has at most.
     """
 
     name: str
     limit_bytes: int
-    kinds: tuple[CacheKind, ...]
-    max_length: int
-    chunk_rows: int
+    classes: tuple[CacheClass, ...]
+    chunk_rows: int = CHUNK_ROWS
 
     def n_bytes(self, length: int) -> int:
-        """What a sequence of `length` positions takes at most, from its first token to its last."""
-        return sum(kind.n_bytes(length, self.chunk_rows, self.max_length) for kind in self.kinds)
+        """What a sequence of `length` positions takes at most, from its first token to its last: whole pages."""
+        return sum(c.n_bytes(length, self.chunk_rows) for c in self.classes)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from functools import lru_cache
 from mdi.engine.memory import CacheMemory
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
-from mdi.model.room import CHUNK_ROWS as CHUNK_ROWS
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
 
 DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
-AHEAD_POSITIONS = 64  # by so much all sequences can grow after one was let in, before one has to be put out
+AHEAD_POSITIONS = 2 * PAGE  # by so much all sequences can grow after one was let in, before one has to be put out
 
 
 @dataclass(frozen=True)

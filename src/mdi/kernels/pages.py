@@ -120,13 +120,19 @@ class Pool(Pages):
 
 
 def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
-    """Memory for that many pages, or for as many as the system grants, and how many."""
+    """Memory for that many pages, and how many; of a system that refuses, for half of what it grants: others need some, too."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+    wanted = n_pages
     while n_pages:
         try:
-            return mmap.mmap(-1, n_pages * page_bytes, flags=flags), n_pages
+            found = mmap.mmap(-1, n_pages * page_bytes, flags=flags)
         except (OSError, OverflowError):
             n_pages //= 2
+            continue
+        if n_pages in (1, wanted):
+            return found, n_pages
+        found.close()
+        return mmap.mmap(-1, n_pages // 2 * page_bytes, flags=flags), n_pages // 2
     raise EngineError(
         f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory"
     )
@@ -139,7 +145,7 @@ def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | Non
     """
     if limit_bytes is None:
         limit_bytes = max(psutil.virtual_memory().total, cache_class.n_bytes(max_length))
-    return max(1, limit_bytes // cache_class.page_bytes)
+    return max(1, -(-limit_bytes // cache_class.page_bytes))
 
 
 class Table:

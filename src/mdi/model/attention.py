@@ -21,9 +21,7 @@ from litgpt.model import (
     do_softcapping,
 )
 
-from mdi.model.batch import Batch, Rows
-from mdi.model.cache import CacheShape
-from mdi.model.shelf import DecodeGroup
+from mdi.model.batch import Alone, Batch, Together
 
 
 def attend(
@@ -70,7 +68,7 @@ class CachedAttention(nn.Module):
 
     Args:
         attn: litgpt's module, whose parameters are taken over.
-        layer: place of the block in its stage: index into the caches of a sequence.
+        layer: place of the block in its stage.
     """
 
     def __init__(self, attn: CausalSelfAttention, layer: int) -> None:
@@ -83,22 +81,21 @@ class CachedAttention(nn.Module):
         self.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.head_size)
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        return _heads_shape(self.config, self.window)
-
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (N, 1, rope_n_elem) are those of the rows' positions."""
         c = self.config
         heads = self._project(x[0], cos, sin)
-        groups, alone = batch.parts(self.window)
+        cache = batch.caches.blocks[self.layer]
+        cache.write(batch.places(cache.cache_class), *heads[:, c.n_head :].split(c.n_query_groups, dim=1))
+        q = heads[:, : c.n_head]
+        groups, alone = batch.parts(cache.cache_class)
         if not alone and len(groups) == 1:
-            return self.proj(self._attend_group(heads, groups[0], batch))[None]
+            return self.proj(self._attend_together(q, groups[0], batch))[None]
         y = heads.new_empty(heads.size(0), c.n_head * c.head_size)
         for group in groups:
-            y[group.index] = self._attend_group(heads[group.index], group, batch)
-        for rows in alone:
-            y[rows.span] = self._attend(heads[rows.span], rows, batch)
+            y[group.index] = self._attend_together(q[group.index], group, batch)
+        for part in alone:
+            y[part.rows.span] = self._attend(q[part.rows.span], part, batch)
         return self.proj(y)[None]
 
     def _project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -123,30 +120,23 @@ class CachedAttention(nn.Module):
             q, k = self.norm_q(q), self.norm_k(k)
         return torch.cat((q, k, v), dim=1)
 
-    def _attend_group(self, heads: torch.Tensor, group: DecodeGroup, batch: Batch) -> torch.Tensor:
-        """(n, n_head + 2 * G, head_size) of sequences that decode one row each -> (n, n_head * head_size)"""
+    def _attend_together(self, q: torch.Tensor, group: Together, batch: Batch) -> torch.Tensor:
+        """(n, n_head, head_size) of sequences that decode one row each -> (n, n_head * head_size)"""
         c = self.config
-        n, n_groups = heads.size(0), c.n_query_groups
-        shelf = group.shelf(self.layer)
-        shelf.write(group.places(n_groups), heads[:, c.n_head :])
-        q = heads[:, : c.n_head].view(n, n_groups, -1, c.head_size)  # (n, G, R, head_size)
-        keys = batch.converted("keys", shelf.keys, q.dtype)
-        values = batch.converted("values", shelf.values, q.dtype)
+        n, n_groups = q.size(0), c.n_query_groups
+        keys, values = (batch.seen(group, self.layer, half, q.dtype) for half in (0, 1))
         mask = group.mask(q.dtype, n_groups, c.n_head // n_groups)
-        y = attend(q, keys, values, mask, self.scale, c.attention_logit_softcapping)
+        folded = q.reshape(n, n_groups, -1, c.head_size)  # (n, G, R, head_size)
+        y = attend(folded, keys, values, mask, self.scale, c.attention_logit_softcapping)
         return y.reshape(n, c.n_head * c.head_size)
 
-    def _attend(self, heads: torch.Tensor, rows: Rows, batch: Batch) -> torch.Tensor:
-        """(n, n_head + 2 * G, head_size) of one sequence -> (n, n_head * head_size)"""
+    def _attend(self, q: torch.Tensor, part: Alone, batch: Batch) -> torch.Tensor:
+        """(n, n_head, head_size) of one sequence -> (n, n_head * head_size)"""
         c = self.config
-        n = heads.size(0)
-        q, k, v = heads.transpose(0, 1).split([c.n_head, c.n_query_groups, c.n_query_groups])
-        keys, values, first = rows.caches[self.layer].append(rows.start, k, v)
-        n_repeat = c.n_head // c.n_query_groups
-        folded = q.reshape(1, c.n_query_groups, n_repeat * n, c.head_size)
-        mask = batch.mask(rows, first, self.window, n_repeat)
-        keys = batch.converted("keys", keys[None], q.dtype)
-        values = batch.converted("values", values[None], q.dtype)
+        n, n_repeat = q.size(0), c.n_head // c.n_query_groups
+        keys, values = (batch.seen(part, self.layer, half, q.dtype) for half in (0, 1))
+        mask = batch.mask(part, self.window, n_repeat)
+        folded = q.transpose(0, 1).reshape(1, c.n_query_groups, n_repeat * n, c.head_size)
         y = attend(folded, keys, values, mask, self.scale, c.attention_logit_softcapping)
         return y.view(c.n_head, n, c.head_size).transpose(0, 1).reshape(n, c.n_head * c.head_size)
 
@@ -170,10 +160,6 @@ class CachedLatentAttention(nn.Module):
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
         self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.bmm  # or mdi.model.tiles'
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        return _latent_shape(self.config)
-
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (N, 1, qk_rope_head_dim) are those of the rows' positions."""
         c = self.config
@@ -187,42 +173,26 @@ class CachedLatentAttention(nn.Module):
         rotate_(k_rot[:, None], cos, sin, c.rope_interleave)
         # (n_head, N, kv_lora_rank + qk_rope_head_dim): queries that look at latents
         q = torch.cat((self.multiply(q_pass.transpose(0, 1), up_k), q_rot.transpose(0, 1)), dim=-1)
-        k = torch.cat((self.kv_a_norm(latent), k_rot), dim=-1)[None]  # (1, N, same)
+        cache = batch.caches.blocks[self.layer]
+        cache.write(batch.places(cache.cache_class), torch.cat((self.kv_a_norm(latent), k_rot), dim=-1)[:, None])
         y = q.new_empty(c.n_head, n, c.kv_lora_rank)
         for rows in batch.rows:
-            y[:, rows.span] = self._attend(q[:, rows.span], k[:, rows.span], rows, batch)
+            y[:, rows.span] = self._attend(q[:, rows.span], batch.alone(rows, cache.cache_class), batch)
         heads = self.multiply(y, up_v.mT)  # (n_head, N, v_head_dim)
         if self.kv_b_proj.bias is not None:
             heads = heads + self.kv_b_proj.bias.view(c.n_head, 1, -1)[..., c.qk_nope_head_dim :]
         return self.proj(heads.transpose(0, 1).reshape(1, n, c.n_head * c.v_head_dim))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, rows: Rows, batch: Batch) -> torch.Tensor:
-        """q (n_head, n, d), k (1, n, d) of one sequence -> (n_head, n, kv_lora_rank)."""
+    def _attend(self, q: torch.Tensor, part: Alone, batch: Batch) -> torch.Tensor:
+        """(n_head, n, d) of one sequence -> (n_head, n, kv_lora_rank)"""
         n_head, n, size = q.shape
-        keys, _, first = rows.caches[self.layer].append(rows.start, k, k[..., :0])
-        keys = batch.converted("keys", keys[None], q.dtype)  # (1, 1, L, d)
-        mask = batch.mask(rows, first, None, n_head)
+        keys = batch.seen(part, self.layer, 0, q.dtype)  # (1, 1, L, d)
+        mask = batch.mask(part, None, n_head)
         values = keys[..., : self.config.kv_lora_rank]
         y = attend(
             q.reshape(1, 1, n_head * n, size), keys, values, mask, self.scale, self.config.attention_logit_softcapping
         )
         return y.view(n_head, n, self.config.kv_lora_rank)
-
-
-def cache_shape_of(config: Config, index: int) -> CacheShape:
-    """What block `index` of a model keeps of a position, known without building the block."""
-    if config.latent_attention:
-        return _latent_shape(config)
-    is_windowed = config.sliding_window_indices is not None and config.sliding_window_indices[index]
-    return _heads_shape(config, config.sliding_window_size if is_windowed else None)
-
-
-def _heads_shape(config: Config, window: int | None) -> CacheShape:
-    return CacheShape(config.n_query_groups, config.head_size, config.head_size, window)
-
-
-def _latent_shape(config: Config) -> CacheShape:
-    return CacheShape(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
 
 
 def cached(attn: nn.Module, layer: int) -> CachedAttention | CachedLatentAttention:

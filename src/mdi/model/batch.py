@@ -5,107 +5,194 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from mdi.model.cache import BlockCache, CacheStore
-from mdi.model.room import room_for
-from mdi.model.shelf import LARGEST_ROOM, DecodeGroup
+from mdi.kernels.page_sizes import PAGE
+from mdi.kernels.pages import Table
+from mdi.model.cache import Memory, Selection, TorchCaches
+
+# Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
+# what is gathered for all of them is small.
+LARGEST_TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [first_row, first_row + n_rows) of a batch: positions from `start` on of one sequence."""
+    """Rows [first_row, first_row + n_rows) of a batch: positions from `start` on of one sequence.
+
+    Attributes:
+        tables: of the sequence, for each class.
+    """
 
     first_row: int
     n_rows: int
     start: int
-    caches: list[BlockCache]
+    tables: list[Table]
 
     @property
     def span(self) -> slice:
         return slice(self.first_row, self.first_row + self.n_rows)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.n_rows
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One sequence's rows, and what they see.
+
+    Attributes:
+        first: position of the first key that any of them sees; the keys end at the last row's position.
+        pages: where these keys lie.
+    """
+
+    rows: Rows
+    first: int
+    pages: Selection
+
+    def seen(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Of what its pages have, (positions, G, size), what can be seen: (1, G, n_keys, size)."""
+        skipped = self.first % PAGE
+        return gathered[skipped : skipped + self.rows.end - self.first].transpose(0, 1)[None]
+
+
+class Together:
+    """Sequences that bring one row each and have as many pages: a block attends to all of them at once.
+
+    All positions of their pages are read, those beyond a sequence's end under a mask: a sequence's result depends on its own
+    position and never on who stands beside it.
+
+    Attributes:
+        index: where the rows stand in the batch; None if they are the batch.
+        pages: of all of them, those of the first sequence before those of the next.
+    """
+
+    def __init__(
+        self, starts: Sequence[int], index: torch.Tensor | None, pages: Selection, device: torch.device
+    ) -> None:
+        self.index, self.pages = index, pages
+        self._n = len(starts)
+        self._starts = torch.tensor(starts, device=device)
+        self._masks: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+
+    def seen(self, gathered: torch.Tensor) -> torch.Tensor:
+        """(positions of all, G, size) -> (n, G, positions of each, size)"""
+        return gathered.view(self._n, -1, *gathered.shape[1:]).transpose(1, 2)
+
+    def mask(self, dtype: torch.dtype, n_groups: int, n_repeat: int) -> torch.Tensor:
+        """What is added to the scores: nothing up to a sequence's own position, minus infinity beyond.
+
+        Returns:
+            (n, G, n_repeat, positions of each), the same object for every block.
+        """
+        key = dtype, n_groups, n_repeat
+        if key not in self._masks:
+            device, length = self._starts.device, self.pages.n // self._n * PAGE
+            beyond = torch.arange(length, device=device) > self._starts[:, None]
+            zeros = torch.zeros(self._n, length, dtype=dtype, device=device)
+            mask = zeros.masked_fill_(beyond, float("-inf"))[:, None, None]
+            self._masks[key] = mask.expand(-1, n_groups, n_repeat, -1)
+        return self._masks[key]
+
 
 class Batch:
-    """A ragged batch.
+    """A ragged batch; the caches have pages for all of its rows.
 
     Args:
         slices: (seq_id, start, n_rows) in row order.
-        store: the stage's caches.
-        device: where the positions are needed.
+        caches: the stage's.
+
+    Raises:
+        EngineError: a slice that does not fit its sequence's cache, or memory that has run out.
     """
 
-    def __init__(self, slices: Sequence[tuple[int, int, int]], store: CacheStore, device: torch.device) -> None:
+    def __init__(self, slices: Sequence[tuple[int, int, int]], caches: TorchCaches) -> None:
+        self.caches = caches
+        self.memory = Memory(caches.device)
         self.rows: list[Rows] = []
-        positions: list[int] = []
+        n = 0
         for seq_id, start, n_rows in slices:
-            self.rows.append(Rows(len(positions), n_rows, start, store.of(seq_id)))
-            positions.extend(range(start, start + n_rows))
-        self.positions = torch.tensor(positions, device=device)  # (N,)
-        self._device = device
-        self._store = store
-        self._converted: dict[str, torch.Tensor] = {}
-        self._parts: dict[int | None, tuple[list[DecodeGroup], list[Rows]]] = {}
+            self.rows.append(Rows(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
+            n += n_rows
+        ranges = [np.arange(rows.start, rows.end) for rows in self.rows]
+        self._numbers = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
+        self.positions = torch.from_numpy(self._numbers).to(caches.device)  # (N,)
+        self._places: dict[int, Selection] = {}
+        self._alone: dict[tuple[int, int], Alone] = {}
+        self._parts: dict[int, tuple[list[Together], list[Alone]]] = {}
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
-    @property
-    def n_rows(self) -> int:
-        return self.positions.numel()
+    def places(self, cache_class: int) -> Selection:
+        """Where the keys and values of all rows are written."""
+        if cache_class not in self._places:
+            ids = [np.zeros(0, dtype=np.int32)]
+            for rows in self.rows:
+                table = rows.tables[cache_class]
+                ids.append(table.ids[np.arange(rows.start, rows.end) // PAGE - table.first])
+            self._places[cache_class] = self.caches.select(cache_class, np.concatenate(ids), self._numbers % PAGE)
+        return self._places[cache_class]
 
-    def parts(self, window: int | None) -> tuple[list[DecodeGroup], list[Rows]]:
-        """What blocks with this window compute at once, and what they compute one sequence after the other.
+    def parts(self, cache_class: int) -> tuple[list[Together], list[Alone]]:
+        """What blocks of this class compute at once, and what they compute one sequence after the other.
 
         Which of the two a row belongs to depends on its own position only, so that company changes nothing.
         """
-        if window not in self._parts:
+        if cache_class not in self._parts:
+            window = self.caches.classes[cache_class].window
             together: dict[int, list[Rows]] = {}
-            alone: list[Rows] = []
+            alone: list[Alone] = []
             for rows in self.rows:
-                room = min(room_for(rows.start + 1), self._store.max_length)
-                if rows.n_rows == 1 and room <= LARGEST_ROOM and (window is None or room <= window):
-                    together.setdefault(room, []).append(rows)
+                n_pages = -(-rows.end // PAGE)
+                if rows.n_rows == 1 and n_pages <= LARGEST_TOGETHER and (window is None or rows.end <= window):
+                    together.setdefault(n_pages, []).append(rows)
                 else:
-                    alone.append(rows)
-            self._parts[window] = [self._group(members, room) for room, members in together.items()], alone
-        return self._parts[window]
+                    alone.append(self.alone(rows, cache_class))
+            self._parts[cache_class] = [self._together(each, cache_class) for each in together.values()], alone
+        return self._parts[cache_class]
 
-    def _group(self, members: list[Rows], room: int) -> DecodeGroup:
-        numbers, starts, caches = zip(*((r.first_row, r.start, r.caches) for r in members), strict=True)
-        whole = len(members) == len(self.positions)
-        return DecodeGroup(list(numbers), list(starts), list(caches), self._store, room, whole, self._device)
+    def alone(self, rows: Rows, cache_class: int) -> Alone:
+        """What these rows see."""
+        key = rows.first_row, cache_class
+        if key not in self._alone:
+            table, window = rows.tables[cache_class], self.caches.classes[cache_class].window
+            first = 0 if window is None else max(0, rows.start - window + 1)
+            ids = table.ids[first // PAGE - table.first : -(-rows.end // PAGE) - table.first]
+            self._alone[key] = Alone(rows, first, self.caches.select(cache_class, ids))
+        return self._alone[key]
 
-    def converted(self, slot: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`x` in another type, in memory that all blocks use one after the other.
+    def _together(self, members: list[Rows], cache_class: int) -> Together:
+        pages = np.concatenate([rows.tables[cache_class].ids for rows in members])
+        device = self.caches.device
+        is_all = len(members) == len(self._numbers)
+        index = None if is_all else torch.tensor([rows.first_row for rows in members], device=device)
+        return Together([rows.start for rows in members], index, self.caches.select(cache_class, pages), device)
 
-        Memory of their own, megabytes of a long cache, would come from the system anew for each block, page by page.
+    def seen(self, part: Alone | Together, layer: int, half: int, dtype: torch.dtype) -> torch.Tensor:
+        """Keys (0) or values (1) of one block that these rows may see, (n, G, n_keys, size), as `dtype`."""
+        found = part.seen(self.caches.blocks[layer].gather(half, part.pages, self.memory))
+        if found.dtype == dtype:
+            return found
+        return self.memory.of(f"half {half} as {dtype}", found.shape, dtype).copy_(found)
 
-        Args:
-            slot: what is valid until this is called for the same slot again.
-        """
-        if x.dtype == dtype:
-            return x
-        kept = self._converted.get(slot)
-        if kept is None or kept.numel() < x.numel() or kept.dtype != dtype:
-            kept = self._converted[slot] = torch.empty(x.numel(), dtype=dtype, device=x.device)
-        return kept[: x.numel()].view(x.shape).copy_(x)
-
-    def mask(self, rows: Rows, first: int, window: int | None, n_repeat: int) -> torch.Tensor | None:
+    def mask(self, part: Alone, window: int | None, n_repeat: int) -> torch.Tensor | None:
         """Which keys each row may see; None if all may see all.
 
         Args:
-            first: position of the first key; the keys end at the last row's position.
             window: how many positions back a row sees, itself included; None is all of them.
             n_repeat: how often the rows stand below each other (the query heads of a group).
 
         Returns:
             (n_repeat * n_rows, n_keys) boolean, the same object for every block that asks the same.
         """
-        if rows.n_rows == 1:  # the cache gives no key that a single row may not see
+        rows = part.rows
+        if rows.n_rows == 1:  # there is no key that a single row may not see
             return None
-        key = (rows.first_row, first, n_repeat, window)
+        key = (rows.first_row, part.first, n_repeat, window)
         if key not in self._masks:
-            queries = torch.arange(rows.start, rows.start + rows.n_rows, device=self._device)[:, None]
-            keys = torch.arange(first, rows.start + rows.n_rows, device=self._device)[None, :]
+            queries = torch.arange(rows.start, rows.end, device=self.caches.device)[:, None]
+            keys = torch.arange(part.first, rows.end, device=self.caches.device)[None, :]
             mask = keys <= queries
             if window is not None:
                 mask &= keys > queries - window

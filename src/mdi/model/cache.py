@@ -1,204 +1,215 @@
-"""Key/value caches: one per sequence and block, with room for the tokens that are there, not for all that could come.
+"""Key/value caches of the torch path: the pages of `mdi.kernels.pages` in torch's memory. A block gathers by page number what a
+sequence has.
 
-A cache is a growing buffer of positions [base, end). A block with a sliding window drops what it can never read again, so
-its cache stays near the window, whatever the length of the sequence. Rotating KV caches (MDI-LLM thesis, section 3.5)
-are the dictionary `CacheStore`: a node holds one set per sequence in flight, and a frame says whose rows it brings.
+Of each block a page has the keys of its 32 positions, (32, G, k_size), then the values, (32, G, v_size), so that pages behind
+each other are a sequence's keys in their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from mdi.errors import EngineError
-from mdi.model.allocator import give_back_freed
-from mdi.model.room import (
-    CHUNK_ROWS,
-    FIRST_POSITIONS,
-    WINDOW_SLACK,
-    WINDOW_SPARE,
-    CacheKind,
-    largest_room,
-    room_for,
-)
+from mdi.kernels.page_sizes import PAGE, CacheShape, cache_classes, cache_shape
+from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 
-if TYPE_CHECKING:
-    from mdi.model.shelf import Shelf
+CACHE_TYPE_OF = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
+SLAB_BYTES = 32 << 20  # of a GPU's memory, taken at once
 
-GIVE_BACK_BYTES = 8 << 20
+
+class TorchPages(Protocol):
+    """Pages as tensors: page p is row p % slab_pages of slab p // slab_pages, which is (slab_pages, numbers of a page)."""
+
+    slab_pages: int
+    slabs: list[torch.Tensor]
+
+
+class HostPages(Pool):
+    """In the memory of the machine, all in one slab.
+
+    A new page is zeros: rows that are not written yet are read under a mask, and a mask cannot undo what is not a number.
+    """
+
+    def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype) -> None:
+        super().__init__(page_bytes, capacity)
+        self.slab_pages = max(1, self.capacity)
+        self.slabs = [torch.from_numpy(self.memory).view(dtype)]
+
+    def take(self) -> int:
+        page = super().take()
+        self.slabs[0][page].zero_()
+        return page
+
+
+class DevicePages(Pages):
+    """In the memory of a GPU, slab after slab; all of it is given back when no page is in use. A new page is zeros."""
+
+    def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(page_bytes, capacity)
+        self._dtype, self._device = dtype, device
+        self.slab_pages = max(1, SLAB_BYTES // page_bytes)
+        self.slabs: list[torch.Tensor] = []
+
+    def take(self) -> int:
+        page = super().take()
+        if page // self.slab_pages == len(self.slabs):
+            try:
+                shape = self.slab_pages, self.page_bytes // self._dtype.itemsize
+                self.slabs.append(torch.empty(shape, dtype=self._dtype, device=self._device))
+            except RuntimeError:  # of several types, by device
+                super().release([page])
+                raise EngineError(
+                    f"no memory is left on {self._device} for another {SLAB_BYTES >> 20} MB of caches"
+                ) from None
+        self._row(page).zero_()
+        return page
+
+    def copy(self, page: int) -> int:
+        other = self.take()
+        self._row(other).copy_(self._row(page))
+        return other
+
+    def release(self, pages: Sequence[int]) -> None:
+        super().release(pages)
+        if not self.n_used:
+            self.slabs.clear()
+            self._free.clear()
+            self._next = 0
+
+    def _row(self, page: int) -> torch.Tensor:
+        return self.slabs[page // self.slab_pages][page % self.slab_pages]
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """What one block keeps of one position: `n_groups` keys of `k_size` values and values of `v_size`."""
+class Selection:
+    """Pages, or positions in pages, in an order: of each slab that has some, which, and where they stand in that order.
 
-    n_groups: int
-    k_size: int
-    v_size: int
-    window: int | None = None
+    Attributes:
+        n: how many.
+        parts: number of a slab; rows of it; positions in them, if positions were asked for; places in the order, None if all
+            are in one slab.
+    """
 
-    def kind(self, itemsize: int) -> CacheKind:
-        """What decides how much memory it takes, with values of `itemsize` bytes."""
-        return CacheKind(self.window, self.n_groups * (self.k_size + self.v_size) * itemsize)
-
-    def n_bytes(self, length: int, itemsize: int) -> int:
-        """What a sequence of `length` tokens takes at most, brought in slices of up to CHUNK_ROWS rows."""
-        return self.kind(itemsize).n_bytes(length, CHUNK_ROWS, length)
-
-    def copy_bytes(self, max_length: int, itemsize: int) -> int:
-        """What a growing cache takes beside its new buffer for a moment: the old keys, or the old values."""
-        room = largest_room(max_length, self.window, CHUNK_ROWS, max_length)
-        return self.n_groups * max(self.k_size, self.v_size) * itemsize * room
+    n: int
+    parts: tuple[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None], ...]
 
 
 class BlockCache:
-    """Keys (G, length, k_size) and values (G, length, v_size) of one sequence in one block.
+    """Keys and values of one block, of all sequences.
 
-    With `v_size` 0 the values are not stored: they are part of the keys (latent attention).
-
-    Attributes:
-        shelf, place: the shared buffer that the cache stands in, if it does (`mdi.model.shelf`), and where.
+    Args:
+        pool: of its class.
+        cache_class: the number of that.
+        begin: where it begins in a page, in numbers.
     """
 
-    def __init__(self, shape: CacheShape, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._shape = shape
-        self._max_length = max_length
-        self.base = 0  # position of the first entry that is kept
-        self.end = 0  # position after the last entry
-        room = min(FIRST_POSITIONS, max_length)
-        self._k = torch.empty(shape.n_groups, room, shape.k_size, device=device, dtype=dtype)
-        self._v = torch.empty(shape.n_groups, room, shape.v_size, device=device, dtype=dtype)
-        self.shelf: Shelf | None = None
-        self.place = 0
+    def __init__(self, pool: TorchPages, cache_class: int, begin: int, shape: CacheShape) -> None:
+        self._pool, self.cache_class = pool, cache_class
+        n_groups = shape.n_groups
+        keys = (begin, n_groups, shape.k_size)
+        self._halves = [keys]
+        if shape.v_size:
+            self._halves.append((begin + PAGE * n_groups * shape.k_size, n_groups, shape.v_size))
 
-    @property
-    def keys(self) -> torch.Tensor:
-        """The whole buffer of the keys, (G, room, k_size)."""
-        return self._k
+    def write(self, places: Selection, *kv: torch.Tensor) -> None:
+        """Store keys and values (N, G, size) of positions; values only where there are any."""
+        for (begin, n_groups, size), rows in zip(self._halves, kv, strict=True):
+            for slab_number, pages, positions, at in places.parts:
+                slab = self._pool.slabs[slab_number]
+                strides = (slab.stride(0), n_groups * size, size, 1)
+                view = slab.as_strided((slab.size(0), PAGE, n_groups, size), strides, begin)
+                assert positions is not None
+                view[pages, positions] = (rows if at is None else rows[at]).to(slab.dtype)
 
-    @property
-    def n_bytes(self) -> int:
-        return (self._k.numel() + self._v.numel()) * self._k.element_size()
-
-    def append(self, start: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Write the keys and values of positions [start, start + n); what was kept from `start` on is cut off.
-
-        Args:
-            start: at most `end`; with a window, at most WINDOW_SLACK before it.
-            k, v: (G, n, k_size) and (G, n, v_size).
-
-        Returns:
-            keys, values and the position of their first entry; they reach back as far as row `start` may look.
-
-        Raises:
-            EngineError: `start` is beyond the end, or lies so far back that the window has moved on.
-        """
-        n = k.size(1)
-        self._cut(start)
-        self._make_room(start - self.base + n)
-        at = start - self.base  # base may have moved
-        self._k[:, at : at + n] = k
-        self._v[:, at : at + n] = v
-        self.end = start + n
-        window = self._shape.window
-        first = self.base if window is None else max(self.base, start - window + 1)
-        kept = slice(first - self.base, at + n)
-        return self._k[:, kept], self._v[:, kept], first
-
-    def go_on_at(self, start: int) -> None:
-        """Take position `start` for written; the caller writes it. What was kept from there on is cut off."""
-        if start != self.end:
-            self._cut(start)
-        self.end = start + 1
-
-    def move_to(self, shelf: Shelf, place: int) -> None:
-        """Stand on a shelf from now on: its room is at least up to the end of this cache, which has dropped nothing."""
-        kept = min(self.end, self._k.size(1))
-        for old, new in zip((self._k, self._v), shelf.kv[:, place], strict=True):
-            new[:, :kept] = old[:, :kept]
-        self._k, self._v = shelf.kv[:, place]
-        self.shelf, self.place = shelf, place
-
-    def _cut(self, start: int) -> None:
-        if start > self.end:
-            raise EngineError(f"a slice starts at position {start}, but its cache ends at {self.end}")
-        if self.base and start < self.end and start - self._shape.window + 1 < self.base:  # type: ignore[operator]
-            raise EngineError(
-                f"a slice goes back to position {start}, but the window kept only what follows {self.base}"
-            )
-        self.end = start
-
-    def _make_room(self, n_needed: int) -> None:
-        """Let the buffer hold `n_needed` positions from `base` on: forget behind the window, else grow."""
-        if n_needed <= self._k.size(1):
-            return
-        window = self._shape.window
-        drop = 0 if window is None else max(0, self.end - window - WINDOW_SLACK - self.base)
-        n_wanted = n_needed - drop + (WINDOW_SPARE if drop else 0)
-        room = max(self._k.size(1), min(room_for(n_wanted), self._max_length))
-        self._k = self._moved(self._k, drop, room)
-        self._v = self._moved(self._v, drop, room)
-        self.base += drop
-        self.shelf = None
-
-    def _moved(self, old: torch.Tensor, drop: int, room: int) -> torch.Tensor:
-        kept = old[:, drop : self.end - self.base]
-        new = old if room == old.size(1) else old.new_empty(old.size(0), room, old.size(2))
-        new[:, : kept.size(1)] = kept.clone() if new is old else kept
-        return new
-
-    def copied(self) -> BlockCache:
-        """An independent copy, for a sequence that goes on from the same prefix."""
-        other = BlockCache.__new__(BlockCache)
-        other.__dict__.update(self.__dict__)
-        other._k, other._v, other.shelf = self._k.clone(), self._v.clone(), None
-        return other
+    def gather(self, half: int, pages: Selection, memory: Memory) -> torch.Tensor:
+        """Keys (0) or values (1) of these pages, one after the other: (n * 32, G, size), valid until the next of this half."""
+        begin, n_groups, size = self._halves[half]
+        numbers = PAGE * n_groups * size
+        found = memory.of(f"half {half}", (pages.n, numbers), self._pool.slabs[0].dtype)
+        for slab_number, index, _, at in pages.parts:
+            slab = self._pool.slabs[slab_number]
+            view = slab.as_strided((slab.size(0), numbers), (slab.stride(0), 1), begin)
+            if at is None:
+                torch.index_select(view, 0, index, out=found)
+            else:
+                found[at] = view.index_select(0, index)
+        return found.view(pages.n * PAGE, n_groups, size)
 
 
-class CacheStore:
-    """All caches of one stage: a list of BlockCache, in block order, per sequence.
+class Memory:
+    """Tensors that all blocks use one after the other.
 
-    Attributes:
-        let_go_bytes: about what caches have left behind, as they moved to other memory, since `give_back`.
+    Memory of their own, megabytes of a long cache, would come from the system anew for each block, page by page.
     """
 
-    def __init__(self, shapes: list[CacheShape], max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._shapes = shapes
-        self.max_length = max_length
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._dtype = dtype
-        self._caches: dict[int, list[BlockCache]] = {}
-        self.let_go_bytes = 0
+        self._kept: dict[str, torch.Tensor] = {}
 
-    def of(self, seq_id: int) -> list[BlockCache]:
-        """The caches of a sequence, made on first use."""
-        caches = self._caches.get(seq_id)
-        if caches is None:
-            caches = [BlockCache(s, self.max_length, self._device, self._dtype) for s in self._shapes]
-            self._caches[seq_id] = caches
-        return caches
+    def of(self, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with anything in it, valid until this is called for the same slot again."""
+        n = int(np.prod(shape))
+        kept = self._kept.get(slot)
+        if kept is None or kept.numel() < n or kept.dtype != dtype:
+            kept = self._kept[slot] = torch.empty(n, dtype=dtype, device=self._device)
+        return kept[:n].view(*shape)
 
-    def copy(self, seq_id: int, new_id: int) -> None:
-        self._caches[new_id] = [cache.copied() for cache in self.of(seq_id)]
 
-    def free(self, seq_id: int) -> None:
-        """Forget a sequence; one that this stage has not seen (it was cancelled early) is no error."""
-        self._caches.pop(seq_id, None)
+class TorchCaches(CachePages):
+    """The caches of a stage of torch.
 
-    def give_back(self) -> None:
-        """Return to the system what caches have left behind, now and then: to move as much took longer than this."""
-        if self.let_go_bytes >= GIVE_BACK_BYTES and self._device.type == "cpu":
-            self.let_go_bytes = 0
-            give_back_freed()
+    Args:
+        config: litgpt's Config as a plain dict; the blocks are [start, stop).
+        max_length: positions that a sequence may reach.
+        dtype: what the caches hold.
+        limit_bytes: what all caches together will take at most; None is not known.
 
-    def clear(self) -> None:
-        self._caches.clear()
+    Attributes:
+        blocks: in order.
+    """
 
-    def __len__(self) -> int:
-        return len(self._caches)
+    def __init__(
+        self, config: Mapping[str, Any], start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
+        limit_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        classes, places = cache_classes(config, start, stop, CACHE_TYPE_OF[dtype])
+        pools: list[HostPages | DevicePages] = []
+        for c in classes:
+            if device.type == "cpu":
+                pools.append(HostPages(c.page_bytes, capacity_of(c, max_length, limit_bytes), dtype))
+            else:
+                limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
+                pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
+        super().__init__(classes, pools)
+        self.device = device
+        shape = cache_shape(config)
+        numbers = shape.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize
+        self.blocks = [BlockCache(pools[c], c, number * numbers, shape) for c, number in places]
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(cache.n_bytes for caches in self._caches.values() for cache in caches)
+    def select(self, cache_class: int, pages: np.ndarray, positions: np.ndarray | None = None) -> Selection:
+        """Pages by their numbers; with `positions`, one position in each."""
+        pool = self.pools[cache_class]
+        assert isinstance(pool, HostPages | DevicePages)
+        slabs, rows = np.divmod(pages, pool.slab_pages)
+        parts = []
+        distinct = np.unique(slabs)
+        for slab in distinct.tolist():
+            at = None if len(distinct) == 1 else np.flatnonzero(slabs == slab)
+            own = slice(None) if at is None else at
+            index = self._tensor(rows[own])
+            where = None if positions is None else self._tensor(positions[own])
+            parts.append((slab, index, where, None if at is None else self._tensor(at)))
+        return Selection(len(pages), tuple(parts))
+
+    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Of a device that has its own; None if it is the machine's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import CachePages
 from mdi.kernels.stage import KernelStage, Weights
-from mdi.model.room import CacheKind
 
 # What caches hold: the names of number types, and what the kernels call them.
 CACHE_TYPES = {"float32": "float32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
@@ -35,9 +33,9 @@ class ArrayStage:
     def run_bytes(self, max_length: int) -> int:
         return self.inner.run_bytes(max_length)
 
-    def prepare(self, max_length: int) -> None:
-        """What caches hold was decided when the stage was made."""
-        self.inner.prepare(max_length)
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """What caches hold was decided when the stage was made; see KernelStage.prepare."""
+        self.inner.prepare(max_length, cache_limit)
 
     def compile(self) -> None:
         """The kernels are compiled already."""
@@ -56,16 +54,9 @@ class ArrayStage:
         return self.inner.weight_bytes if self.inner.is_mapped else 0
 
     @property
-    def copy_bytes(self) -> int:
-        """Pages do not move."""
-        return 0
-
-    def cache_kinds(self) -> list[CacheKind]:
-        """What a position of a sequence takes. A window's first page is kept whole, which is up to 31 positions more."""
-        return [
-            CacheKind(None if c.window is None else c.window + 32, -(-c.page_bytes // PAGE))
-            for c in self.inner.cache_classes
-        ]
+    def gathered_share(self) -> float:
+        """The kernels read keys and values where they lie."""
+        return 0.0
 
     def __call__(self, x: Any, slices: Sequence[tuple[int, int, int]]) -> Any:
         """float32 (N, n_embd) -> (N, n_embd), see KernelStage.forward."""

@@ -18,12 +18,12 @@ from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels.blocks import Context
 from mdi.kernels.layout import Matrix
-from mdi.model.attention import cache_shape_of, cached
+from mdi.kernels.page_sizes import cache_classes
+from mdi.model.attention import cached
 from mdi.model.batch import Batch
-from mdi.model.cache import CacheShape, CacheStore
+from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
 from mdi.model.few_rows import pad_few_rows
 from mdi.model.packed_linear import Weights, install, kernel_context
-from mdi.model.room import CacheKind
 
 # Of modules, measured: of a block without experts, of one expert.
 BLOCK_BYTES = 40_000
@@ -114,12 +114,15 @@ class Stage(nn.Module):
         """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
         return run_bytes(self.config, self.start, self.stop, max_length, dtype)
 
-    def prepare(self, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(
+        self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
+    ) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
 
         Args:
             max_length: tokens that a sequence may reach; at most config.block_size.
             dtype: what the caches hold.
+            cache_limit: bytes that all caches together will take at most; None is not known.
         """
         # litgpt's table builder is a method that reads just these two attributes.
         spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
@@ -127,20 +130,13 @@ class Stage(nn.Module):
         self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
         size = self.sin.size(1)
         self.sin[:, : size - size // 2].neg_()  # as `rotate` wants it
-        self.caches = CacheStore(self.cache_shapes, max_length, device, dtype)
-
-    def cache_kinds(self, dtype: torch.dtype) -> list[CacheKind]:
-        """What a position of a sequence takes, block by block."""
-        return [shape.kind(dtype.itemsize) for shape in self.cache_shapes]
-
-    def copy_bytes(self, dtype: torch.dtype) -> int:
-        """What a growing cache takes beside its new buffer for a moment, at most."""
-        return max((shape.copy_bytes(self.max_length, dtype.itemsize) for shape in self.cache_shapes), default=0)
+        config = vars(self.config)
+        self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
 
     @property
-    def cache_shapes(self) -> list[CacheShape]:
-        """What each block keeps of a position, in block order."""
-        return [block.attn.cache_shape for block in self.blocks]
+    def gathered_share(self) -> float:
+        """What attention takes for a moment, of what the caches take: at most one block's keys and values once more."""
+        return 1 / max(1, self.stop - self.start)
 
     @property
     def blocks(self) -> list[Block]:
@@ -166,7 +162,7 @@ class Stage(nn.Module):
                 raise EngineError(
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-        batch = Batch(slices, self.caches, x.device)
+        batch = Batch(slices, self.caches)
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]  # (N, 1, rope_n_elem[, 2])
         rope_indices = self.config.rope_indices
         x = x[None]  # litgpt's blocks want a batch dimension
@@ -175,7 +171,6 @@ class Stage(nn.Module):
                 x = block(x, cos, sin, batch)
             else:
                 x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
-        self.caches.give_back()
         return x[0]
 
     @torch.inference_mode()
@@ -200,8 +195,8 @@ class Stage(nn.Module):
 def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
     tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
-    caches = (cache_shape_of(config, i).n_bytes(max_length, dtype.itemsize) for i in range(start, stop))
-    return int(tables + sum(caches))
+    classes, _ = cache_classes(vars(config), start, stop, CACHE_TYPE_OF[dtype])
+    return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 
 def module_bytes(config: Config, start: int, stop: int) -> int:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from mdi.blocks import block_span
 from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError, UsageError
-from mdi.model.room import CHUNK_ROWS, CacheKind
+from mdi.kernels.page_sizes import CacheClass
+from mdi.kernels.pages import CachePages
 from mdi.node.resources import device_free_bytes
 
 # Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
@@ -24,20 +25,20 @@ class CacheReport:
     Attributes:
         limit_bytes: what they may take.
         is_by_hand: whether that was set with --kv-memory; else it is what is free now, and nodes that share a machine share it.
-        kinds: what a position of a sequence takes.
+        classes: what pages take, for each window of its blocks.
         device: where they lie.
     """
 
     limit_bytes: int
     is_by_hand: bool
-    kinds: tuple[CacheKind, ...]
+    classes: tuple[CacheClass, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
         return {
             "limit_bytes": self.limit_bytes,
             "is_by_hand": self.is_by_hand,
-            "kinds": [[kind.window, kind.position_bytes] for kind in self.kinds],
+            "classes": [[c.window, c.page_bytes] for c in self.classes],
             "device": self.device,
         }
 
@@ -45,12 +46,12 @@ class CacheReport:
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
         try:
-            kinds = tuple(CacheKind(window, position_bytes) for window, position_bytes in data["kinds"])
-            report = cls(data["limit_bytes"], data["is_by_hand"], kinds, data["device"])
+            classes = tuple(CacheClass(window, page_bytes) for window, page_bytes in data["classes"])
+            report = cls(data["limit_bytes"], data["is_by_hand"], classes, data["device"])
         except (KeyError, TypeError, ValueError):
             raise ControlError(f"{where} does not say in a readable way how much cache it can hold") from None
-        numbers = [report.limit_bytes, *(k.position_bytes for k in kinds), *(k.window or 0 for k in kinds)]
-        if any(type(n) is not int or n < 0 for n in numbers) or len(kinds) > 1000:
+        numbers = [report.limit_bytes, *(c.page_bytes for c in classes), *(c.window or 0 for c in classes)]
+        if any(type(n) is not int or n < 0 for n in numbers) or len(classes) > 1000:
             raise ControlError(f"{where} says of its caches what cannot be: {str(data)[:200]}")
         return report
 
@@ -64,12 +65,13 @@ class CachingStage(Protocol):
     def run_bytes(self, max_length: int) -> int:
         """Position tables, and the caches of one sequence of full length."""
 
-    def cache_kinds(self) -> list[CacheKind]:
-        """What a position takes in each block."""
+    @property
+    def caches(self) -> CachePages:
+        """Those of the run that it is prepared for."""
 
     @property
-    def copy_bytes(self) -> int:
-        """What a cache that grows takes for a moment, beside what it had and will have."""
+    def gathered_share(self) -> float:
+        """What attention takes for a moment beside the caches, as a share of them."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -90,25 +92,22 @@ def check_room(name: str, stage: CachingStage, max_length: int, device: str) -> 
 def report_caches(stage: CachingStage, device: str, by_hand: int | None) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
-    A moment in which a cache grows is taken off: its old keys or values lie beside the new ones until they are copied. So is,
-    from a limit that nobody set by hand, one in which all caches of a block move to a new shelf (`mdi.model.shelf`).
+    From a limit that nobody set by hand, what attention takes for a moment beside the caches is taken off. No limit is larger
+    than what the system has reserved.
 
     Args:
         by_hand: the limit that the user set.
     """
-    kinds = stage.cache_kinds()
-    by_window: dict[int | None, int] = {}
-    for kind in kinds:
-        by_window[kind.window] = by_window.get(kind.window, 0) + kind.position_bytes
     limit = by_hand
     if limit is None:
         limit = int((device_free_bytes(device) - stage.mapped_bytes) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
-        limit -= max(0, limit) // (len(kinds) + 1)
-    together = tuple(CacheKind(window, n) for window, n in by_window.items())
-    return CacheReport(max(0, limit - stage.copy_bytes), by_hand is not None, together, device)
+        limit = int(limit / (1 + stage.gathered_share))
+    if (reserved := stage.caches.most_bytes) is not None:
+        limit = min(limit, reserved)
+    return CacheReport(max(0, limit), by_hand is not None, tuple(stage.caches.classes), device)
 
 
-def share_out(reports: Sequence[tuple[str, str, CacheReport]], max_length: int) -> tuple[NodeCaches, ...]:
+def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:
     """What each node can hold, where nodes on one machine or one GPU do not each believe that all of it is theirs.
 
     Args:
@@ -116,12 +115,12 @@ def share_out(reports: Sequence[tuple[str, str, CacheReport]], max_length: int) 
     """
     owners: dict[tuple[str, str], list[int]] = {}
     for _, addr, report in reports:
-        if not report.is_by_hand and report.kinds:
+        if not report.is_by_hand and report.classes:
             owners.setdefault((addr, report.device), []).append(report.limit_bytes)
     nodes = []
     for name, addr, report in reports:
         sharing = owners.get((addr, report.device), []) if not report.is_by_hand else []
         if len(sharing) > 1:
             report = replace(report, limit_bytes=min(sharing) // len(sharing))
-        nodes.append(NodeCaches(name, report.limit_bytes, report.kinds, max_length, CHUNK_ROWS))
+        nodes.append(NodeCaches(name, report.limit_bytes, report.classes))
     return tuple(nodes)

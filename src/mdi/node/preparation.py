@@ -215,7 +215,7 @@ class Preparation:
             head = options.quantize_head or weights.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, computing.quantize, head))
         check_room(self._cluster.starter.name, loaded, self._max_length, computing.device)
-        loaded.prepare(self._max_length)
+        loaded.prepare(self._max_length, self._kv_memory)
         if options.compile:
             loaded.compile()
         self._loaded = loaded
@@ -223,15 +223,19 @@ class Preparation:
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        by_hand = self._options.kv_memory
-        by_hand = self._cluster.starter.kv_memory if by_hand is None else by_hand
-        own = report_caches(self._loaded, computing.device, by_hand)
+        own = report_caches(self._loaded, computing.device, self._kv_memory)
         reports = [own, *(setup.ask_caches() for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
-        memory = CacheMemory(share_out(told, self._max_length))
+        memory = CacheMemory(share_out(told))
         n_sequences = memory.n_sequences(self._max_length)
         logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self._max_length)
         return memory
+
+    @property
+    def _kv_memory(self) -> int | None:
+        """What the user lets the starter's own caches take; None is what is free."""
+        by_hand = self._options.kv_memory
+        return self._cluster.starter.kv_memory if by_hand is None else by_hand
 
     def _check(self, setups: list[SecondarySetup], check: Callable[[], None]) -> None:
         self._raise_first(setups)

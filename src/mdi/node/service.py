@@ -72,7 +72,7 @@ class Service:
         max_length = self._request.max_length
         stage = self._holding.stage(self._request, computing, self._job.check, self._next_part)
         check_room(self._name, stage, max_length, computing.device)
-        stage.prepare(max_length)
+        stage.prepare(max_length, self._kv_memory)
         ring, seat = self._close_ring(stage, computing)
         try:
             self._job.begin(ring)

@@ -13,13 +13,14 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.modelshapes import Shape
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import model_shapes
-from mdi.model.attention import cache_shape_of
+from mdi.kernels.page_sizes import cache_shape, windows_of
 from mdi.partition.formats import WeightFormat, weight_format
 from mdi.partition.model import BlockShape, ModelShape
 
 # Of these, a format leaves the weights as they are (checkpoint.packing).
 KEPT = ("gate", "kv_b_proj")
 # Measured, docs/placement.md: what a process takes that computes; what packing a part takes, of the bytes of the plain one.
+CACHE_TYPES = {4: "float32", 2: "bf16"}  # by the bytes of a value
 RUNTIME_BYTES = 20_000_000
 PACKING_SHARE = 0.75
 
@@ -74,13 +75,12 @@ def _shape(config_json: str, format: str) -> ModelShape:
 
 
 def _block(config: Config, i: int, own: _Shapes, kind: WeightFormat) -> BlockShape:
-    cache = cache_shape_of(config, i)
     return BlockShape(
         weight_bytes=_bytes(own, kind),
         load_bytes=_load_bytes(sum(map(_values, own.values())), kind),
         macs=round(sum(_values(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        cache_bytes=cache.n_bytes(1, kind.value_bytes),
-        window=cache.window,
+        page_bytes=cache_shape(vars(config)).block_bytes(CACHE_TYPES[kind.value_bytes]),
+        window=windows_of(vars(config), i, i + 1)[0],
     )
 
 

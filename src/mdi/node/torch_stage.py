@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mdi.engine.tensors import DTYPES, TensorRows
-from mdi.model.cache import CacheStore
+from mdi.model.cache import TorchCaches
 from mdi.model.packed_linear import Weights
-from mdi.model.room import CacheKind
 from mdi.model.stage import Stage
 from mdi.node.device import Computing
 
@@ -38,23 +37,20 @@ class TorchStage:
     def run_bytes(self, max_length: int) -> int:
         return self.inner.run_bytes(max_length, self._kv_dtype)
 
-    def prepare(self, max_length: int) -> None:
-        self.inner.prepare(max_length, self._device, self._kv_dtype)
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        self.inner.prepare(max_length, self._device, self._kv_dtype, cache_limit)
 
     def compile(self) -> None:
         self.inner.compile()
 
     @property
-    def caches(self) -> CacheStore:
+    def caches(self) -> TorchCaches:
         return self.inner.caches
 
-    def cache_kinds(self) -> list[CacheKind]:
-        return self.inner.cache_kinds(self._kv_dtype)
-
     @property
-    def copy_bytes(self) -> int:
-        """What a growing cache takes beside its new buffer for a moment, at most."""
-        return self.inner.copy_bytes(self._kv_dtype)
+    def gathered_share(self) -> float:
+        """See Stage.gathered_share."""
+        return self.inner.gathered_share
 
     @property
     def mapped_bytes(self) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.partition.links import Links
 from mdi.partition.machines import Machine, busiest_s, machines_of
-from mdi.partition.model import PREFILL_ROWS, ModelShape, Workload
+from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import ClusterProfile, NodeProfile, Times
 
 # Where no time was measured: rows from which on more rows take more time, because computing and not reading is the limit.
@@ -165,10 +166,10 @@ class CostModel:
         reference = shape.reference
         self.work = shape.sums(lambda b: b.macs / reference.macs)
         self.weights = shape.sums(lambda b: b.weight_bytes)
-        self.caches = shape.sums(lambda b: n_sequences * b.kept(length) * b.cache_bytes)
+        self.caches = shape.sums(lambda b: n_sequences * b.cache_bytes(length))
         self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
         # While a sequence grows, its cache is half full on average.
-        self.looks = shape.sums(lambda b: b.kept(-(-length // 2)) * b.cache_bytes)
+        self.looks = shape.sums(lambda b: b.read_bytes(-(-length // 2)))
         self._terms: dict[tuple[int, int, tuple[int, int]], Terms] = {}
 
     @cached_property
@@ -229,7 +230,7 @@ class CostModel:
     def activation_bytes(self, i: int, n_rows: int, n_frames: int) -> int:
         """Frames in flight, the widest layer, the scores of a piece of prompt, position tables, on the starter the logits."""
         shape, length = self.shape, self.workload.sequence_length
-        prefill = min(PREFILL_ROWS, length)
+        prefill = min(CHUNK_ROWS, length)
         rows = n_rows + prefill
         scores = 2 * 4 * shape.n_head * prefill * length  # as they are, and after the softmax
         logits = 3 * 4 * n_rows * shape.vocab_size if i == 0 else 0

@@ -10,10 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mdi.errors import UsageError
-
-# As in model/room.py, which partition must not import; a test compares the two through a stage's caches.
-CACHE_SLACK, CACHE_SPARE = 64, 32  # positions that a windowed cache keeps beyond its window, and room beyond those
-PREFILL_ROWS = 64  # prompt rows that a frame takes at most
+from mdi.kernels.page_sizes import PAGE, n_pages
 
 
 @dataclass(frozen=True)
@@ -24,23 +21,23 @@ class BlockShape:
         weight_bytes: in the model's format, as held in memory.
         load_bytes: what it takes beside that while it is loaded and packed.
         macs: multiplications per row; of experts, those that a row is sent to.
-        cache_bytes: key/value cache of one position of one sequence.
+        page_bytes: keys and values of a page of one sequence, see kernels.page_sizes.
         window: positions that a row looks back on at most; None is all.
     """
 
     weight_bytes: int
     load_bytes: int
     macs: int
-    cache_bytes: int
+    page_bytes: int
     window: int | None = None
 
-    def kept(self, length: int) -> int:
-        """Positions that a cache has room for, at most, while a sequence grows to `length`; as model.room has it."""
-        if self.window is None or length <= self.window + CACHE_SLACK:
-            return length
-        kept = self.window + CACHE_SLACK + CACHE_SPARE + PREFILL_ROWS
-        step = 64 if kept <= 256 else 256  # it is more than 128
-        return min(length, -(-kept // step) * step)
+    def cache_bytes(self, length: int) -> int:
+        """What a sequence of `length` positions takes at most, from its first token to its last."""
+        return n_pages(self.window, length) * self.page_bytes
+
+    def read_bytes(self, length: int) -> float:
+        """What attention reads of them for one row at the end."""
+        return min(length, self.window or length) * self.page_bytes / PAGE
 
 
 @dataclass(frozen=True)
