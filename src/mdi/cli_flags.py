@@ -48,6 +48,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
     )
     model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    add_weight_memory_flags(model, is_litgpt)
     if is_litgpt:
         model.add_argument(
             "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
@@ -64,6 +65,20 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         "reach, prompt included (default: what the model was made for)",
     )  # fmt: skip
     model.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+
+
+def add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
+    """Where weights that lie in files are read from; models that are none of litgpt's compute in torch, which copies."""
+    from mdi.config import WEIGHT_MODES
+
+    if not is_litgpt:
+        parser.set_defaults(weights="auto", mlock=False)
+        return
+    parser.add_argument(
+        "--weights", choices=WEIGHT_MODES, default="auto", help="read packed weights where they lie in their file (map: nodes "
+        "of one machine share them), or from a copy in memory (copy); %(default)s copies only where that is faster",
+    )  # fmt: skip
+    parser.add_argument("--mlock", action="store_true", help="keep the weights in memory, whatever else wants it")
 
 
 def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

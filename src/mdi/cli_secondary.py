@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
     """As that of cli_starter."""
     from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli_flags import add_weight_memory_flags
 
     parser.add_argument(
         "--nodes-config",
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
         "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
     )
     parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    add_weight_memory_flags(parser, is_litgpt)
     if is_litgpt:
         parser.add_argument(
             "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the "
@@ -113,7 +115,7 @@ def serve(
     from mdi.cli import ignore_interrupts
     from mdi.cli_model import check_chunk, check_computing, found_ckpt
     from mdi.cli_starter import chosen_cores
-    from mdi.config import parse_bytes
+    from mdi.config import WeightMemory, parse_bytes
 
     check_computing(args)
     check_chunk(args.chunk)
@@ -134,7 +136,7 @@ def serve(
     cache_dir = args.cache_dir or default_cache_dir()
     node = SecondaryNode(
         config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
-        args.threads or config.threads or (len(cores) if cores else None),
+        args.threads or config.threads or (len(cores) if cores else None), WeightMemory(args.weights, args.mlock),
     )  # fmt: skip
     try:
         node.open()

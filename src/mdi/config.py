@@ -279,3 +279,20 @@ _NAMES = {str: "a string", int: "a whole number", dict: "an object"}
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", type(None): "null"}
     return names.get(type(value), f"{value!r}")
+
+
+WEIGHT_MODES = ("auto", "map", "copy")
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """Where weights that lie in a file are read from.
+
+    Attributes:
+        mode: "map" reads the file's pages, which nodes of one machine share; "copy" takes memory of its own; "auto" copies only
+            where mapped pages are read a tenth slower.
+        lock: whether the system is to keep them in memory, whatever else wants it.
+    """
+
+    mode: str = "auto"
+    lock: bool = False

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mdi.blocks import block_span
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
+from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.stage import KernelStage
@@ -50,6 +52,7 @@ class Holding:
         device, dtype, quantize, threads: what the user asked for; None leaves it to the starter, or to this machine.
         compile_stage: compile stages, whatever the starter asks for.
         kind: of the models.
+        weight_memory: where weights that lie in files are read from.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Holding:
         threads: int | None,
         compile_stage: bool,
         kind: ModelKind,
+        weight_memory: WeightMemory,
     ) -> None:
         self._name = name
         self._weights = weights
@@ -72,6 +76,7 @@ class Holding:
         self._dtype = dtype
         self._quantize = quantize
         self._compile = compile_stage
+        self._weight_memory = weight_memory
         self.kind = kind
         check_format(quantize, self.device)
         choose_dtype(dtype, "float32", self.device)  # a wrong wish is told before anything is bound
@@ -235,7 +240,8 @@ class Holding:
         if computing.packing is not None:
             packing = computing.packing
             stage = self._kernel_stage(request, computing)
-            stage.load(list(parts), lambda name: kernel_weights(source(name), name, packing, check))
+            placer = WeightPlacer(self._weight_memory)
+            stage.load(list(parts), lambda name: kernel_weights(source(name), name, packing, placer, check))
         else:
             from mdi.node.torch_stage import TorchStage
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.resident import name_in_faults, populate
+from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import library
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def kernel_weights(
-    source: WeightSource, part: str, packing: Packing, check: Callable[[], None] = lambda: None
+    source: WeightSource, part: str, packing: Packing, placer: WeightPlacer, check: Callable[[], None] = lambda: None
 ) -> PartWeights:
     """The weights of a part in memory, where they lie in a file if that holds them so.
 
     Args:
+        placer: decides whether mapped weights are copied and kept in memory.
         check: called again and again while pages come from the disk; what it raises goes through.
 
     Raises:
@@ -29,7 +31,7 @@ def kernel_weights(
     arrays = arrays_of(weights)
     populate(arrays, str(source), lambda n_bytes: check())
     name_in_faults(library.load(), arrays, str(source))
-    return weights
+    return placer.place(weights)
 
 
 def torch_weights(source: WeightSource, part: str, blocks: str | None, head: str | None) -> Weights:

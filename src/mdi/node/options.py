@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mdi.config import WeightMemory
+
 
 @dataclass(frozen=True)
 class StarterOptions:
@@ -30,5 +32,6 @@ class StarterOptions:
     wait_s: float = 30.0
     wire_dtype: str = "auto"
     kv_dtype: str = "auto"
+    weight_memory: WeightMemory = WeightMemory()
     kv_memory: int | None = None
     n_frames: int | None = None

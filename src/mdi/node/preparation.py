@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mdi.blocks import block_span
+from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
@@ -207,8 +208,8 @@ class Preparation:
         if computing.packing is not None:
             cache_type = CACHE_TYPES[computing.kv_dtype]
             loaded = self.stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), cache_type))
-            packing = computing.packing
-            loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, check))
+            packing, placer = computing.packing, WeightPlacer(options.weight_memory)
+            loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, placer, check))
         else:
             self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
             loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)

@@ -20,7 +20,7 @@ import psutil
 import mdi
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import NodeConfig
+from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
@@ -70,6 +70,7 @@ class SecondaryNode:
         kind: ModelKind | None = None,
         cache_bytes: int | None = None,
         threads: int | None = None,
+        weight_memory: WeightMemory | None = None,
     ) -> None:
         self.config = config
         self._store = BlockStore(cache_dir, cache_bytes)
@@ -84,6 +85,7 @@ class SecondaryNode:
             config.threads if threads is None else threads,
             compile_stage,
             kind,
+            weight_memory or WeightMemory(),
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._process = secrets.token_hex(8)  # with the name, who this is: addresses change
