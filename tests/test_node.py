@@ -102,13 +102,13 @@ def test_stale_chunks_are_not_used(chunked: Path, n_newer: int) -> None:
 def test_a_damaged_chunk_beside_the_checkpoint_is_passed_over(chunked: Path) -> None:
     os.truncate(find_chunk(chunked, 3, "secondary0"), 1000)
     with weights_of(chunked, None, 3, None) as weights:
-        assert reads_checkpoint(weights) and len(weights.tensors("block.2")) > 5
+        assert reads_checkpoint(weights) and len(weights.source_of("block.2").tensors("block.2")) > 5
 
 
 def test_a_missing_chunk_is_made_up_for_by_the_checkpoint(chunked: Path) -> None:
     find_chunk(chunked, 3, "secondary1").unlink()
     with weights_of(chunked, None, 3, None) as weights:
-        assert len(weights.tensors("block.4")) > 5
+        assert len(weights.source_of("block.4").tensors("block.4")) > 5
 
 
 def test_the_starters_chunk_and_its_siblings(chunked: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_starters_chunk_and_its_siblings(chunked: Path, tmp_path: Path) -> N
         assert weights.directory == chunked, "the tokenizer is looked for there"
     # other chunks may hold what a cut by hand needs
     with weights_of(None, chunk, 3, "1,2,2") as weights:
-        assert len(weights.tensors("block.0")) > 5
+        assert len(weights.source_of("block.0").tensors("block.0")) > 5
     with pytest.raises(UsageError, match="secondary0.*model_starter.safetensors"):
         StarterWeights(None, find_chunk(chunked, 3, "secondary0"), 3, None)
     with pytest.raises(UsageError, match="over 3 nodes.*lists 2.*--n-nodes 2"):

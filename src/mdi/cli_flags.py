@@ -38,8 +38,9 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
     )
     model.add_argument(
-        "--quantize", metavar="FORMAT", help="hold the blocks' weights in fp16, int8 or int4 (CPU only): less memory "
-        "and faster; a secondary may choose its own. prepare_model.py --quantize stores them so",
+        "--quantize", metavar="FORMAT", help="hold the blocks' weights in float32, bf16, fp16, int8 or int4 (CPU only): less "
+        "memory and faster; auto: the largest that fits the nodes. A secondary may choose its own. prepare_model.py "
+        "--quantize stores them so (default: the checkpoint's own numbers)",
     )  # fmt: skip
     model.add_argument(
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"

@@ -58,11 +58,12 @@ def check_chunk(chunk: Path | None) -> None:
 def check_computing(args: argparse.Namespace) -> None:
     """--device, --dtype, --threads and the weight formats. Raises UsageError; what this machine lacks is told later."""
     from mdi.config import check_device, check_dtype
-    from mdi.partition.formats import check_packed
+    from mdi.partition.formats import AUTO, check_packed
 
     check_device(args.device)
     check_dtype(args.dtype)
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    check_packed(args.quantize)
-    check_packed(getattr(args, "quantize_head", None))
+    for form in (args.quantize, getattr(args, "quantize_head", None)):
+        if form != AUTO or not hasattr(args, "quantize_head"):  # a secondary does not choose for all
+            check_packed(form)

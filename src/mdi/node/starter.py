@@ -32,9 +32,10 @@ from mdi.errors import ControlError, UsageError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.device import Computing, check_format, choose_device, choose_dtype, choose_kv_dtype, choose_packing
+from mdi.node.device import Computing, check_format, choose_device, choose_dtype
 from mdi.node.driver import EngineThread
 from mdi.node.farewell import dismiss, metrics_of
+from mdi.node.format_choice import choose_numbers, first_that_fits, fits_here, formats_to_try, with_format
 from mdi.node.forming import form_ring
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
@@ -42,6 +43,7 @@ from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_block
 from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.node.weights import StarterWeights
+from mdi.partition.formats import AUTO
 from mdi.partition.methods import DEFAULT_METHOD
 
 logger = logging.getLogger("mdi")
@@ -57,6 +59,9 @@ class StarterNode(StatusOnly):
         self._device = choose_device(options.device or cluster.starter.device)
         self._wished_dtype = options.dtype or cluster.starter.dtype
         choose_dtype(self._wished_dtype, "float32", self._device)
+        self._is_auto = options.quantize == AUTO
+        if self._is_auto:
+            self._options = options = with_format(options, None)
         check_format(options.quantize, self._device)
         check_format(options.quantize_head, self._device)
         self._epoch = secrets.randbits(64)
@@ -102,19 +107,16 @@ class StarterNode(StatusOnly):
         self._weights = self._kind.open_weights(
             options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize, will_be_cut
         )
-        self._quantize = options.quantize or self._weights.quantize
-        check_format(self._quantize, self._device)
         self.config = self._kind.config(self._weights.config)
-        stored = self._weights.dtype
-        self._packing = choose_packing(
-            self._kind.kernel_config(self._weights.config), self._device, self._wished_dtype, stored,
-            self._quantize or self._weights.stored_format, options.quantize_head or self._weights.quantize_head,
-        )  # fmt: skip
-        is_float32 = self._quantize is not None or self._packing is not None
-        self._dtype = choose_dtype(self._wished_dtype, stored, self._device, is_float32)
-        self._kv_dtype = choose_kv_dtype(options.kv_dtype, self._dtype, self._device)
+        self._take_format(self._options.quantize)
         self._directory = self._weights.directory
         self.codec = self._kind.open_codec(self._directory, options.prompt_style)
+
+    def _take_format(self, form: str | None) -> None:
+        if self._is_auto:
+            self._options = with_format(self._options, form)
+        assert self._weights is not None
+        self._numbers = choose_numbers(self._kind, self._weights, self._options, self._device, self._wished_dtype)
 
     @property
     def context_length(self) -> int:
@@ -158,17 +160,32 @@ class StarterNode(StatusOnly):
         """
         weights, options = self._weights, self._options
         assert weights is not None
+        formats = formats_to_try(weights) if self._is_auto else [options.quantize]
         method = options.placement or DEFAULT_METHOD
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
         if not self._clients or is_cut or method == "even" or not self._kind.is_placed:
+            if self._is_auto:  # the starter's own memory decides
+                fit = (form for form in formats if fits_here(weights, form, self._device))
+                self._take_format(next(fit, formats[-1]))
             if self._clients:
                 logger.info("blocks %s; nothing was measured", told_blocks(self.names, weights.blocks))
             return
+        first_that_fits(formats, lambda form: self._place_in(form, method, n_sequences, max_length, check))
+
+    def _place_in(
+        self, form: str | None, method: str, n_sequences: int, max_length: int, check: Callable[[], None]
+    ) -> None:
+        """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
+        self._take_format(form)
+        weights, options, numbers = self._weights, self._options, self._numbers
+        assert weights is not None
         assert self._listener is not None and self._control is not None
         self._state = "PLANNING"
         here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-        wishes = Wishes(self._device, self._dtype, options.dtype, self._quantize, options.quantize_head, self._packing)
+        wishes = Wishes(
+            self._device, numbers.dtype, options.dtype, numbers.quantize, options.quantize_head, numbers.packing
+        )
         profile = profile_cluster(
             replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
             run=self._run,
@@ -199,7 +216,8 @@ class StarterNode(StatusOnly):
         if self._clients:
             logger.info("loading %s on %d nodes", self._weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
-        computing = Computing(self._device, self._dtype, self._kv_dtype, self._quantize, packing=self._packing)
+        numbers = self._numbers
+        computing = Computing(self._device, numbers.dtype, numbers.kv_dtype, numbers.quantize, packing=numbers.packing)
         preparation = Preparation(
             self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run,
             self._listener.port if self._listener is not None else None, self.max_length,
@@ -225,7 +243,7 @@ class StarterNode(StatusOnly):
         )  # fmt: skip
         scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
         self.engine = StarterEngine(
-            self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self._dtype], wire
+            self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self._numbers.dtype], wire
         )
         self._state = "RUNNING"
         self._begin = time.perf_counter()

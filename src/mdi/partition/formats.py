@@ -47,6 +47,9 @@ PACKED = ("float32", "bf16", "fp16", "int8", "int4")
 SMALLER = ("fp16", "int8", "int4")
 
 
+AUTO = "auto"  # the largest format that fits
+
+
 def check_packed(name: str | None) -> None:
     """Raises UsageError if a name is not one of `PACKED`; None is no format."""
     if name is not None and name not in PACKED:

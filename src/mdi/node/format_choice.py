@@ -1,0 +1,89 @@
+"""The weight format of a run, and with it what the starter computes in; "auto" is the largest format that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.weights import own_packing
+from mdi.errors import PlacementError
+from mdi.kernels.layout import LAYOUTS
+from mdi.node.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes
+from mdi.node.kind import ModelKind
+from mdi.node.options import StarterOptions
+from mdi.node.resources import device_free_bytes
+from mdi.node.weights import StarterWeights
+from mdi.partition.formats import AUTO
+
+logger = logging.getLogger("mdi")
+
+SMALLER_FORMATS = ("int8", "int4")  # that lose something, the larger first
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the starter computes with.
+
+    Attributes:
+        quantize: format of the blocks that was asked for, or that the weights are stored in; None loses nothing.
+        packing: what the kernels read; None if torch computes.
+        dtype, kv_dtype: of rows, and of what caches hold.
+    """
+
+    quantize: str | None
+    packing: Packing | None
+    dtype: str
+    kv_dtype: str
+
+
+def choose_numbers(
+    kind: ModelKind, weights: StarterWeights, options: StarterOptions, device: str, wished_dtype: str | None
+) -> Numbers:
+    """Raises UsageError if the device cannot do what was asked for."""
+    quantize = options.quantize or weights.quantize
+    check_format(quantize, device)
+    packing = choose_packing(
+        kind.kernel_config(weights.config), device, wished_dtype, weights.dtype, quantize or weights.stored_format,
+        options.quantize_head or weights.quantize_head,
+    )  # fmt: skip
+    dtype = choose_dtype(wished_dtype, weights.dtype, device, quantize is not None or packing is not None)
+    return Numbers(quantize, packing, dtype, choose_kv_dtype(options.kv_dtype, dtype, device))
+
+
+def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
+    """The options with a format in the place of "auto"."""
+    head = form if options.quantize_head in (None, AUTO) else options.quantize_head
+    return replace(options, quantize=form, quantize_head=head)
+
+
+def formats_to_try(weights: StarterWeights) -> list[str | None]:
+    """For "auto": what loses nothing first, then ever smaller ones. Weights that are stored in a format keep it."""
+    if weights.quantize is not None:
+        return [weights.quantize]
+    own = LAYOUTS[own_packing(weights.dtype).blocks].bits
+    return [None, *(form for form in SMALLER_FORMATS if LAYOUTS[form].bits < own)]
+
+
+def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:
+    """Try one format after the other until one can be placed. Raises PlacementError if none can."""
+    for form, smaller in _pairs(formats):
+        try:
+            return place(form)
+        except PlacementError:
+            if smaller is None:
+                raise
+            logger.info("the model does not fit in %s: trying %s", form or "the checkpoint's own numbers", smaller)
+
+
+def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
+    """Whether the starter's own part of a cut that is given fits into the memory that is free."""
+    parts = [weights.part_bytes(part) for part in stage_parts(0, weights.blocks[0][1], starter=True)]
+    held = form or weights.stored_format or own_packing(weights.dtype).blocks
+    return held_bytes(parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
+
+
+def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:
+    yield from zip(formats, [*formats[1:], None], strict=True)

@@ -1,0 +1,65 @@
+"""The weight format of a run: "auto" takes the largest that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mdi.node.format_choice as format_choice
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.errors import PlacementError
+from mdi.kernels import library
+from mdi.node.format_choice import first_that_fits, formats_to_try
+from mdi.node.options import StarterOptions
+from mdi.node.starter import StarterNode
+
+NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"
+
+
+def stored(dtype: str, quantize: str | None = None) -> Any:
+    return SimpleNamespace(dtype=dtype, quantize=quantize)
+
+
+def test_formats_from_large_to_small() -> None:
+    assert formats_to_try(stored("bfloat16")) == [None, "int8", "int4"]
+    assert formats_to_try(stored("bfloat16", "int8")) == ["int8"], "what is rounded already is not rounded again"
+
+
+@pytest.mark.parametrize("fitting", [None, "int8", "int4", "nothing"])
+def test_the_first_that_can_be_placed(fitting: str | None) -> None:
+    tried: list[str | None] = []
+
+    def place(form: str | None) -> None:
+        tried.append(form)
+        if form != fitting:
+            raise PlacementError("too large", {"": 1})
+
+    if fitting == "nothing":
+        with pytest.raises(PlacementError):
+            first_that_fits([None, "int8", "int4"], place)
+    else:
+        first_that_fits([None, "int8", "int4"], place)
+        assert tried[-1] == fitting
+    assert tried == [None, "int8", "int4"][: len(tried)]
+
+
+@pytest.mark.skipif(library.load() is None, reason="no kernels")
+@pytest.mark.parametrize(
+    "free, expected", [(10**9, ("bf16", "fp16", "float32")), (6_000_000, ("int8",)), (1, ("int4",))]
+)
+def test_one_node_takes_what_its_memory_allows(
+    free: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format_choice, "device_free_bytes", lambda device: free)
+    node = NodeConfig("starter", "127.0.0.1", 0, 0)
+    starter = StarterNode(ClusterConfig(node, ()), StarterOptions(ckpt=NANO, quantize="auto", quantize_head="auto"))
+    try:
+        starter.open()
+        starter.place(1, 20)
+        packing = starter._numbers.packing
+        assert packing is not None and packing.blocks in expected and packing.head == packing.blocks
+    finally:
+        starter.close()
