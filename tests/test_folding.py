@@ -12,7 +12,8 @@ from mdi.checkpoint.folding import folded, norm_before
 from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.packing import Packing
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
+from mdi.kernels.blocks import Blocks, why_not_in_kernels
+from mdi.kernels.context import Context
 from mdi.kernels.layout import pack, unpack
 
 

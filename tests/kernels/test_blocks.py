@@ -15,7 +15,8 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of, prompt
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
+from mdi.kernels.blocks import Blocks, why_not_in_kernels
+from mdi.kernels.context import Context
 from mdi.kernels.layout import Matrix, pack, unpack
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -189,7 +190,8 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 
 
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    from mdi.kernels.blocks import linear, model_of
+    from mdi.kernels.blocks import model_of
+    from mdi.kernels.context import linear
 
     config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
     return linear(Context(), model_of(config), None, matrix, bias, x)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mdi.errors import EngineError, KernelError
-from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes, pack
-from mdi.kernels.library import load
+from mdi.errors import EngineError
+from mdi.kernels.context import Context
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
+from mdi.kernels.reader import BlockReader, Tensors
 from mdi.kernels.rope import n_tables, rope_n_elem, rope_tables, yarn_mscale
 from mdi.kernels.structures import (
     ACTIVATIONS,
@@ -22,10 +22,8 @@ from mdi.kernels.structures import (
     SLICE,
     MdiBlock,
     MdiFrame,
-    MdiMatrix,
     MdiMlp,
     MdiModel,
-    MdiNorm,
     MdiStage,
 )
 
@@ -42,9 +40,6 @@ _SETTINGS = {
 }
 # fmt: on
 MOST_ROPE = 1024  # csrc/rotary.h
-MOST_THREADS = 256  # csrc/stage.h
-
-Tensors = Mapping[str, Matrix | np.ndarray]
 
 
 def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
@@ -115,41 +110,6 @@ def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel
         softcap=config["attention_logit_softcapping"] or 0.0,
         expert_scale=config["routed_scaling_factor"],
     )
-
-
-def default_spins(n_threads: int) -> int:
-    """How often an idle thread looks for work before it sleeps: a few microseconds, which a neighbour hardly notices."""
-    return 0 if n_threads == 1 else 2000
-
-
-class Context:
-    """The threads and the working memory of one stage. One call computes at a time."""
-
-    def __init__(self, n_threads: int = 1, spins: int | None = None) -> None:
-        library = load()
-        if library is None:
-            raise KernelError("the kernels are not there")
-        self.library = library
-        library.mdi_context_new.restype = ctypes.c_void_p
-        n_threads = max(1, min(n_threads, MOST_THREADS))
-        self.n_threads = n_threads
-        handle = library.mdi_context_new(n_threads, default_spins(n_threads) if spins is None else spins)
-        if not handle:
-            raise KernelError(f"the system refused {n_threads} threads for the kernels: ask for fewer with --threads")
-        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
-
-    @property
-    def handle(self) -> ctypes.c_void_p:
-        assert self._handle is not None, "closed"
-        return self._handle
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self.library.mdi_context_delete(self._handle)
-            self._handle = None
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Blocks:
@@ -260,7 +220,7 @@ class Blocks:
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
         c = self.config
         plain = c["norm_class_name"] == "LayerNorm" and "OLMo" in c["name"]
-        reader = _Reader(index, tensors, self._kept, plain)
+        reader = BlockReader(index, tensors, self._kept, plain)
         size, n_embd = c["head_size"], c["n_embd"]
         heads, groups = c["n_head"] * size, c["n_query_groups"] * size
         over_heads = (heads, groups) if c["norm_qk_type"] == "olmo2" else (size, size)
@@ -285,7 +245,7 @@ class Blocks:
             block.mlp = reader.mlp("mlp", n_embd, c["intermediate_size"], c["mlp_class_name"] != "GptNeoxMLP")
         return block
 
-    def _experts(self, block: MdiBlock, reader: _Reader) -> None:
+    def _experts(self, block: MdiBlock, reader: BlockReader) -> None:
         c = self.config
         n_embd, width = c["n_embd"], c["moe_intermediate_size"] or c["intermediate_size"]
         block.router = reader.router("mlp.gate", c["n_expert"], n_embd)
@@ -296,94 +256,3 @@ class Blocks:
         block.experts, block.n_expert = experts, c["n_expert"]
         if c["n_shared_expert"]:
             block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c["n_shared_expert"], True)
-
-
-class _Reader:
-    """Takes the tensors of a block by name, checks their shapes, and keeps their memory.
-
-    Args:
-        norms_are_plain: the norms of this model have no weights (OLMo's first version).
-    """
-
-    def __init__(self, block: int, tensors: Tensors, kept: list[Any], norms_are_plain: bool) -> None:
-        self._block, self._tensors, self._kept = block, tensors, kept
-        self._norms_are_plain = norms_are_plain
-
-    def norm(self, name: str, size: int, is_there: bool) -> MdiNorm:
-        if not is_there:
-            return MdiNorm(None, None)
-        if f"{name}.weight" not in self._tensors and self._norms_are_plain:
-            ones = np.ones(size, dtype=np.float32)
-            self._kept.append(ones)
-            return MdiNorm(ones.ctypes.data, None)
-        weight = self._array(f"{name}.weight", size)
-        bias = self._array(f"{name}.bias", size) if f"{name}.bias" in self._tensors else None
-        return MdiNorm(weight.ctypes.data, None if bias is None else bias.ctypes.data)
-
-    def matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
-        matrix = self._tensors.get(f"{name}.weight")
-        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_out, n_in):
-            raise KernelError(f"block {self._block}: {name}.weight is no packed weight of {n_out} x {n_in}")
-        check_matrix(matrix)
-        bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
-        self._kept.append(matrix)
-        return MdiMatrix.of(matrix, bias)
-
-    def router(self, name: str, n_expert: int, n_embd: int) -> MdiMatrix:
-        """Files hold it in plain numbers."""
-        weight = self._tensors.get(f"{name}.weight")
-        if isinstance(weight, np.ndarray) and weight.shape == (n_expert, n_embd):
-            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", weight)}
-        return self.matrix(name, n_expert, n_embd)
-
-    def mlp(self, name: str, n_embd: int, width: int, is_gated: bool) -> MdiMlp:
-        if not is_gated:
-            return MdiMlp(
-                fc_1=self.matrix(f"{name}.fc", width, n_embd), proj=self.matrix(f"{name}.proj", n_embd, width)
-            )
-        return MdiMlp(
-            self.matrix(f"{name}.fc_1", width, n_embd),
-            self.matrix(f"{name}.fc_2", width, n_embd),
-            self.matrix(f"{name}.proj", n_embd, width),
-        )
-
-    def _array(self, name: str, size: int) -> np.ndarray:
-        array = self._tensors.get(name)
-        if not isinstance(array, np.ndarray) or array.shape != (size,):
-            raise KernelError(f"block {self._block}: {name} is no row of {size} numbers")
-        array = np.ascontiguousarray(array, dtype=np.float32)
-        self._kept.append(array)
-        return array
-
-
-def check_matrix(matrix: Matrix) -> None:
-    """Raises KernelError if its bytes are not just those of its shape: the kernels read them unchecked."""
-    if matrix.format not in LAYOUTS:
-        raise KernelError(f"unknown weight format {matrix.format!r}")
-    data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
-    if data.dtype != np.uint8 or data.shape != (n_bytes,) or not data.flags.c_contiguous:
-        raise KernelError(
-            f"a weight of {matrix.n_out} x {matrix.n_in} in {matrix.format} has {n_bytes} bytes, not {data.size}"
-        )
-
-
-def linear(
-    context: Context, model: MdiModel, norm: tuple[np.ndarray, np.ndarray | None] | None, matrix: Matrix,
-    bias: np.ndarray | None, x: np.ndarray, softcap: float | None = None,
-) -> np.ndarray:  # fmt: skip
-    """A norm, if there is one, and a linear layer: float32 (N, n_in) -> (N, n_out); with `softcap`, of the results."""
-    check_matrix(matrix)
-    assert x.shape[1] == matrix.n_in and x.dtype == np.float32 and x.flags.c_contiguous
-    own = MdiModel.from_buffer_copy(model)
-    own.softcap = softcap or 0.0
-    weight, norm_bias = norm if norm is not None else (None, None)
-    spec = MdiNorm(None if weight is None else weight.ctypes.data, None if norm_bias is None else norm_bias.ctypes.data)
-    y = np.empty((len(x), matrix.n_out), dtype=np.float32)
-    packed = MdiMatrix.of(matrix, bias)
-    done = context.library.mdi_linear(
-        context.handle, ctypes.byref(own), ctypes.byref(spec), ctypes.byref(packed), ctypes.c_void_p(x.ctypes.data),
-        len(x), ctypes.c_void_p(y.ctypes.data),
-    )  # fmt: skip
-    if done:
-        raise EngineError(f"no memory is left to compute {len(x)} rows")
-    return y

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Context, linear, model_of
+from mdi.kernels.blocks import Blocks, model_of
+from mdi.kernels.context import Context, linear
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of

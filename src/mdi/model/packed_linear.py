@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
-from mdi.kernels.blocks import Context, linear
+from mdi.kernels.context import Context, linear
 from mdi.kernels.layout import Matrix, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.structures import MdiModel

@@ -16,7 +16,7 @@ from litgpt.config import Config
 from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.errors import CheckpointError, EngineError
-from mdi.kernels.blocks import Context
+from mdi.kernels.context import Context
 from mdi.kernels.layout import Matrix
 from mdi.kernels.page_sizes import cache_classes
 from mdi.model.attention import cached

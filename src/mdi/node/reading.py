@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mdi.kernels import library
-from mdi.kernels.blocks import Context, linear
+from mdi.kernels.context import Context, linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.structures import MdiModel
 from mdi.node.threads import n_threads

@@ -3,7 +3,7 @@
 
 namespace MDI_NS {
 
-constexpr int kMostRope = 1024;  // numbers of a head that are turned; library.py refuses more
+constexpr int kMostRope = 1024;  // numbers of a head that are turned; blocks.py refuses more
 
 // cos, sin: (n) for the position. The second half of the numbers is turned against the first one. Where pairs are interleaved
 // they are brought into that order, as litgpt does.
