@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """The ring beside the best of its rivals, in one run, on the same random weights: one scenario per target.
 
-    compare.py --scenario two-nodes                         one thread per process, pinned; TinyLlama's shape
-    compare.py --all --peers-python /path/to/venv/bin/python
+    compare.py --prepare                                    only make the files, which takes many minutes
+    compare.py --all --minutes 25                           what matters most first, until the time is up
+    compare.py --scenario sixteen                           one thread per process, pinned; TinyLlama's shape
     compare.py --all --shape small-30m --quick              does it work?
-    compare.py --grid --nodes 1,2 --sequences 1,16 --formats fp16,int8 --prompts 16,256
+    compare.py --grid --nodes 1,2 --sequences 1,16 --formats bf16,int8 --prompts 16,256
     compare.py --check-gguf                                 does llama.cpp compute the same model?
 
 Every system loads once, in a process of its own; then the cases take turns, and ratios are formed within a round. A target
-counts as reached if it is in every round. llama.cpp, transformers and gguf come from the extra `bench`
-(`pip install '.[bench]'`), in this interpreter's environment or in another one's (--peers-python). Checkpoints are made
-once and kept in the work folder: 2.2 GB for TinyLlama's shape, and up to 10 GB of GGUF files.
+counts as reached if it is in every round. Each scenario's result is written when it is done. llama.cpp, transformers and gguf
+come from the extra `bench` (`pip install '.[bench]'`), in this interpreter's environment or in another one's
+(--peers-python). Checkpoints, chunks and GGUF files are made once and kept in the work folder: 40 GB for TinyLlama's shape
+and the 7 B weights beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,31 +30,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from random_checkpoint import SHAPES, make_checkpoint  # noqa: E402
+from random_checkpoint import PACKED_ONLY, SHAPES  # noqa: E402
 from records import RESULTS, save  # noqa: E402
+from side_by_side.figure import draw  # noqa: E402
+from side_by_side.files import make_all  # noqa: E402
 from side_by_side.measures import medians  # noqa: E402
 from side_by_side.runner import run_scenario, say  # noqa: E402
 from side_by_side.scenario import Outcome, Scenario  # noqa: E402
+from side_by_side.setup import FORMATS, Setup  # noqa: E402
 from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
-from side_by_side.targets import FLAGS, SCENARIOS, Setup, grid  # noqa: E402
+from side_by_side.targets import SCENARIOS, grid  # noqa: E402
 
-MAKE_S = 900  # for a file that is made once
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
+FIGURE = ROOT / "assets" / "speed.svg"
 
 
-def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
+def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
     """Run a scenario, and write its result."""
     say(f"{scenario.name}: {scenario.title}, {setup.shape}")
     begin = time.monotonic()
-    make_files(setup, args.peers_python)
-    make_chunks(setup, scenario)
+    make_all(setup.needs, args.peers_python)
     pythons = {"": sys.executable, "llama.cpp": args.peers_python, "transformers": args.peers_python}
-    outcome = run_scenario(scenario, pythons, setup.ckpt.parent / "logs", args.repeats, args.budget)
+    outcome = run_scenario(scenario, pythons, setup.work / "logs", args.repeats, budget_s)
     result = to_json(scenario, outcome, setup)
     result["seconds"] = round(time.monotonic() - begin, 1)
     save(args.results / f"{scenario.name}.json", result)
     print(f"\n### {scenario.title}\n\n{scenario_table(result)}\n", flush=True)
-    return result
 
 
 def to_json(scenario: Scenario, outcome: Outcome, setup: Setup) -> dict[str, Any]:
@@ -71,53 +73,29 @@ def to_json(scenario: Scenario, outcome: Outcome, setup: Setup) -> dict[str, Any
     }  # fmt: skip
 
 
-def make_files(setup: Setup, python: str) -> None:
-    """The checkpoint, and the GGUF files that the scenarios built so far ask for."""
-    if not (setup.ckpt / "made.json").is_file():
-        say(f"  making a random checkpoint in {setup.ckpt}")
-        make_checkpoint(setup.ckpt, setup.shape)
-    for kind, path in setup.files.items():
-        if path.is_file():
-            continue
-        say(f"  making {path.name}")
-        command = [python, "-W", "ignore", str(ROOT / "benchmarks" / "peers" / "gguf_export.py"), str(setup.ckpt),
-                   str(path), "--format", kind]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MAKE_S)
-        if done.returncode:
-            say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-
-
-def make_chunks(setup: Setup, scenario: Scenario) -> None:
-    """The chunks that rings of this scenario ask for, in their weight format."""
-    for spec in scenario.systems:
-        n_nodes, fmt, folder = spec.options.get("nodes"), spec.options.get("chunks"), Path(spec.options.get("ckpt", ""))
-        if not fmt or (folder / "chunks" / f"{n_nodes}nodes-{fmt}" / "model_starter.safetensors").is_file():
-            continue
-        say(f"  making {fmt} chunks for {n_nodes} nodes")
-        folder.mkdir(exist_ok=True)
-        for file in setup.ckpt.iterdir():
-            if file.is_file() and not (folder / file.name).exists():
-                (folder / file.name).symlink_to(file.resolve())
-        command = [sys.executable, str(ROOT / "src" / "prepare_model.py"), str(folder), "--n-nodes", str(n_nodes),
-                   "--quantize", fmt]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MAKE_S)
-        if done.returncode:
-            say(f"  NOT MADE: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-
-
 def run_all(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
-    """All scenarios, one after the other; one that fails does not stop the others. Returns how many failed."""
+    """Scenario after scenario, until the time is up; one that fails does not stop the others. Returns how many failed."""
     n_failed = 0
+    end = time.monotonic() + 60 * args.minutes
     for name in names:
+        if time.monotonic() > end:
+            say(f"{name}: left out, the time is up")
+            continue
         try:
-            setup.files.clear()
-            scenarios = [SCENARIOS[name](setup)] if name != "grid" else grids(args, setup)
-            for scenario in scenarios:
-                run_one(scenario, args, setup)
+            setup.needs.clear()
+            for scenario in [SCENARIOS[name](setup)] if name != "grid" else grids(args, setup):
+                run_one(scenario, args, setup, min(args.budget, max(0.0, end - time.monotonic())))
         except Exception:
             n_failed += 1
             say(f"{name} FAILED:\n{traceback.format_exc()}")
     return n_failed
+
+
+def prepare(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
+    """Make all files that the scenarios need. Returns how many could not be made."""
+    for name in names:
+        SCENARIOS[name](setup)
+    return make_all(setup.needs, args.peers_python)
 
 
 def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
@@ -126,20 +104,20 @@ def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
 
 def write_documents(args: argparse.Namespace) -> None:
     """Tables of what lies in the results folder into docs/benchmarks.md, and the figure into assets/."""
-    results = [json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))]
-    results.sort(key=lambda r: list(SCENARIOS).index(r["name"]) if r["name"] in SCENARIOS else len(SCENARIOS))
+    results = [
+        r
+        for path in sorted(args.results.glob("*.json"))
+        if (r := json.loads(path.read_text())).get("name") in SCENARIOS
+    ]
+    results.sort(key=lambda r: list(SCENARIOS).index(r["name"]))
     if not results:
         raise SystemExit(f"error: no results in {args.results}: run some scenarios first")
     text = DOCUMENT.read_text(encoding="utf-8")
-    picture = "![Measured against target](../assets/targets.png)"
-    text = fill(text, "overview", f"{overview(results)}\n\n{picture}\n\n{conditions(results)}")
+    text = fill(text, "overview", f"{overview(results)}\n\n{conditions(results)}")
     for result in results:
-        if f"<!-- results:{result['name']} -->" in text:
-            text = fill(text, result["name"], scenario_table(result))
+        text = fill(text, result["name"], scenario_table(result))
     DOCUMENT.write_text(text, encoding="utf-8")
-    from side_by_side.figure import draw
-
-    draw(results, ROOT / "assets" / "targets.png")
+    draw(results, FIGURE)
 
 
 def conditions(results: list[dict[str, Any]]) -> str:
@@ -166,30 +144,35 @@ def parse() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--scenario", choices=SCENARIOS, action="append", help="may be repeated")
     what.add_argument("--all", action="store_true", help="all scenarios, unattended")
+    what.add_argument("--prepare", action="store_true", help="only make the files that all scenarios need")
     what.add_argument("--grid", action="store_true", help="nodes x sequences x formats x prompts")
     what.add_argument("--check-gguf", action="store_true", help="compare greedy tokens in float32")
     what.add_argument("--write-docs", action="store_true", help="only bring the results into docs/ and assets/")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny-llama-1.1b")
+    shapes = [shape for shape in SHAPES if shape not in PACKED_ONLY]
+    parser.add_argument("--shape", choices=shapes, default="tiny-llama-1.1b")
     parser.add_argument("--work-dir", type=Path, help="for checkpoints (default: mdi-bench in the temporary folder)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON files (%(default)s)")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has llama-cpp-python, gguf and "
                         "transformers (default: this one)")  # fmt: skip
     parser.add_argument("--cores", type=numbers, help="cores to pin to (default: the first two that there are)")
     parser.add_argument("--repeats", type=int, help="rounds (default: each scenario's own, 3 or 5)")
-    parser.add_argument("--budget", type=float, default=300, help="seconds per scenario after which no round is begun "
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no scenario and no round later than this"
+    )
+    parser.add_argument("--budget", type=float, default=180, help="seconds per scenario after which no round is begun "
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few tokens")
     parser.add_argument("--nodes", type=numbers, default=[1, 2], help="for --grid")
     parser.add_argument("--sequences", type=numbers, default=[1, 8], help="for --grid")
-    parser.add_argument("--formats", type=lambda t: t.split(","), default=["fp16", "int8"],
-                        help=f"for --grid, of {', '.join(FLAGS)}")  # fmt: skip
+    parser.add_argument("--formats", type=lambda t: t.split(","), default=["bf16", "int8"],
+                        help=f"for --grid, of {', '.join(FORMATS)}")  # fmt: skip
     parser.add_argument("--prompts", type=numbers, default=[16], help="for --grid: lengths in tokens")
     parser.add_argument("--new-tokens", type=int, default=32, help="for --grid")
     args = parser.parse_args()
     if args.quick:
         args.repeats = args.repeats or 1
-    if unknown := [fmt for fmt in args.formats if fmt not in FLAGS]:
-        parser.error(f"unknown format {unknown[0]!r}: expected {', '.join(FLAGS)}")
+    if unknown := [fmt for fmt in args.formats if fmt not in FORMATS]:
+        parser.error(f"unknown format {unknown[0]!r}: expected {', '.join(FORMATS)}")
     return args
 
 
@@ -201,9 +184,11 @@ def main() -> int:
     work = args.work_dir or Path(tempfile.gettempdir()) / "mdi-bench"
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     cores = tuple(args.cores or available[:2])
-    setup = Setup(args.shape, work / args.shape, work, cores, brevity=4 if args.quick else 1)
+    setup = Setup(args.shape, work, cores, brevity=4 if args.quick else 1)
     if args.check_gguf:
         return check_gguf(args, setup)
+    if args.prepare:
+        return 1 if prepare(list(SCENARIOS), args, setup) else 0
     names = list(SCENARIOS) if args.all else ["grid"] if args.grid else args.scenario
     n_failed = run_all(names, args, setup)
     if args.all and not args.quick:

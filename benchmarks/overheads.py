@@ -67,7 +67,7 @@ def wire_bytes() -> dict[str, int]:
 
 
 def make_model(folder: Path) -> None:
-    """A LitGPT checkpoint with random weights, a tokenizer of digits, and its chunks for two nodes."""
+    """A LitGPT checkpoint with random weights, a tokenizer of digits, and its packed chunks for two nodes."""
     import torch
     import yaml
     from litgpt.config import Config
@@ -75,7 +75,9 @@ def make_model(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from mdi.checkpoint.chunks import write_chunks
+    from mdi.checkpoint.packed import PackedSource
     from mdi.checkpoint.source import open_source
+    from mdi.checkpoint.weights import own_packing
 
     folder.mkdir()
     torch.manual_seed(0)
@@ -85,14 +87,19 @@ def make_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "1", "eos_token": "2"}')
-    source = open_source(folder)
+    plain = open_source(folder)
+    source = PackedSource(plain, own_packing(plain.dtype))
     write_chunks(source, folder, [int(n) for n in LAYERS.split(",")])
     source.close()
 
 
 @contextlib.contextmanager
-def secondary(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path, float]]:
-    """A secondary process with its chunk: process, control client, nodes file, seconds until it answered."""
+def secondary(folder: Path, chunk: Path) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path, float]]:
+    """A secondary process with its chunk: process, control client, nodes file, seconds until it answered.
+
+    Args:
+        folder: for its nodes file and its cache, where it keeps which files it has hashed.
+    """
     from mdi.config import load_cluster
     from mdi.control.client import ControlClient
     from mdi.errors import ControlError
@@ -103,7 +110,6 @@ def secondary(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path
                 "threads": 1} for i in (0, 2)]  # fmt: skip
     nodes = folder / "nodes.json"
     nodes.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
-    chunk = folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors"
     command = [sys.executable, str(SRC / "secondary.py"), "--nodes-config", str(nodes), "0", "--chunk", str(chunk),
                "--cache-dir", str(folder / "cache"), "--quiet", "--until-stdin-closes"]  # fmt: skip
     client = ControlClient(load_cluster(nodes).secondaries[0])
@@ -131,25 +137,30 @@ def start_up(folder: Path, n_repeats: int) -> dict[str, float]:
         begin = time.perf_counter()
         subprocess.run([sys.executable, "-c", BASELINE], stdout=subprocess.DEVNULL, check=True)
         times["imports_s"].append(time.perf_counter() - begin)
-        with secondary(folder) as (_, client, _, answers_s):
+        with secondary(folder, chunk_of(folder)) as (_, client, _, answers_s):
             times["answers_s"].append(answers_s)
-            times["ready_from_disk_s"].append(time_until_ready(folder, client))
-            times["ready_again_s"].append(time_until_ready(folder, client))
+            times["ready_from_disk_s"].append(time_until_ready(chunk_of(folder), client))
+            times["ready_again_s"].append(time_until_ready(chunk_of(folder), client))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def time_until_ready(folder: Path, client: Any) -> float:
+def chunk_of(folder: Path) -> Path:
+    return folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors"
+
+
+def time_until_ready(path: Path, client: Any) -> float:
     """Seconds from /init until the status says READY; the run is then called off."""
     from mdi.checkpoint.chunkfile import ChunkFile
     from mdi.control.messages import InitRequest, PartSpec
 
-    chunk = ChunkFile(folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors")
+    chunk = ChunkFile(path)
     manifest, run = chunk.manifest, f"{secrets.randbits(64):016x}"
     parts = tuple(PartSpec(p.name, p.sha256, p.n_bytes) for p in manifest.parts)
     request = InitRequest(
         epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
         model=manifest.model, config=manifest.config, config_hash=manifest.config_hash, stored_dtype=manifest.dtype,
-        blocks=manifest.blocks, parts=parts, max_length=CONFIG["block_size"],
+        stored_format=manifest.format,
+        blocks=manifest.blocks, parts=parts, max_length=manifest.config["block_size"],
     )  # fmt: skip
     begin = time.perf_counter()
     client.init(request)
@@ -178,14 +189,14 @@ def resident(pid: int) -> tuple[int, int]:
 def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, int]:
     """Resident bytes of a secondary in a run, of its weights and caches, and of a process with the libraries alone."""
     from mdi.checkpoint.chunkfile import ChunkFile
+    from mdi.kernels.pages import PAGE
 
-    chunk = ChunkFile(folder / "model" / "chunks" / "2nodes" / "model_secondary0.safetensors")
+    chunk = ChunkFile(chunk_of(folder))
     weights = sum(part.n_bytes for part in chunk.manifest.parts)
-    # Buffers double from 64 positions on; float32 keys and values.
-    positions = min(1 << (n_tokens + 8).bit_length(), n_tokens + 8)
+    positions = -(-(n_tokens + 8) // PAGE) * PAGE  # whole pages of float32 keys and values
     head_size = CONFIG["n_embd"] // CONFIG["n_head"]
     caches = n_samples * 3 * positions * CONFIG["n_query_groups"] * head_size * 2 * 4
-    with secondary(folder) as (process, _, nodes, _):
+    with secondary(folder, chunk_of(folder)) as (process, _, nodes, _):
         command = [
             sys.executable,
             str(SRC / "starter.py"),

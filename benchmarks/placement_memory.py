@@ -50,15 +50,16 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from mdi.checkpoint.packing import Packing
     from mdi.kernels.stage import KernelStage
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.kernel_stage import TensorStage
+    from mdi.model.kernel_stage import ArrayStage
     from mdi.model.stage import Stage
     from mdi.node.chance import chance_weights
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
-    stage: Stage | TensorStage = Stage(Config(**config_of(width)), 0, n_blocks)
-    shapes = {name: t.shape for name, t in stage.state_dict().items()}
+    plain = Stage(Config(**config_of(width)), 0, n_blocks)
+    stage: Stage | ArrayStage = plain
+    shapes = {name: t.shape for name, t in plain.state_dict().items()}
 
     def tensors(part: str) -> dict[str, Any]:
         prefix = f"transformer.h.{part.removeprefix('block.')}."
@@ -66,20 +67,26 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     parts = [f"block.{i}" for i in range(n_blocks)]
     if fmt == "int8":
-        stage = TensorStage(KernelStage(config_of(width), 0, n_blocks))
+        stage = ArrayStage(KernelStage(config_of(width), 0, n_blocks))
         own = {
             part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
             for part in parts
         }
         stage.load(parts, lambda part: chance_weights(own[part], Packing("int8", "int8")))
+        stage.prepare(LENGTH)
     else:
-        stage.load(parts, tensors, torch.device("cpu"), torch.float32)
-    stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
+        plain.load(parts, tensors, torch.device("cpu"), torch.float32)
+        plain.prepare(LENGTH, torch.device("cpu"), torch.float32)
+
+    def rows_of(n: int) -> Any:
+        rows = torch.randn(n, width)
+        return rows.numpy() if isinstance(stage, ArrayStage) else rows
+
     for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
         for seq_id in range(SEQUENCES):
-            stage(torch.randn(64, width), [(seq_id, start, 64)])
+            stage(rows_of(64), [(seq_id, start, 64)])
     peak = peak_rss_bytes()
-    rows = torch.randn(SEQUENCES, width)
+    rows = rows_of(SEQUENCES)
     slices = [(seq_id, LENGTH // 2, 1) for seq_id in range(SEQUENCES)]
 
     def mean_s(span_s: float = 0.8) -> float:

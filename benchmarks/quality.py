@@ -3,7 +3,7 @@
 
     benchmarks/quality.py --text tiny-shakespeare.txt
 
-Everything runs through the project's own stage, with the formats as prepare_model.py writes them. `--text` is a text of which
+Everything runs in the kernels, with the formats as prepare_model.py writes them. `--text` is a text of which
 the model has not seen the last tenth; for the embedded model that is tiny Shakespeare
 (https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt).
 
@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from litgpt.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -34,15 +33,12 @@ from mdi.checkpoint.tensors import as_array  # noqa: E402
 from mdi.checkpoint.weights import WeightSource  # noqa: E402
 from mdi.kernels.layout import LAYOUTS, pack  # noqa: E402
 from mdi.kernels.stage import KernelStarterStage  # noqa: E402
-from mdi.model.kernel_stage import TensorStage  # noqa: E402
 from mdi.model.packed_linear import PackedLinear, kernel_context  # noqa: E402
-from mdi.model.stage import StarterStage  # noqa: E402
 from mdi.text import TextCodec  # noqa: E402
 from records import add_json_flag, save  # noqa: E402
 
 FACTOR, SHARE = 30.0, 0.002
 FORMATS = [name for name in LAYOUTS if name != "float32"]
-CPU = torch.device("cpu")
 
 
 class ChangedSource(WeightSource):
@@ -93,28 +89,24 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
     return ChangedSource(source, changed)
 
 
-def stage_of(source: WeightSource, packing: Packing | None = None) -> StarterStage | TensorStage:
-    """In the kernels, if there is a packing."""
-    config = Config(**source.config_dict)
-    stage: StarterStage | TensorStage = StarterStage(config, config.n_layer)
-    if packing is not None:
-        stage = TensorStage(KernelStarterStage(source.config_dict, config.n_layer, torch.get_num_threads()))
-        stage.load(source.part_names(), lambda part: source.weights(part, packing))
-    elif isinstance(stage, StarterStage):
-        stage.load(source.part_names(), source.tensors, CPU, torch.float32)
-    stage.prepare(config.block_size, CPU, torch.float32)
+def stage_of(source: WeightSource, form: str) -> KernelStarterStage:
+    """The whole model in one format, head and embedding too."""
+    stage = KernelStarterStage(source.config_dict, source.config_dict["n_layer"])
+    stage.load(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
+    stage.prepare(source.config_dict["block_size"])
     return stage
 
 
-@torch.inference_mode()
-def judge(stage: StarterStage | TensorStage, length: int, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
+def judge(stage: KernelStarterStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
     """Nats per token, and the most probable token at each position, over windows of the model's whole context."""
+    length = stage.max_length
     total, best = 0.0, []
     for number, start in enumerate(range(0, len(ids) - length, length)):
-        window = torch.tensor(ids[start : start + length + 1])
-        logits = stage.head(stage(stage.embed(window[:-1]), [(number, 0, length)]))
+        window = np.array(ids[start : start + length + 1])
+        rows = stage.forward(stage.embed(window[:-1]), [(number, 0, length)])
         stage.caches.free(number)
-        total += F.cross_entropy(logits, window[1:], reduction="sum").item()
+        logits = torch.from_numpy(stage.head(rows))
+        total += F.cross_entropy(logits, torch.from_numpy(window[1:]), reduction="sum").item()
         best.append(logits.argmax(dim=-1))
     found = torch.cat(best)
     return total / found.numel(), found
@@ -148,14 +140,13 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8")
     ids = codec.encode(text[int(len(text) * 0.9) :])[: args.n_tokens]
     checkpoint = LitCheckpoint(args.ckpt)
-    length = checkpoint.config_dict["block_size"]
     results: dict[str, dict[str, dict[str, float]]] = {"model": {}, "matmul": matmul_errors()}
     print(f"{'model':<10}{'format':<8}{'perplexity':>11}{'change':>9}{'same token':>12}")
     for kind, source in (("as it is", ChangedSource(checkpoint, {})), ("planted", planted(checkpoint))):
-        exact, best = judge(stage_of(source), length, ids)
+        exact, best = judge(stage_of(source, "float32"), ids)
         print(f"{kind:<10}{'float32':<8}{math.exp(exact):>11.3f}")
         for name in FORMATS:
-            loss, found = judge(stage_of(source, Packing(name, name)), length, ids)
+            loss, found = judge(stage_of(source, name), ids)
             change = math.exp(loss - exact) - 1
             same = float((found == best).float().mean())
             results["model"][f"{kind}/{name}"] = {"perplexity": math.exp(loss), "change": change, "same_token": same}

@@ -14,7 +14,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nano-llama-304m": {"n_layer": 12, "n_embd": 1024, "n_head": 16, "n_query_groups": 4, "intermediate_size": 5632},
     "tiny-llama-1.1b": {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632},
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
+    "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
 }
+PACKED_ONLY = ("llama-2-7b", "tiny-3m")  # made in packed formats, without plain weights: see random_packed
+DTYPE = "bfloat16"  # of plain weights
 VOCABULARY = 32000
 CONTEXT = 2048
 _DONE = "made.json"
@@ -40,10 +43,8 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     """A LitGPT checkpoint with random bfloat16 weights and a tokenizer of bytes; made once, and kept.
 
     Every bfloat16 number is a float32 number, so that all systems read the same weights in every format. All of it
-    stands in memory while it is made.
+    stands in memory while it is made. Shapes in PACKED_ONLY get no weights.
     """
-    import torch
-    from litgpt.model import GPT
     from litgpt.utils import save_config
 
     if (folder / _DONE).is_file():
@@ -51,19 +52,28 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = config_of(shape)
-    with torch.device("meta"):
-        names = GPT(config).state_dict()
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.ones(t.shape, dtype=torch.bfloat16)
-        if t.dim() == 1
-        else torch.empty(t.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, t in names.items()
-    }
-    torch.save(weights, folder / "lit_model.pth")
+    if shape not in PACKED_ONLY:
+        _make_weights(folder, config)
     save_config(config, folder)
     _make_tokenizer(folder)
     (folder / _DONE).write_text(json.dumps({"shape": shape}))
+
+
+def _make_weights(folder: Path, config: Any) -> None:
+    import torch
+    from litgpt.model import GPT
+
+    with torch.device("meta"):
+        names = GPT(config).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, DTYPE)
+    weights = {
+        name: torch.ones(t.shape, dtype=dtype)
+        if t.dim() == 1
+        else torch.empty(t.shape, dtype=dtype).normal_(0, 0.02, generator=generator)
+        for name, t in names.items()
+    }
+    torch.save(weights, folder / "lit_model.pth")
 
 
 def _make_tokenizer(folder: Path) -> None:

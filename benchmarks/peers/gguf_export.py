@@ -4,6 +4,7 @@
     gguf_export.py CHECKPOINT OUT.gguf --format f32 | bf16 | f16 | q8_0 | q4_0
 
 In the quantized formats every matrix is quantized alike (llama.cpp's own tool calls that "pure"): embedding and head too.
+A checkpoint that is a configuration without weights becomes a file of its size with one random row per matrix, repeated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 if __name__ == "__main__":
@@ -29,7 +31,7 @@ def export(ckpt: Path, out: Path, fmt: str) -> None:
     from litgpt.config import Config
 
     config = Config.from_file(ckpt / "model_config.yaml")
-    weights = torch.load(ckpt / "lit_model.pth", weights_only=True, mmap=True)
+    weights = _weights(ckpt, config)
     kind = gguf.GGMLQuantizationType[fmt.upper()]
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
@@ -40,7 +42,9 @@ def export(ckpt: Path, out: Path, fmt: str) -> None:
         for name, tensor in gguf_tensors(weights, config).items():
             # Norms are a few numbers, and llama.cpp wants them in full.
             wanted = kind if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-            data = gguf.quants.quantize(tensor.float().numpy(), wanted)
+            data = gguf.quants.quantize(_numbers(tensor), wanted)
+            if tensor.is_meta:
+                data = np.ascontiguousarray(np.broadcast_to(data, (*tensor.shape[:-1], data.shape[-1])))
             writer.add_tensor(name, data, raw_dtype=wanted)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -49,6 +53,26 @@ def export(ckpt: Path, out: Path, fmt: str) -> None:
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _weights(ckpt: Path, config: Any) -> dict[str, torch.Tensor]:
+    """The checkpoint's, or tensors without numbers where it has none."""
+    from litgpt.model import GPT
+
+    if (ckpt / "lit_model.pth").is_file():
+        found: dict[str, torch.Tensor] = torch.load(ckpt / "lit_model.pth", weights_only=True, mmap=True)
+        return found
+    with torch.device("meta"):
+        return GPT(config).state_dict()
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray:
+    """float32; of a tensor without numbers a norm of ones, or a single row of chance."""
+    if not tensor.is_meta:
+        return tensor.float().numpy()
+    if tensor.dim() == 1:
+        return np.ones(tensor.shape, dtype=np.float32)
+    return np.random.default_rng(0).standard_normal((1, tensor.shape[-1]), dtype=np.float32) * np.float32(0.02)
 
 
 _FILE_TYPES = {

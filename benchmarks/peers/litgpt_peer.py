@@ -1,6 +1,6 @@
 """litgpt's own generation, one sequence.
 
-Options: {"ckpt": DIR, "dtype": "float32", "max_length": 64}
+Options: {"ckpt": DIR, "dtype": "float32", "max_length": 64, "threads": 1}
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LitgptPeer:
         from litgpt.config import Config
         from litgpt.model import GPT
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(options["threads"])
         folder, self._dtype = Path(options["ckpt"]), getattr(torch, options["dtype"])
         with torch.device("meta"):
             self._model = GPT(Config.from_file(folder / "model_config.yaml"))

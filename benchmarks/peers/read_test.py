@@ -1,6 +1,6 @@
-"""How fast one thread reads memory: sums over an array that no cache holds, with the fastest of torch's kernels.
+"""How fast one thread reads memory: sums over an array that no cache holds, with the fastest of torch's and numpy's loops.
 
-On pages of 4 KB, as a program gets them that does not ask for others, or on huge ones, as the ring's packed weights.
+On huge pages, where memory is read fastest.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from peers.huge_pages import use_huge_pages
@@ -22,12 +23,11 @@ N_PASSES = 4  # per format and case; the best counts, for a limit is what can be
 class ReadTest:
     """A "system" whose only number is `read_bytes_per_s`."""
 
-    def __init__(self, huge_pages: bool) -> None:
+    def __init__(self) -> None:
         torch.set_num_threads(1)
         # Written, so that every page is a page of its own; ordinary numbers in all the formats.
         self._bytes = torch.full((N_BYTES,), 0x3F, dtype=torch.uint8)
-        if huge_pages:
-            use_huge_pages()
+        use_huge_pages()
 
     def run(self, case: Case) -> dict[str, Any]:
         best_s = float("inf")
@@ -36,6 +36,8 @@ class ReadTest:
             best_s = min(best_s, *(_time(data.sum) for _ in range(N_PASSES)))
         floats = self._bytes.view(torch.float32)
         best_s = min(best_s, *(_time(lambda: torch.dot(floats, floats)) for _ in range(N_PASSES)))
+        numbers = self._bytes.numpy().view(np.int64)
+        best_s = min(best_s, *(_time(numbers.max) for _ in range(N_PASSES)))
         return {"times_s": [], "read_bytes_per_s": N_BYTES / best_s}
 
     def end(self) -> dict[str, Any]:
@@ -49,4 +51,4 @@ def _time(read: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    serve(lambda options: ReadTest(bool(options["huge_pages"])))
+    serve(lambda options: ReadTest())

@@ -1,6 +1,6 @@
 """transformers' own generation, one sequence or a batch.
 
-Options: {"ckpt": DIR, "dtype": "float32"}; the checkpoint is litgpt's, of Llama's kind.
+Options: {"ckpt": DIR, "dtype": "float32", "threads": 1}; the checkpoint is litgpt's, of Llama's kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TransformersPeer:
         from litgpt.config import Config
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(options["threads"])
         folder, dtype = Path(options["ckpt"]), getattr(torch, options["dtype"])
         c = Config.from_file(folder / "model_config.yaml")
         config = LlamaConfig(

@@ -1,14 +1,13 @@
 """Our ring as a system: real processes, one per node, that stay up while one case after the other runs.
 
 Options:
-    ckpt: directory of the checkpoint.
+    chunks: folder with the chunk of each node, in the weight format that they are to compute with; or
+    ckpt: directory of a checkpoint, which a single node brings into a format by itself.
     nodes: length of the ring.
     flags: of starter.py, e.g. ["--quantize", "int8"].
     cores: node i is pinned to cores[i % len(cores)].
     threads: of each node.
     max_length: tokens that a sequence may reach.
-    old_style: one sequence per frame, as the earlier MDI-LLM sent them.
-    chunks: secondaries read their chunks in the weight format, not the checkpoint.
     quota: share of a core that each node gets once it is loaded; null is all of it.
 """
 
@@ -17,17 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
-import mdi.node.starter
 from mdi import cli_starter
-from mdi.checkpoint.chunks import find_chunk
-from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.node.device import set_threads
 from mdi.node.local import LocalRing
@@ -37,48 +32,40 @@ from ring.quota import Quotas
 
 
 class BenchRing(LocalRing):
-    """A local ring whose processes are known, and whose secondaries may have chunks of their own."""
+    """A local ring whose secondaries have their chunks."""
 
-    chunk_of: Callable[[int], Path] | None = None
+    chunks: Path | None = None
 
-    def __enter__(self) -> BenchRing:
-        self.pids: list[int] = []
-        super().__enter__()
-        return self
-
-    def _spawn(self, path: Path, index: int) -> Any:
-        if self.chunk_of is not None:
-            self._ckpt = self.chunk_of(index)
-        child = super()._spawn(path, index)
-        self.pids.append(child.pid)
-        return child
+    def command(self, path: Path, index: int) -> list[str]:
+        chunk = [] if self.chunks is None else ["--chunk", str(self.chunks / f"model_secondary{index}.safetensors")]
+        return [*super().command(path, index), *chunk]
 
 
 class RingSystem:
     """See the module."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        ckpt, n_nodes = Path(options["ckpt"]), options["nodes"]
-        if options.get("old_style"):
-            mdi.node.starter.Scheduler = partial(Scheduler, decode_rows=1)  # type: ignore
+        n_nodes, n_threads = options["nodes"], options["threads"]
         self._quotas = Quotas()
         self._node: StarterNode | None = None
         # A ring of one node must not get both cores.
-        cores = options["cores"][:n_nodes]
-        self._ring = BenchRing(n_nodes, None, options["threads"], ckpt, False, False, cores=cores)
-        if fmt := options.get("chunks"):
-            self._ring.chunk_of = lambda index: find_chunk(ckpt, n_nodes, f"secondary{index}", fmt)
+        cores = options["cores"][: n_nodes * n_threads]
+        self._ring = BenchRing(n_nodes, None, n_threads, None, False, False, cores=cores)
+        weights = ["--ckpt", options["ckpt"]] if "ckpt" in options else []
+        if "chunks" in options:
+            self._ring.chunks = Path(options["chunks"])
+            weights = ["--chunk", str(self._ring.chunks / "model_starter.safetensors")]
         self._ring.__enter__()
         try:
-            self._start(options, ckpt)
+            self._start(options, weights)
         except BaseException:
             self._ring.__exit__(None, None, None)  # the process ends now, and what it holds with it
             raise
 
-    def _start(self, options: dict[str, Any], ckpt: Path) -> None:
+    def _start(self, options: dict[str, Any], weights: list[str]) -> None:
         threads = str(options["threads"])
         # Eight nodes that start at once on two cores take their time.
-        flags = ["--ckpt", str(ckpt), "--wait", "180", "--prompt-style", "none", "--threads", threads]
+        flags = [*weights, "--wait", "180", "--prompt-style", "none", "--threads", threads]
         args = parse([*flags, *options["flags"]])
         set_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = StarterNode(self._ring.cluster, cli_starter.starter_options(args))
@@ -115,12 +102,20 @@ class RingSystem:
         node, self._node = self._node, None
         try:
             if node is not None:
+                found["secondaries"] = [_memory(pid) for pid in self._ring.pids]
                 node.end()
                 found["nodes"] = [one.to_json() for one in node.metrics().nodes]
                 node.close()
         finally:
             self._ring.__exit__(None, None, None)
         return found
+
+
+def _memory(pid: int) -> dict[str, Any]:
+    """What a process holds now, pages of mapped files included."""
+    maps = Path(f"/proc/{pid}/maps")
+    has_torch = maps.is_file() and "libtorch" in maps.read_text()
+    return {"resident_bytes": psutil.Process(pid).memory_info().rss, "has_torch": has_torch}
 
 
 def parse(flags: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The targets as a figure: how far each is reached, with the range over the rounds."""
+"""Tokens per second of the ring and of its rivals, as a user would look for them: one stream, and sixteen sequences."""
 
 from __future__ import annotations
 
@@ -6,34 +6,89 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+COLORS = {"4 bits": "#1f6f54", "8 bits": "#4fa37c", "16 bits": "#a9d5bd"}
+# Panel -> program -> weights -> (scenario, label of the run)
+PANELS: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
+    "One stream, one thread": {
+        "MDI-LLM\none node": {
+            "4 bits": ("one-stream", "ring int4 x1"),
+            "8 bits": ("one-stream", "ring int8 x1"),
+            "16 bits": ("one-stream-16", "ring bf16 x1"),
+        },
+        "llama.cpp": {
+            "4 bits": ("one-stream", "llama.cpp q4_0 x1"),
+            "8 bits": ("one-stream", "llama.cpp q8_0 x1"),
+            "16 bits": ("one-stream-16", "llama.cpp bf16 x1"),
+        },
+        "litgpt": {"16 bits": ("frameworks", "litgpt bfloat16 x1, 1 seq")},
+        "transformers": {"16 bits": ("frameworks", "transformers bfloat16 x1, 1 seq")},
+    },
+    "Sixteen sequences, two threads": {
+        "MDI-LLM\ntwo nodes": {
+            "4 bits": ("sixteen", "ring int4 x2"),
+            "8 bits": ("sixteen", "ring int8 x2"),
+            "16 bits": ("sixteen", "ring bf16 x2"),
+        },
+        "llama.cpp": {
+            "4 bits": ("sixteen", "llama.cpp q4_0 x2"),
+            "8 bits": ("sixteen", "llama.cpp q8_0 x2"),
+            "16 bits": ("sixteen", "llama.cpp bf16 x2"),
+        },
+        "litgpt\n(one after another)": {"16 bits": ("frameworks", "litgpt bfloat16 x2, 1 seq")},
+        "transformers": {"16 bits": ("frameworks", "transformers bfloat16 x2, 16 seq")},
+    },
+}
+
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Bars of measured / target (or its inverse, where less is better), the longer the better; 1 is reached."""
+    """One panel beside the other; what was not measured has no bar."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    checks = [(r["name"], c) for r in results for c in r["checks"] if c["measured"]]
-    figure, axes = plt.subplots(figsize=(11, 0.9 + 0.3 * len(checks)), layout="constrained")
-    for row, (_, check) in enumerate(checks):
-        middle, low, high = (score(check, check["measured"][key]) for key in ("median", "lowest", "highest"))
-        low, high = min(low, high), max(low, high)
-        color = {"yes": "#5fae6b", "in the median": "#e3c23b"}.get(check["reached"], "#d65a4c")
-        axes.barh(row, middle, color=color, height=0.62)
-        axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", lw=1, capsize=2)
-    axes.axvline(1, color="#222222", lw=1, ls="--")
-    axes.set_yticks(range(len(checks)), [f"{name}: {check['what']}" for name, check in checks], fontsize=8)
-    axes.set(xlabel="measured / target (1: reached)", xlim=(0, None))
+    by_name = {result["name"]: result for result in results}
+    with plt.rc_context({"svg.hashsalt": "mdi", "font.size": 10}):
+        figure, panels = plt.subplots(1, len(PANELS), figsize=(10, 4.2), layout="constrained")
+        for axes, (title, programs) in zip(panels, PANELS.items(), strict=True):
+            _panel(axes, title, rates(programs, by_name))
+        handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+        figure.legend(handles, [f"{bits} per weight" for bits in COLORS], loc="outside lower center", ncols=len(COLORS),
+                      frameon=False)  # fmt: skip
+        shapes = " and ".join(sorted({result["shape"] for result in results if result["name"] == "sixteen"}))
+        figure.suptitle(f"Tokens per second{f', {shapes}' if shapes else ''}: more is better", fontsize=11)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def rates(
+    programs: Mapping[str, Mapping[str, tuple[str, str]]], by_name: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Program -> weights -> tokens per second, where they were measured."""
+    found: dict[str, dict[str, float]] = {}
+    for program, bars in programs.items():
+        for bits, (scenario, label) in bars.items():
+            median = by_name.get(scenario, {}).get("medians", {}).get(label, {}).get("decode_tokens_per_s")
+            if median is not None:
+                found.setdefault(program, {})[bits] = median
+    return found
+
+
+def _panel(axes: Any, title: str, found: Mapping[str, Mapping[str, float]]) -> None:
+    y, ticks = 0.0, []
+    for bars in found.values():
+        ticks.append(y + (len(bars) - 1) / 2)
+        for bits, rate in bars.items():
+            axes.barh(y, rate, color=COLORS[bits], height=0.86)
+            axes.annotate(f"{rate:.0f}" if rate >= 20 else f"{rate:.1f}", (rate, y), (4, 0), textcoords="offset points",
+                          va="center", fontsize=9)  # fmt: skip
+            y += 1
+        y += 0.7
+    axes.set_yticks(ticks, list(found))
     axes.invert_yaxis()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def score(check: Mapping[str, Any], value: float) -> float:
-    """How far a value reaches the target; 1 and more is reached. What must be small is turned round."""
-    ratio = value / check["target"]
-    if check["at_least"]:
-        return ratio
-    return 1 / ratio if ratio > 0.1 else 10.0
+    axes.set_title(title, fontsize=11)
+    axes.margins(x=0.12)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

@@ -18,7 +18,7 @@ def measured(answer: Mapping[str, Any], n_prompt: int) -> Found:
     time to first token. prefill_tokens_per_s: prompt tokens of all sequences until the last one got its first token.
     """
     times: Sequence[Sequence[float]] = answer["times_s"]
-    found = {k: float(v) for k, v in answer.items() if k.endswith(("_per_s", "_per_row")) and v is not None}
+    found = {k: float(v) for k, v in answer.items() if k.endswith(("_per_s", "_per_row", "_ready_s")) and v is not None}
     if not times:
         return found
     firsts = [t[0] for t in times]
@@ -65,15 +65,17 @@ def medians(rounds: Sequence[Found]) -> Found:
 def pair_ratios(
     above: Sequence[Found], below: Sequence[Sequence[Found]], metrics: tuple[str, str], factor: float = 1.0
 ) -> list[float]:
-    """Round by round: factor x above / below, where the largest of several below counts.
+    """Round by round: factor x above / below, where the largest of several below counts; without any, factor x above.
 
     Args:
         above: one system's numbers, by round.
         below: the numbers of one or more systems, each by round.
         metrics: which number of the system above, and which of those below.
     """
-    n_rounds = min(len(above), *(len(b) for b in below))
-    return [factor * above[r][metrics[0]] / max(b[r][metrics[1]] for b in below) for r in range(n_rounds)]
+    n_rounds = min(map(len, [above, *below]))
+    return [
+        factor * above[r][metrics[0]] / max((b[r][metrics[1]] for b in below), default=1.0) for r in range(n_rounds)
+    ]
 
 
 def verdict(ratios: Sequence[float], target: float, at_least: bool = True) -> str:

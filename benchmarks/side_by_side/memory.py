@@ -1,18 +1,23 @@
-"""A secondary's peak memory beside what it cannot do without."""
+"""Memory of the ring's processes beside what they cannot do without."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from mdi.kernels.layout import LAYOUTS
 from peers.protocol import Case
-from random_checkpoint import SHAPES, n_weights
+from random_checkpoint import SHAPES, VOCABULARY, n_weights
 from side_by_side.measures import Summary
 from side_by_side.scenario import CheckResult, Outcome
 
-ALLOWED_MB = 100.0
+LOAD_MB = 100.0  # beyond weights, one part and imports, at most
+TORCH_FREE_MB, WITH_TORCH_MB = 75.0, 20.0  # resident beyond weights, caches and, with torch, the imports
+PLAIN_BYTES = 2  # of a weight in the checkpoint
 _IMPORTS = """
-import re, torch, litgpt, cherrypy
+import re, torch, litgpt, cherrypy, requests
 print(int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024)
 """
 
@@ -23,9 +28,9 @@ def import_bytes() -> int:
     return int(done.stdout.split()[-1])
 
 
-def block_bytes(shape: str, n_blocks: int, bytes_per_weight: float) -> float:
+def block_bytes(shape: str, n_blocks: int, form: str) -> float:
     """Weights of some blocks."""
-    return n_weights(shape)[0] / SHAPES[shape]["n_layer"] * n_blocks * bytes_per_weight
+    return n_weights(shape)[0] / SHAPES[shape]["n_layer"] * n_blocks * LAYOUTS[form].bits / 8
 
 
 def cache_bytes(shape: str, n_blocks: int, case: Case, itemsize: int = 4) -> int:
@@ -35,18 +40,43 @@ def cache_bytes(shape: str, n_blocks: int, case: Case, itemsize: int = 4) -> int
     return case.n_sequences * (case.n_positions - 1) * n_blocks * row
 
 
-def memory_results(outcome: Outcome, system: str, shape: str, case: Case) -> list[CheckResult]:
-    """Megabytes beyond weights, caches and imports, of the secondary that holds most."""
-    what = f"int8: MB beyond weights, caches and imports, {case.n_sequences} sequences"
-    nodes = outcome.ends.get(system, {}).get("nodes", [])[1:]
-    if not nodes or not all(node["peak_rss_bytes"] for node in nodes):
-        error = outcome.errors.get(system, "the secondaries did not tell")
-        return [CheckResult(what, ALLOWED_MB, False, " MB", None, "not measured", error)]
-    imports = import_bytes()
+def load_results(outcome: Outcome, system: str, shape: str, case: Case) -> list[CheckResult]:
+    """Of a node that holds everything, and has brought it from bf16 into int8: its peak."""
+    what = "int8 from a bf16 checkpoint: peak MB beyond weights, caches, one part and imports"
+    n_blocks, n_head = SHAPES[shape]["n_layer"], n_weights(shape)[1]
+    # The head in int8; of the embedding, a byte each and scales.
+    weights = block_bytes(shape, n_blocks, "int8") + n_head * LAYOUTS["int8"].bits / 8 + n_head + 4 * VOCABULARY
+    largest_part = PLAIN_BYTES * max(n_head, n_weights(shape)[0] / n_blocks)
+    known = weights + largest_part + cache_bytes(shape, n_blocks, case)
+    nodes = _nodes(outcome, system)
+    return _result(outcome, system, what, LOAD_MB, [node["peak_rss_bytes"] - known - import_bytes() for node in nodes])
+
+
+def secondary_results(outcome: Outcome, system: str, shape: str, case: Case) -> list[CheckResult]:
+    """Of the secondaries: what they held while they computed, with or without torch."""
+    found = outcome.ends.get(system, {}).get("secondaries", [])
+    has_torch = any(one["has_torch"] for one in found)
     beyond = []
-    for node in nodes:
+    for one, node in zip(found, _nodes(outcome, system)[1:], strict=False):
         n_blocks = node["layers"][1] - node["layers"][0]
-        known = block_bytes(shape, n_blocks, 1.0) + cache_bytes(shape, n_blocks, case) + imports
-        beyond.append((node["peak_rss_bytes"] - known) / 1e6)
-    reached = "yes" if max(beyond) <= ALLOWED_MB else "no"
-    return [CheckResult(what, ALLOWED_MB, False, " MB", Summary.of(beyond), reached)]
+        known = block_bytes(shape, n_blocks, "int8") + cache_bytes(shape, n_blocks, case)
+        beyond.append(one["resident_bytes"] - known - (import_bytes() if has_torch else 0))
+    if has_torch:
+        what, limit = "a secondary with torch: resident MB beyond weights, caches and imports", WITH_TORCH_MB
+    else:
+        what, limit = "a secondary without torch: resident MB beyond weights and caches", TORCH_FREE_MB
+    return _result(outcome, system, what, limit, beyond)
+
+
+def _nodes(outcome: Outcome, system: str) -> Sequence[Mapping[str, Any]]:
+    nodes: Sequence[Mapping[str, Any]] = outcome.ends.get(system, {}).get("nodes", [])
+    return nodes if all(node["peak_rss_bytes"] for node in nodes) else []
+
+
+def _result(outcome: Outcome, system: str, what: str, limit: float, beyond: Sequence[float]) -> list[CheckResult]:
+    """Of the node that holds most beyond what it must."""
+    if not beyond:
+        error = outcome.errors.get(system, "the nodes did not tell")
+        return [CheckResult(what, limit, False, " MB", None, "not measured", error)]
+    found = [n / 1e6 for n in beyond]
+    return [CheckResult(what, limit, False, " MB", Summary.of(found), "yes" if max(found) <= limit else "no")]

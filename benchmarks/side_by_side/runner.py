@@ -14,6 +14,7 @@ from side_by_side.workers import Worker, WorkerError
 
 MODULES = {
     "ring": "ring.ring_worker",
+    "ready": "ring.ready_worker",
     "read": "peers.read_test",
     "litgpt": "peers.litgpt_peer",
     "transformers": "peers.transformers_peer",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from peers.protocol import Case
@@ -16,7 +15,7 @@ class SystemSpec:
     """One process (for a ring: several) that stays loaded for the whole scenario.
 
     Attributes:
-        kind: "ring", "llama.cpp", "litgpt", "transformers" or "read".
+        kind: "ring", "ready", "llama.cpp", "litgpt", "transformers" or "read".
         options: see the module of its worker.
         cores: that it may use.
     """
@@ -38,12 +37,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Check:
-    """A target: factor x (number of one run) / (the largest number of some others), pair by pair.
+    """A target: factor x (number of one run) / (the largest number of some others, if there are any), pair by pair.
 
     Attributes:
         metrics: names of the numbers above and below.
         at_least: whether the ratio must be the target or more; else the target or less.
-        unit: how the ratio is written: "x" or "%".
+        unit: how the ratio is written: "x", "%" or " s".
     """
 
     what: str
@@ -85,7 +84,6 @@ class Outcome:
 @dataclass(frozen=True)
 class Scenario:
     """Attributes:
-    files: GGUF files to be made first, by format.
     finish: further results, from what the systems said at their end.
     """
 
@@ -94,7 +92,6 @@ class Scenario:
     systems: tuple[SystemSpec, ...]
     runs: tuple[Run, ...]
     checks: tuple[Check, ...] = ()
-    files: dict[str, Path] = field(default_factory=dict)
     finish: Callable[[Outcome], list[CheckResult]] | None = None
     repeats: int = 5
 

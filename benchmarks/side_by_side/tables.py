@@ -12,6 +12,8 @@ COLUMNS = {
     "ttft_s": "first token, s",
     "link_bytes_per_row": "bytes per token and link",
     "read_bytes_per_s": "GB/s read",
+    "hashed_ready_s": "ready, hashed, s",
+    "known_ready_s": "ready, known, s",
 }
 
 
@@ -78,7 +80,7 @@ def _measured(check: Mapping[str, Any]) -> str:
 def _ratio(value: float, unit: str) -> str:
     if unit == "%":
         return f"{value:.0%}"
-    return f"{value:.2f}{unit}" if unit == "x" else f"{value:.0f}{unit}"
+    return f"{value:.2f}{unit}" if unit in ("x", " s") else f"{value:.0f}{unit}"
 
 
 def _number(value: float | None, key: str) -> str:

@@ -1,9 +1,13 @@
 """From times of tokens to rates and ratios."""
 
+from pathlib import Path
+
 import pytest
 
-from side_by_side.figure import score
+from side_by_side.figure import PANELS, draw, rates
 from side_by_side.measures import Summary, decode_rate, measured, medians, pair_ratios, verdict
+from side_by_side.setup import Setup
+from side_by_side.targets import SCENARIOS
 
 
 def test_one_stream_counts_from_its_first_token():
@@ -44,6 +48,10 @@ def test_ratios_are_formed_within_a_round_against_the_best_of_the_others():
     assert pair_ratios(ours, [a], ("r", "r"), factor=2.0) == [4.0, 10.0]
 
 
+def test_without_others_a_number_stands_for_itself():
+    assert pair_ratios([{"s": 0.5}, {"s": 0.7}], [], ("s", "")) == [0.5, 0.7]
+
+
 def test_a_round_that_is_missing_is_no_pair():
     assert pair_ratios([{"r": 1.0}] * 3, [[{"r": 2.0}]], ("r", "r")) == [0.5]
 
@@ -68,7 +76,17 @@ def test_medians_and_ranges():
     assert Summary.of([3.0, 1.0, 2.0]) == Summary(2.0, 1.0, 3.0, 3)
 
 
-def test_the_score_of_what_must_be_small_is_turned_round():
-    assert score({"target": 2.0, "at_least": True}, 3.0) == 1.5
-    assert score({"target": 0.6, "at_least": False}, 0.3) == 2.0
-    assert score({"target": 100.0, "at_least": False}, -5.0) == 10.0
+def test_the_figure_shows_what_was_measured_and_nothing_else(tmp_path):
+    result = {"name": "sixteen", "shape": "tiny-1m", "medians": {"ring int8 x2": {"decode_tokens_per_s": 204.0}}}
+    panel = PANELS["Sixteen sequences, two threads"]
+    assert rates(panel, {"sixteen": result}) == {"MDI-LLM\ntwo nodes": {"8 bits": 204.0}}
+    draw([result], tmp_path / "speed.svg")
+    assert "<svg" in (tmp_path / "speed.svg").read_text()
+
+
+def test_the_bars_of_the_figure_are_runs_of_scenarios():
+    setup = Setup("tiny-llama-1.1b", Path("work"), (0, 1))
+    for programs in PANELS.values():
+        for bars in programs.values():
+            for scenario, label in bars.values():
+                assert label in {run.label for run in SCENARIOS[scenario](setup).runs}

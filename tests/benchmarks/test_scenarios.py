@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from mdi.checkpoint.chunkfile import ChunkFile
 from peers.protocol import Case
 from random_checkpoint import CONTEXT
 from ring.quota import _settings
 from side_by_side import runner
+from side_by_side.files import Chunks, Gguf, make_all
 from side_by_side.memory import cache_bytes
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
-from side_by_side.targets import SCENARIOS, Setup, grid
+from side_by_side.setup import Setup
+from side_by_side.targets import SCENARIOS, grid
 from side_by_side.workers import Worker, WorkerError
 
 
 def setup(brevity=1):
-    return Setup("tiny-1m", Path("ckpt"), Path("gguf"), (0, 1), brevity)
+    return Setup("tiny-1m", Path("work"), (0, 1), brevity)
 
 
 def built():
@@ -33,6 +36,39 @@ def test_scenarios_fit_together(scenario):
         assert {check.above, *check.below} <= set(labels)
     for run in scenario.runs:
         assert run.case.n_positions <= systems[run.system].options.get("max_length", CONTEXT)
+
+
+def test_each_system_that_reads_a_file_says_that_it_needs_it():
+    made = setup()
+    scenario = SCENARIOS["sixteen"](made)
+    folders = {need.starter.parent for need in made.needs if isinstance(need, Chunks)}
+    files = {need.path for need in made.needs if isinstance(need, Gguf)}
+    assert {Path(spec.options["chunks"]) for spec in scenario.systems if spec.kind == "ring"} == folders
+    assert {Path(spec.options["gguf"]) for spec in scenario.systems if spec.kind == "llama.cpp"} == files
+    assert len(folders) == len(files) == 3
+
+
+def test_what_a_cut_allows_is_all_work_over_that_of_the_busiest_node():
+    of_tiny_llama = Setup("tiny-llama-1.1b", Path("work"), (0, 1))
+    # 22 blocks, and a head that is as much work as 1.487 of them; three blocks on the busiest of eight nodes
+    assert of_tiny_llama.cut_allows(8) == pytest.approx(7.83, abs=0.005)
+    assert of_tiny_llama.cut_allows(1) == 1.0
+
+
+def test_files_are_made_once_in_every_form(tmp_path):
+    packed = Chunks(tmp_path / "tiny-3m", "tiny-3m", "int4", 2)  # a shape without plain weights
+    by_hand = Chunks(tmp_path / "tiny-1m", "tiny-1m", "int8", 2, (0, 3))
+    bad = Chunks(tmp_path / "tiny-1m", "tiny-1m", "int8", 9)
+    assert make_all({packed: None, by_hand: None, bad: None}, "") == 1
+    times = {}
+    for chunks, n_layer in ((packed, 4), (by_hand, 3)):
+        found = [ChunkFile(chunks.of(node)) for node in ("starter", "secondary0")]
+        assert found[0].manifest.blocks[0] == 0 and found[1].manifest.blocks[1] == n_layer
+        assert all(one.manifest.format == chunks.form for one in found)
+        times[chunks] = chunks.starter.stat().st_mtime_ns
+    assert ChunkFile(by_hand.of("secondary0")).manifest.blocks == (0, 3)
+    assert make_all({packed: None, by_hand: None}, "") == 0
+    assert all(chunks.starter.stat().st_mtime_ns == time for chunks, time in times.items())
 
 
 def test_prompts_of_a_case_begin_differently():

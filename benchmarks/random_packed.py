@@ -1,0 +1,64 @@
+"""A model of a shape's size in packed form whose plain weights exist nowhere: for shapes too large to be made and then packed.
+
+Each matrix is a few rows of chance, repeated: speed does not depend on what weights say, but they must fill memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mdi.checkpoint.layout import TensorSpec
+from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.packing import EMBEDDING, EMBEDDING_SCALE, Packing, int8_rows, stored_bytes
+from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.weights import WeightSource
+from mdi.node.chance import chance_weights
+
+SCALE = np.float32(0.02)  # of a weight
+
+
+class RandomPacked(WeightSource):
+    """A source that makes its tensors up.
+
+    Args:
+        config: litgpt's Config as a plain dict.
+    """
+
+    packing: Packing
+
+    def __init__(self, config: Mapping[str, Any], form: str) -> None:
+        self.config_dict = dict(config)
+        self.config_hash, self.model = config_hash(self.config_dict), str(config["name"])
+        self.dtype, self.packing = "bfloat16", Packing(form, form)
+        self._shapes_of = model_shapes(self.config_dict, self.model)
+        self.specs = {}
+        for name, shape in self._shapes_of.items():
+            self.specs.update(self.packing.stored(name, TensorSpec("BF16", shape)))
+        self._infos: dict[str, PartInfo] = {}
+
+    def array(self, name: str) -> np.ndarray:
+        owner = EMBEDDING if name == EMBEDDING_SCALE else name
+        return stored_bytes(self._weights(owner)[name], self.specs[name])
+
+    def _weights(self, name: str) -> Mapping[str, Any]:
+        shape = self._shapes_of[name]
+        if name != EMBEDDING:
+            return chance_weights({name: shape}, self.packing)
+        rows = np.random.default_rng(0).standard_normal((256, shape[1]), dtype=np.float32) * SCALE
+        table, scale = int8_rows(np.resize(rows, shape))
+        return {EMBEDDING: table, EMBEDDING_SCALE: scale}
+
+    def part_names(self) -> list[str]:
+        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+
+    def known(self, part: str) -> PartInfo | None:
+        return self._infos.get(part)
+
+    def remember(self, info: PartInfo) -> None:
+        self._infos[info.name] = info
+
+    def release(self) -> None: ...

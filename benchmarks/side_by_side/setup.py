@@ -1,0 +1,110 @@
+"""What scenarios are built from: systems by name, the cases that they run, and the files that they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mdi.checkpoint.packing import OWN_FORMAT
+from mdi.kernels.layout import LAYOUTS
+from mdi.partition.split import default_split
+from peers.protocol import Case
+from random_checkpoint import DTYPE, SHAPES, config_of, n_weights
+from side_by_side.files import Checkpoint, Chunks, Gguf, Need
+from side_by_side.scenario import Run, SystemSpec
+
+FORMATS = tuple(LAYOUTS)
+GGUF_OF = {"float32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
+READ = Run("read test, huge pages", "read test", Case(0, 0, 0))
+LARGE = {"tiny-llama-1.1b": "llama-2-7b"}  # the large shape beside a shape; a tiny one beside the others
+
+
+@dataclass
+class Setup:
+    """What the scenarios are made for.
+
+    Attributes:
+        work: folder of checkpoints and GGUF files.
+        cores: node i of a ring gets core i modulo their number; a peer of one thread the first.
+        brevity: new tokens are divided by it.
+        needs: files that the scenarios built so far ask for, in this order.
+    """
+
+    shape: str
+    work: Path
+    cores: tuple[int, ...]
+    brevity: int = 1
+    needs: dict[Need, None] = field(default_factory=dict)
+
+    @property
+    def ckpt(self) -> Path:
+        return self.work / self.shape
+
+    @property
+    def n_layer(self) -> int:
+        return int(SHAPES[self.shape]["n_layer"])
+
+    def large(self) -> Setup:
+        """The same for the large shape, with the same needs."""
+        return Setup(LARGE.get(self.shape, "tiny-3m"), self.work, self.cores, self.brevity, self.needs)
+
+    def case(self, n_sequences: int, n_prompt: int, n_new: int) -> Case:
+        return Case(n_sequences, n_prompt, n_new if n_new == 1 else max(4, n_new // self.brevity))
+
+    def ring(
+        self, fmt: str, nodes: int = 1, max_length: int = 128, flags: tuple[str, ...] = (), threads: int = 1,
+        **more: Any,
+    ) -> SystemSpec:  # fmt: skip
+        """Nodes that have their chunks in a weight format on disk."""
+        chunks = self.chunks(fmt, nodes)
+        name = f"ring {fmt} x{nodes}" + (f", {threads} threads" if threads > 1 else "")
+        options = {
+            "chunks": str(chunks.starter.parent),
+            **self._ring_options(nodes, max_length, flags, threads),
+            **more,
+        }
+        return SystemSpec(name, "ring", options, self.cores)  # it pins its nodes itself
+
+    def ring_of_checkpoint(self, fmt: str, max_length: int = 128) -> SystemSpec:
+        """One node that brings the plain weights into the format while it loads them."""
+        self.needs[Checkpoint(self.ckpt, self.shape)] = None
+        flags = () if fmt == OWN_FORMAT[DTYPE] else ("--quantize", fmt)
+        options = {"ckpt": str(self.ckpt), **self._ring_options(1, max_length, flags, 1)}
+        return SystemSpec(f"ring {fmt} x1, of the checkpoint", "ring", options, self.cores)
+
+    def _ring_options(self, nodes: int, max_length: int, flags: tuple[str, ...], threads: int) -> dict[str, Any]:
+        return {"nodes": nodes, "flags": list(flags), "cores": list(self.cores), "threads": threads,
+                "max_length": max_length}  # fmt: skip
+
+    def chunks(self, fmt: str, nodes: int, counts: tuple[int, ...] | None = None) -> Chunks:
+        chunks = Chunks(self.ckpt, self.shape, fmt, nodes, counts)
+        self.needs[chunks] = None
+        return chunks
+
+    def llama(self, fmt: str, threads: int = 1) -> SystemSpec:
+        """llama.cpp in the format that answers to ours."""
+        gguf = Gguf(self.ckpt, self.shape, GGUF_OF[fmt])
+        self.needs[gguf] = None
+        options = {"gguf": str(gguf.path), "threads": threads}
+        return SystemSpec(f"llama.cpp {gguf.kind} x{threads}", "llama.cpp", options, self.cores[:threads])
+
+    def framework(self, kind: str, dtype: str, threads: int = 1, max_length: int = 128) -> SystemSpec:
+        self.needs[Checkpoint(self.ckpt, self.shape)] = None
+        options = {"ckpt": str(self.ckpt), "dtype": dtype, "max_length": max_length, "threads": threads}
+        return SystemSpec(f"{kind} {dtype} x{threads}", kind, options, self.cores[:threads])
+
+    def read(self) -> SystemSpec:
+        return SystemSpec(READ.system, "read", {}, self.cores[:1])
+
+    def weight_bytes(self, fmt: str) -> float:
+        """What a token reads, scales included."""
+        return sum(n_weights(self.shape)) * LAYOUTS[fmt].bits / 8
+
+    def cut_allows(self, n_nodes: int) -> float:
+        """How much faster nodes that are alike can be than one of them: all work over that of the busiest."""
+        of_blocks, of_head = n_weights(self.shape)
+        counts = default_split(vars(config_of(self.shape)), n_nodes)
+        works = [n * of_blocks / self.n_layer for n in counts]
+        works[0] += of_head
+        return sum(works) / max(works)
