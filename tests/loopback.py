@@ -29,6 +29,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
+from mdi.security.keys import KeyFile
 
 CPU = torch.device("cpu")
 PLACEMENT = "a" * 64
@@ -61,8 +62,8 @@ def names_of(n_nodes: int) -> tuple[str, ...]:
     return ("starter", *(f"secondary{i}" for i in range(n_nodes - 1)))
 
 
-def listener(name: str = "starter") -> RingListener:
-    return RingListener(open_socket("127.0.0.1", 0, "test"), name)
+def listener(name: str = "starter", keys: KeyFile | None = None) -> RingListener:
+    return RingListener(open_socket("127.0.0.1", 0, "test"), name, keys)
 
 
 def seats_of(ports: Sequence[int], epoch: int) -> list[Seat]:
@@ -76,11 +77,11 @@ class Nodes:
     """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close."""
 
     def __init__(
-        self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, key: bytes | None = None
+        self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, keys: KeyFile | None = None
     ) -> None:
         self.epoch = secrets.randbits(64) if epoch is None else epoch
-        self.listeners = [listener(name) for name in names_of(n_nodes)]
-        self.seats = [replace(seat, key=key) for seat in seats_of([one.port for one in self.listeners], self.epoch)]
+        self.listeners = [listener(name, keys) for name in names_of(n_nodes)]
+        self.seats = [replace(seat, keys=keys) for seat in seats_of([one.port for one in self.listeners], self.epoch)]
         self.rings: list[TcpRing] = []
         joined: queue.Queue[tuple[int, TcpRing | BaseException]] = queue.Queue()
 
@@ -88,7 +89,8 @@ class Nodes:
             try:
                 sock = expectation.wait(DEADLINE_S)  # type: ignore[attr-defined]
                 assert sock is not None
-                joined.put((seat.index, join_ring(sock, seat, capacity or n_nodes, Limits())))
+                codec = expectation.codec  # type: ignore[attr-defined]
+                joined.put((seat.index, join_ring(sock, seat, capacity or n_nodes, Limits(), codec_in=codec)))
             except BaseException as e:  # handed to the thread that waits
                 joined.put((seat.index, e))
 

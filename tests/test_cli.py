@@ -189,7 +189,7 @@ def test_port_in_use(failure: Failure, tmp_path: Path, checkpoint: Path, command
 
 def test_address_of_another_machine(failure: Failure, tmp_path: Path) -> None:
     path = nodes_file(tmp_path, addr="192.0.2.1")
-    told = failure("secondary", "--nodes-config", path, "0", "--cache-dir", tmp_path / "cache", status=2)
+    told = failure("secondary", "--nodes-config", path, "0", "--insecure", "--cache-dir", tmp_path / "cache", status=2)
     assert "192.0.2.1" in told and "bind" in told
 
 

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from mdi.config import NodeConfig
 from mdi.control import admission as admission_module
 from mdi.control import client as client_module
+from mdi.control.body import JSON_LIMIT_BYTES
 from mdi.control.client import ControlClient
 from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
-from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
+from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.kind import ModelKind

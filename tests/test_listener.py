@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
-from mdi.net.codec import HANDSHAKE, PLAIN
+from mdi.net.codec import HANDSHAKE, PLAIN, FrameCodec
 from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame
@@ -229,7 +229,7 @@ def test_strangers_that_reset_their_connection_do_no_harm(port: RingListener, gu
 def test_a_neighbour_that_resets_before_its_answer_does_not_end_the_listener(
     port: RingListener, guests: Guests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(sock: socket.socket, frame: Frame) -> int:
+    def broken(sock: socket.socket, frame: Frame, codec: FrameCodec) -> int:
         raise ConnectionResetError("reset by peer")
 
     port.expect(EPOCH, HELLO, ANSWER)

@@ -294,17 +294,6 @@ def test_a_next_node_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(error, NodeLostError) and "nothing was heard" in str(error)
 
 
-def test_frames_are_authenticated_where_the_seats_have_a_key() -> None:
-    with nodes(3, key=b"a secret") as n:
-        n.rings[0].send(batch(n.epoch, 1))
-        n.rings[1].send(received(n.rings[1]))
-        assert received(n.rings[2]).number == 1
-        frame = batch(n.epoch, 2)
-        raw_link(n, 0).sendall(PLAIN.head(frame) + bytes(frame.payload))
-        error = loss(n.rings[2])
-        assert isinstance(error, NodeLostError) and error.node == "starter" and "without a tag" in str(error)
-
-
 # Closing the ring
 
 

@@ -25,6 +25,8 @@ from mdi.terminal import LineFormatter, show_error
 COMMANDS = {
     "starter": ("mdi.cli_starter", "run a model over a ring of nodes, from its first node"),
     "secondary": ("mdi.cli_secondary", "run a worker node, which waits for a starter"),
+    "key": ("mdi.cli_key", "make the key of a cluster, change it, or invite a board"),
+    "join": ("mdi.cli_join", "make this machine a node of a cluster, with the code of an invitation"),
     "prepare-model": ("mdi.cli_prepare", "download, convert and split a checkpoint"),
     "doctor": ("mdi.cli_doctor", "examine a cluster before a run, and say what is wrong"),
     "local-ring": ("mdi.cli_local_ring", "run a whole ring on this machine"),
@@ -38,7 +40,7 @@ COMMANDS = {
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "local-ring", "sample", "doctor", "plan")
+ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "local-ring", "sample", "doctor", "plan")
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
 # or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait

@@ -35,10 +35,12 @@ CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, littl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
+    from mdi.cli_access import add_access_flags
     from mdi.cli_flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
 
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
+    add_access_flags(parser)
     parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
     parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
     add_placement_flags(parser)
@@ -51,13 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
+    from mdi.cli_access import with_keys
     from mdi.cli_model import check_computing, check_model
     from mdi.cli_starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
     from mdi.config import load_cluster, standalone
 
     check_computing(args)
     params = sampling_params(args)
-    cluster = load_cluster(args.nodes_config) if args.nodes_config else standalone()
+    cluster = with_keys(args, load_cluster(args.nodes_config) if args.nodes_config else standalone())
     check_model(args, cluster.n_nodes)
     options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli_access import add_access_flags
 
     parser.add_argument(
         "--nodes-config",
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default_nodes_config(),
         help="who the nodes are (%(default)s)",
     )
+    add_access_flags(parser)
     parser.add_argument("--ckpt", type=Path, metavar="DIR", help="a checkpoint: is there room for its blocks?")
     parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
     parser.add_argument(
@@ -44,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.cli_access import with_keys
     from mdi.config import load_cluster
     from mdi.errors import UsageError
 
     if not 0.1 <= args.deadline <= 600:
         raise UsageError(f"--deadline must be from 0.1 to 600 seconds, got {args.deadline}")
-    cluster = load_cluster(args.nodes_config)
+    cluster = with_keys(args, load_cluster(args.nodes_config))
     if args.ckpt is not None:
         from mdi.cli_model import check_model
 

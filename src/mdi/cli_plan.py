@@ -35,6 +35,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
+    from mdi.cli_access import add_access_flags
 
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links (JSON); no node runs")
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="nodes that are running, to measure themselves, instead of profiles",
     )
+    add_access_flags(nodes)
     nodes.add_argument("--fresh", action="store_true", help="measure again, whatever the nodes have kept")
     nodes.add_argument(
         "--wait", type=float, default=30.0, metavar="SECONDS", help="... for them to appear (%(default)s)"
@@ -170,17 +172,20 @@ def _plan(args: argparse.Namespace) -> PlanReport:
 def _live(args: argparse.Namespace) -> ClusterProfile:
     """What the nodes of a nodes file measure of themselves."""
     from mdi.cache_dir import default_cache_dir
-    from mdi.checkpoint.manifest import config_hash
+    from mdi.cli_access import with_keys
     from mdi.config import load_cluster
+
+    if not 0 <= args.wait < float("inf"):
+        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
+    cluster = with_keys(args, load_cluster(args.nodes_config))
+    if args.ckpt is None and args.config is None:
+        raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
+
+    from mdi.checkpoint.manifest import config_hash
     from mdi.node.device import set_threads
     from mdi.node.machine import threads_beside
     from mdi.node.planning import Model, measure_live
 
-    if not 0 <= args.wait < float("inf"):
-        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
-    cluster = load_cluster(args.nodes_config)
-    if args.ckpt is None and args.config is None:
-        raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
     set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))

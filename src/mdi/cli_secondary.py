@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
     """As that of cli_starter."""
     from mdi.cli import add_common_flags, default_nodes_config
-    from mdi.cli_flags import add_weight_memory_flags
+    from mdi.cli_access import add_access_flags
 
     parser.add_argument(
         "--nodes-config",
@@ -36,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
         help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX for a file that describes "
         "one secondary alone); default: settings_distr/configuration.json 0",
     )
+    add_access_flags(parser)
+    add_node_flags(parser, is_litgpt)
+    add_common_flags(parser)
+
+
+def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """What a node computes with, and where its weights are."""
+    from mdi.cli_flags import add_weight_memory_flags
+
     weights = parser.add_mutually_exclusive_group()
     if is_litgpt:
         weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
@@ -75,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
-    add_common_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,10 +121,13 @@ def serve(
     """
     from mdi.cache_dir import default_cache_dir
     from mdi.cli import ignore_interrupts
+    from mdi.cli_access import open_keys, refuse_exposure
     from mdi.cli_model import check_chunk, check_computing, found_ckpt
     from mdi.cli_starter import chosen_cores
     from mdi.config import WeightMemory, parse_bytes
 
+    keys = open_keys(args)
+    refuse_exposure(args, keys, config)
     check_computing(args)
     check_chunk(args.chunk)
     path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
@@ -136,7 +147,7 @@ def serve(
     cache_dir = args.cache_dir or default_cache_dir()
     node = SecondaryNode(
         config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
-        args.threads or config.threads or (len(cores) if cores else None), WeightMemory(args.weights, args.mlock),
+        args.threads or config.threads or (len(cores) if cores else None), WeightMemory(args.weights, args.mlock), keys,
     )  # fmt: skip
     try:
         node.open()

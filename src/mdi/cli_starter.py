@@ -34,6 +34,7 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
     """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
     from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli_access import add_access_flags
     from mdi.cli_flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
     from mdi.cli_output import add_output_flags
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
         default=default_nodes_config(),
         help="who the nodes are (%(default)s)",
     )
+    add_access_flags(nodes)
     default_cut = "see --placement" if is_litgpt else "see README.md"
     nodes.add_argument(
         "--layers", metavar="N,N,...", help=f"blocks per node by hand, starter first (default: {default_cut})"
@@ -127,6 +129,7 @@ def _generate(
     is_reported: bool,
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
+    from mdi.cli_access import with_keys
     from mdi.cli_model import check_computing, check_model
     from mdi.prompts import read_prompts
 
@@ -134,7 +137,7 @@ def _generate(
     prompts = read_prompts(args.prompt or [], args.n_samples, default=args.samples_of_one)
     params = sampling_params(args)
     starter_options(args)
-    cluster = cluster_of()
+    cluster = with_keys(args, cluster_of())
     check_model(args, cluster.n_nodes, is_litgpt=kind is None)
     options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
+from mdi.security.keys import KeyFile
 from mdi.settings import TEXT_LIMIT_BYTES, read_limited
 
 N_NODES_LIMIT = 1024
@@ -58,10 +59,11 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """All nodes of a ring, in ring order: the starter, then the secondaries."""
+    """All nodes of a ring, in ring order: the starter, then the secondaries; `keys` is the cluster's, if it has one."""
 
     starter: NodeConfig
     secondaries: tuple[NodeConfig, ...] = ()
+    keys: KeyFile | None = field(default=None, repr=False)
 
     @property
     def nodes(self) -> tuple[NodeConfig, ...]:

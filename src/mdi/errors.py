@@ -8,6 +8,7 @@
     |-- PlacementError        a model that fits no node, or not as asked
     |-- DownloadError         the hub: unknown, gated, unreachable
     |-- WireError             bytes on a ring link that are no frame of ours
+    |-- AccessError           somebody without our cluster key, or with another
     |-- RingError             the ring could not be formed, or a link of it was lost
     |   `-- NodeLostError     ... and we know which node it was
     |-- RingEndedError        the ring was ended in good order, here or by another node
@@ -73,6 +74,12 @@ class WireError(MdiError):
     """What came in over a ring link is not a frame that this node may accept."""
 
     code = "wire"
+
+
+class AccessError(MdiError):
+    """The other side does not have our cluster key."""
+
+    code = "key"
 
 
 class RingError(MdiError):

@@ -8,9 +8,20 @@ from typing import Any
 from urllib.parse import urlencode
 
 from mdi.config import NodeConfig
-from mdi.control.exchange import ExchangeError, exchange
+from mdi.control.exchange import Answer, ExchangeError, exchange
 from mdi.control.messages import InitRequest, PartSpec, ProbeRequest, ProfileRequest
-from mdi.errors import ControlError
+from mdi.control.signing import (
+    BODY_HEADER,
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    UNHASHED,
+    NoncesKept,
+    body_hash,
+    is_answer,
+    sign_request,
+)
+from mdi.errors import AccessError, ControlError
+from mdi.security.keys import KeyFile
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
@@ -24,10 +35,16 @@ ERROR_LIMIT = 1000  # characters of a peer's words
 
 
 class ControlClient:
-    """Talks to the control port of one node."""
+    """Talks to the control port of one node; may be used by several threads.
 
-    def __init__(self, node: NodeConfig) -> None:
+    Args:
+        keys: of the cluster. Where there are some, requests are signed, and only signed answers are believed.
+    """
+
+    def __init__(self, node: NodeConfig, keys: KeyFile | None = None) -> None:
         self.node = node
+        self._keys = keys
+        self._nonces = NoncesKept()
 
     @property
     def where(self) -> str:
@@ -75,13 +92,68 @@ class ControlClient:
         query: dict[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         target = f"{path}?{urlencode(query)}" if query else path
-        node = self.node
+        if self._keys is None:
+            found = self._exchange(method, target, timeout_s, body, n_bytes)
+            if NONCE_HEADER in found.headers:
+                raise self._no_entry("has a cluster key, and this command was started without")
+        else:
+            found = self._signed(self._keys.first, method, target, timeout_s, body, n_bytes)
+        return self._content(found)
+
+    def _signed(
+        self, secret: bytes, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview],
+        n_bytes: int,
+    ) -> Answer:  # fmt: skip
+        """Exchange a signed request for a signed answer. Raises ControlError."""
+        hashed = body_hash(body) if isinstance(body, bytes) else UNHASHED
+
+        def ask(nonce: str) -> tuple[str, Answer]:
+            signature = sign_request(secret, method, target, n_bytes, hashed, nonce)
+            headers = {NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed}
+            return signature, self._exchange(method, target, timeout_s, body, n_bytes, headers)
+
+        signature, found = ask(self._nonces.take() or self._fetch_nonce(timeout_s))
+        if self._is_stale(found) and isinstance(body, bytes):  # the node was started anew, say
+            signature, found = ask(self._fetch_nonce(timeout_s))
+        answered, nonce = found.headers.get(SIGNATURE_HEADER, ""), found.headers.get(NONCE_HEADER, "")
+        if not is_answer(answered, secret, signature, found.status, found.body, nonce):
+            raise self._no_entry("does not have the same cluster key as this node")
+        self._nonces.keep(nonce)
+        return found
+
+    def _fetch_nonce(self, timeout_s: float) -> str:
+        """Anybody may have one. Raises ControlError if the node gives none: it has no key."""
+        found = self._exchange("GET", "/", timeout_s, b"", 0)
+        nonce = found.headers.get(NONCE_HEADER)
+        if nonce is None:
+            self._content(found)  # is it a node at all?
+            raise self._no_entry("has no cluster key")
+        return nonce
+
+    def _no_entry(self, why: str) -> ControlError:
+        return ControlError(
+            f"{self.where} {why}: start all nodes with the same --key FILE", 401, "key", code=AccessError.code
+        )
+
+    def _exchange(
+        self, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview], n_bytes: int,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:  # fmt: skip
+        node, connect_s = self.node, min(CONNECT_S, timeout_s)
         try:
-            found = exchange(
-                method, node.addr, node.port, target, body, n_bytes, min(CONNECT_S, timeout_s), timeout_s
-            )  # fmt: skip
+            return exchange(method, node.addr, node.port, target, body, n_bytes, connect_s, timeout_s, headers)
         except ExchangeError as e:
             raise ControlError(f"{self.where} does not answer ({e})", problem=e.problem) from None
+
+    @staticmethod
+    def _is_stale(found: Answer) -> bool:
+        """Whether the nonce was not good any more. Nobody has signed this, so it is only a reason to try once more."""
+        try:
+            return found.status == 401 and bool(json.loads(found.body)["code"] == "nonce")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+
+    def _content(self, found: Answer) -> dict[str, Any]:
         try:
             answer = json.loads(found.body)
         except (ValueError, RecursionError):

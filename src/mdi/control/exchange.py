@@ -6,8 +6,8 @@ import contextlib
 import errno
 import http.client
 import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from mdi.control.deadline import DeadlineSocket
 
@@ -36,6 +36,7 @@ class Answer:
     status: int
     reason: str
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def exchange(
@@ -47,6 +48,7 @@ def exchange(
     n_bytes: int,
     connect_s: float,
     answer_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Send a request and read its answer.
 
@@ -55,6 +57,7 @@ def exchange(
         body, n_bytes: what is sent, and how much that is; an error of the iterable goes through.
         connect_s: for the connection.
         answer_s: for each piece of the body to leave, and then for the whole answer.
+        headers: to be sent beside those of every exchange.
 
     Raises:
         ExchangeError
@@ -71,10 +74,13 @@ def exchange(
         try:
             # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
-                connection.request(method, target, body, {"Content-Length": str(n_bytes), "Connection": "close"})
+                own = {"Content-Length": str(n_bytes), "Connection": "close"}
+                connection.request(method, target, body, {**own, **(headers or {})})
             sock.read_within(answer_s)
             with connection.getresponse() as response:
-                found = Answer(response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1))
+                found = Answer(
+                    response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
+                )
                 is_whole = not response.length
         except TimeoutError:
             raise ExchangeError("silent", "no answer in time") from None
@@ -89,6 +95,10 @@ def exchange(
     if not is_whole:
         raise ExchangeError("closed", "it closed the connection in the middle of its answer")
     return found
+
+
+def _titled(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.title(): value for name, value in response.headers.items()}
 
 
 def problem_of(error: Exception) -> str:

@@ -31,6 +31,8 @@ CODES = {
     "lost": "a neighbour is not heard any more",
     "engine": "the computation met a state that it cannot go on from",
     "left": "the node was told to end",
+    "key": "the other side does not have the same cluster key",
+    "nonce": "the request was signed with a nonce that is not good any more",
     "failed": "anything else",
 }
 KV_DTYPES = ("auto", "float32", "bf16", "fp16")

@@ -15,11 +15,12 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
-from mdi.errors import ControlError, WireError
-from mdi.net.codec import HANDSHAKE
+from mdi.errors import AccessError, ControlError, WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame, tune
+from mdi.net.meeting import meet
 from mdi.net.wire import Frame, Kind
+from mdi.security.keys import KeyFile
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
@@ -35,6 +36,7 @@ PROBLEMS = {
     "closed": "the connection was broken off",
     "stranger": "what answers is no node of MDI-LLM",
     "other": "another node answers there",
+    "key": "it does not have the same cluster key",
     "untried": "not tried",
 }
 OF_THE_SYSTEM = ("name", "refused", "timeout", "unreachable")  # problems whose details are this system's own words
@@ -110,27 +112,30 @@ class Route:
         return cls(Reach.from_json(data.get("control")), Reach.from_json(data.get("ring")))
 
 
-def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S) -> Route:
+def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFile | None = None) -> Route:
     """Reach both ports of a node from here: connect, and ask who is there. Nothing else of what answers is told on.
+
+    Args:
+        keys: of the cluster, if it has some.
 
     Never raises for what the network does; takes a few deadlines at most.
     """
-    client = ControlClient(NodeConfig(request.name, request.addr, request.port, request.port_in))
+    client = ControlClient(NodeConfig(request.name, request.addr, request.port, request.port_in), keys)
     control = knock(request.addr, request.port, deadline_s)
     if control.problem == "name":
         return Route(control, control)
     if not control.is_well:  # a firewall may let only the starter in there, and the ring goes another way
-        return Route(control, greet(request.addr, request.port_in, "", deadline_s))
+        return Route(control, greet(request.addr, request.port_in, "", deadline_s, keys))
     before = time.time()
     try:
         status = client.status(timeout_s=deadline_s)
     except ControlError as e:
-        return Route(Reach(e.problem or "stranger", str(e)), greet(request.addr, request.port_in, "", deadline_s))
+        return Route(Reach(e.problem or "stranger", str(e)), greet(request.addr, request.port_in, "", deadline_s, keys))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
     if request.measure:
         control = Reach("", "", control.round_trip_s, bandwidth(client))
-    ring = greet(request.addr, request.port_in, str(status.get("name", "")), deadline_s)
+    ring = greet(request.addr, request.port_in, str(status.get("name", "")), deadline_s, keys)
     return Route(control, ring, status, skew)
 
 
@@ -154,7 +159,7 @@ def knock(addr: str, port: int, deadline_s: float) -> Reach:
     return Reach(round_trip_s=best)
 
 
-def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
+def greet(addr: str, port_in: int, name: str, deadline_s: float, keys: KeyFile | None = None) -> Reach:
     """Say HELLO on a ring port, for a run that does not exist: a node of ours says no, and its name."""
     epoch = secrets.randbits(64)
     begin, round_trip_s = time.perf_counter(), 0.0
@@ -163,10 +168,12 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
             round_trip_s = time.perf_counter() - begin
             tune(sock)
             sock.settimeout(deadline_s)
-            send_frame(
-                sock, Frame.message(Kind.HELLO, epoch, Hello(0, 2, "", extensions={"question": True}).to_bytes())
-            )
-            frame = read_frame(sock, HANDSHAKE)
+            codec = meet(sock, keys)
+            question = Hello(0, 2, "", extensions={"question": True}).to_bytes()
+            send_frame(sock, Frame.message(Kind.HELLO, epoch, question), codec)
+            frame = read_frame(sock, codec)
+    except AccessError as e:
+        return Reach("key", str(e))
     except WireError as e:
         return Reach("stranger", str(e))
     except (OSError, UnicodeError) as e:
@@ -177,7 +184,10 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float) -> Reach:
         return Reach("closed", "it closed the connection without a word")
     if frame.kind is not Kind.ERROR:
         return Reach("stranger", f"it answered with a {frame.kind.name} frame")
-    reporter = Fault.from_bytes(frame.payload).reporter
+    fault = Fault.from_bytes(frame.payload)
+    reporter = fault.reporter
+    if fault.code == AccessError.code:
+        return Reach("key")
     if name and reporter != name:
         return Reach("other", f"it calls itself {reporter[:60] or 'nothing'}, the control port {name[:60]}")
     return Reach(round_trip_s=round_trip_s)

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import json
 import logging
-import re
 import socket
 import threading
 from collections.abc import Callable
@@ -21,11 +20,14 @@ from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
 from mdi.control.admission import REQUEST_S, Admission
+from mdi.control.body import BodyBrokenError, content_length, number_of, read_body, read_json
 from mdi.control.deadline import DeadlineSocket
-from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest, parse_json
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.control.gate import Gate, public_status
+from mdi.control.join import JOIN_LIMIT_BYTES, Host
+from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
+from mdi.errors import AccessError, ControlError, MdiError, UsageError
+from mdi.security.keys import KeyFile
 
-JSON_LIMIT_BYTES = 4 << 20
 ECHO_LIMIT_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 64 << 10
 BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
@@ -81,28 +83,34 @@ class StatusOnly:
         pass
 
 
-class _BodyBrokenError(Exception):
-    """The client went away in the middle of its body, or the body is not in the form that it was said to be."""
-
-
-def _answer(handler: Callable[..., Any]) -> Callable[..., bytes]:
-    """Turn a handler's return value, or its MdiError, into a JSON answer."""
+def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) -> Callable[..., bytes]:
+    """Turn a handler's return value, or its MdiError, into a JSON answer; for whoever may ask, unless it is public."""
 
     signature = inspect.signature(handler)
 
     def answered(*args: Any, **kwargs: Any) -> bytes:
+        request = cherrypy.request
         cherrypy.response.headers["Content-Type"] = "application/json"
+        request.asker = None
         try:
+            uri, addr = request.wsgi_environ["REQUEST_URI"], request.remote.ip
+            request.asker = gate.ask(request.method, uri, request.headers, addr)
+            if request.asker is None and not (gate.is_open or is_public):
+                raise gate.refusal(addr)
             _check_arguments(signature, args, kwargs)
             result = handler(*args, **kwargs)
         except MdiError as e:
-            status = e.status if isinstance(e, ControlError) and e.status else 400 if isinstance(e, UsageError) else 500
-            cherrypy.response.status = status
+            found = e.status if isinstance(e, ControlError) else None
+            default = 401 if isinstance(e, AccessError) else 400 if isinstance(e, UsageError) else 500
+            cherrypy.response.status = found or default
             result = {"error": str(e), "code": e.code}
-        except _BodyBrokenError:
+        except BodyBrokenError:
             cherrypy.response.status = 400
             result = {"error": "the body was cut off", "code": ControlError.code}
-        return json.dumps(result).encode()
+        body = json.dumps(result).encode()
+        status = int(cherrypy.response.status or 200)
+        cherrypy.response.headers.update(gate.headers(request.asker, status, body))
+        return body
 
     return answered
 
@@ -118,63 +126,36 @@ def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs
             raise ControlError(f"{name!r} is given more than once", 400)
 
 
-def _number(text: str) -> int | None:
-    """A count as it stands in a header or a query; None if it is none, or has more digits than any size here."""
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
-
-
 def _allow(method: str) -> None:
     if cherrypy.request.method != method:
         cherrypy.response.headers["Allow"] = method
         raise ControlError(f"{cherrypy.request.method} is not for this address; use {method}", 405)
 
 
-def _content_length() -> int:
-    headers = cherrypy.request.headers
-    n_bytes = _number(headers.get("Content-Length", ""))
-    if n_bytes is None or "Transfer-Encoding" in headers:
-        raise ControlError("a request with a body must say its Content-Length, and come as it is", 411)
-    return n_bytes
-
-
-def _read(n_bytes: int) -> bytes:
-    """At most so many bytes of the body; b"" at its end."""
-    try:
-        data: bytes = cherrypy.request.rfile.read(n_bytes)
-    except (OSError, ValueError) as e:  # cheroot's own errors are of the second
-        raise _BodyBrokenError(str(e)) from None
-    return data
-
-
-def _read_json() -> Any:
-    n_bytes = _content_length()
-    if n_bytes > JSON_LIMIT_BYTES:
-        raise ControlError(f"a body of {n_bytes} bytes; at most {JSON_LIMIT_BYTES} are accepted here", 413)
-    body = _read(n_bytes)
-    if len(body) != n_bytes:
-        raise ControlError("the body was cut off", 400)
-    return parse_json(body)
-
-
 class _Pages:
     _cp_config = {"request.process_request_body": False}
 
-    def __init__(self, node: Node, admission: Admission) -> None:
+    def __init__(self, node: Node, admission: Admission, gate: Gate, host: Host | None) -> None:
         self._node = node
         self._admission = admission
-        self.index = cherrypy.expose(_answer(self._index))
-        self.init = cherrypy.expose(_answer(self._init))
-        self.stop = cherrypy.expose(_answer(self._stop))
-        self.parts = cherrypy.expose(_answer(self._parts))
-        self.profile = cherrypy.expose(_answer(self._profile))
-        self.probe = cherrypy.expose(_answer(self._probe))
-        self.echo = cherrypy.expose(_answer(self._echo))
-        self.default = cherrypy.expose(_answer(self._default))
+        self._gate = gate
+        self._host = host
+        self.index = cherrypy.expose(_answer(self._index, gate, is_public=True))
+        self.init = cherrypy.expose(_answer(self._init, gate))
+        self.stop = cherrypy.expose(_answer(self._stop, gate))
+        self.parts = cherrypy.expose(_answer(self._parts, gate))
+        self.profile = cherrypy.expose(_answer(self._profile, gate))
+        self.probe = cherrypy.expose(_answer(self._probe, gate))
+        self.echo = cherrypy.expose(_answer(self._echo, gate))
+        self.join = cherrypy.expose(_answer(self._join, gate, is_public=True))
+        self.default = cherrypy.expose(_answer(self._default, gate))
 
     def _index(self, *, run: str | None = None) -> dict[str, Any]:
         _allow("GET")
         self._admission.heard()
-        return self._node.status(run)
+        if self._gate.is_open or cherrypy.request.asker is not None:
+            return self._node.status(run)
+        return public_status(self._node.status(None))
 
     def _init(self) -> dict[str, Any]:
         _allow("POST")
@@ -192,15 +173,15 @@ class _Pages:
 
     def _parts(self, sha256: str = "", *, run: str = "", offset: str = "0") -> dict[str, Any]:
         _allow("PUT")
-        start = _number(offset)
+        start = number_of(offset)
         if start is None:
             raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
 
         def read(n: int) -> bytes:
             self._admission.heard()  # the node wants this part
-            return _read(n)
+            return read_body(n)
 
-        self._node.receive_part(run, sha256, start, _content_length(), read)
+        self._node.receive_part(run, sha256, start, content_length(), read)
         return {}
 
     def _profile(self) -> dict[str, Any]:
@@ -214,19 +195,26 @@ class _Pages:
     def _echo(self) -> dict[str, Any]:
         """Bytes that only measure the way here: read and forgotten."""
         _allow("PUT")
-        n_bytes = _content_length()
+        n_bytes = content_length()
         if n_bytes > ECHO_LIMIT_BYTES:
             raise ControlError(f"a body of {n_bytes} bytes; at most {ECHO_LIMIT_BYTES} are accepted here", 413)
         self._node.check_echo()
         n_left = n_bytes
-        while n_left and (piece := _read(min(n_left, 1 << 16))):
+        while n_left and (piece := read_body(min(n_left, 1 << 16))):
             n_left -= len(piece)
         if n_left:
             raise ControlError("the body was cut off", 400)
         return {"n_bytes": n_bytes}
 
+    def _join(self) -> dict[str, str]:
+        """How a board that was invited gets the key; asked by somebody who does not have it yet."""
+        _allow("POST")
+        if self._host is None:
+            raise ControlError("nobody is invited here", 404)
+        return self._host.answer(read_json(JOIN_LIMIT_BYTES))
+
     def _read_json(self) -> Any:
-        body = _read_json()
+        body = read_json()
         self._admission.heard()
         return body
 
@@ -277,14 +265,25 @@ class ControlServer:
     Args:
         node: does what is asked.
         addr, port: where to listen; port 0 takes any free one, see `port`.
+        keys: of the cluster. Where there are some, only who has one of them is told more than the node's name.
+        host: answers `POST /join`; None if nobody is invited.
 
     Raises:
         UsageError: the address cannot be listened on.
     """
 
-    def __init__(self, node: Node, addr: str, port: int, name: str) -> None:
+    def __init__(
+        self,
+        node: Node,
+        addr: str,
+        port: int,
+        name: str,
+        keys: KeyFile | None = None,
+        host: Host | None = None,
+    ) -> None:
         admission = Admission()
-        app = cherrypy.Application(_Pages(node, admission), "", {"/": {"error_page.default": _plain_error}})
+        pages = _Pages(node, admission, Gate(keys, name), host)
+        app = cherrypy.Application(pages, "", {"/": {"error_page.default": _plain_error}})
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
             log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr

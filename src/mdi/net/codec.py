@@ -9,7 +9,7 @@ and no tensors; docs/protocol.md repeats the table.
     4       1     protocol version
     5       1     kind (Kind)
     6       1     payload dtype (DTYPES)
-    7       1     flags: 1 if the frame is authenticated, else 0
+    7       1     flags, 0
     8       8     epoch: random id of the run
     16      8     frame number
     24      4     n_slices
@@ -19,27 +19,26 @@ and no tensors; docs/protocol.md repeats the table.
     40      4     n_cols of the payload
     44      4     0
     48      8     payload bytes, which kind of payload, n_rows and n_cols decide
-    56      16    over the 56 bytes before, the tables and the payload: CRC32 and twelve zeros; or, authenticated, BLAKE2b of
-                  16 bytes with the key, over the number of frames that this side has sent before (8 bytes) and all that
+    56      16    CRC32 of the 56 bytes before, the tables and the payload, and twelve zeros
     72            n_slices times: seq_id u64, start u32, n_rows u32, n_logits u32   (20 bytes each)
                   n_freed times: seq_id u64
                   n_copies times: seq_id u64, new seq_id u64
                   payload
 
-All numbers are little-endian.
+All numbers are little-endian. Between nodes with a cluster key the same fields are sealed (`SealedCodec`): the first 56 bytes,
+with the tag in the place of the CRC; and, if there are any, payload and tables, in this order, with a tag of 16 bytes behind.
 """
 
 from __future__ import annotations
 
-import hmac
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from mdi.errors import WireError
 from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice
+from mdi.security.session import TAG_BYTES, Session
 
 MAGIC = b"MDIr"
 VERSION = 2
@@ -49,12 +48,15 @@ _SEQ_ID = struct.Struct("<Q")
 _COPY = struct.Struct("<QQ")
 CHECK_BYTES = 16
 HEADER_BYTES = _FIELDS.size + CHECK_BYTES
-_AUTHENTICATED = 1
+
+Buffer = bytes | bytearray | memoryview
+Read = Callable[[memoryview], object]  # fills a buffer
+Take = Callable[[int], memoryview]  # a buffer of so many bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header: what is needed to read the rest of the frame. `fields` are its bytes up to `check`."""
+    """A decoded header: what is needed to read the rest of the frame. `fields` are its bytes up to `check`, the CRC."""
 
     kind: Kind
     epoch: int
@@ -75,55 +77,59 @@ class Header:
 
 
 class FrameCodec:
-    """Writes and reads the frames of one connection.
+    """Writes and reads the frames of one connection; `limits` is what is accepted."""
 
-    Args:
-        limits: what is accepted.
-        key: secret that both sides know, 1 to 64 bytes. With one, each frame carries a tag, and only frames with the right tag
-            in the right order are accepted. A codec with a key belongs to one connection.
-    """
-
-    def __init__(self, limits: Limits | None = None, key: bytes | None = None) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
-        self._key = key
-        self._n_sent = 0
-        self._n_read = 0
+
+    def parts(self, frame: Frame) -> tuple[bytes, Buffer]:
+        """What goes over the wire for the next frame, in two buffers."""
+        return self.head(frame), frame.payload
 
     def head(self, frame: Frame) -> bytes:
-        """Header and tables of the next frame to be sent, to be followed on the wire by `frame.payload` as it is."""
-        fields = _FIELDS.pack(
-            MAGIC,
-            VERSION,
-            frame.kind,
-            DTYPE_CODES[frame.dtype],
-            0 if self._key is None else _AUTHENTICATED,
-            frame.epoch,
-            frame.number,
-            len(frame.slices),
-            len(frame.freed),
-            len(frame.copies),
-            frame.n_rows,
-            frame.n_cols,
-            0,
-            memoryview(frame.payload).nbytes,
-        )
-        tables = b"".join(_SLICE.pack(s.seq_id, s.start, s.n_rows, s.n_logits) for s in frame.slices)
-        tables += b"".join(map(_SEQ_ID.pack, frame.freed))
-        tables += b"".join(_COPY.pack(*pair) for pair in frame.copies)
-        check = self._check_of(self._n_sent, fields, tables, frame.payload)
-        self._n_sent += 1
-        return fields + check + tables
+        """Header and tables of a frame, to be followed on the wire by `frame.payload` as it is."""
+        fields, tables = _fields_of(frame), _tables_of(frame)
+        return fields + _check_of(fields, tables, frame.payload) + tables
 
-    def header(self, data: bytes | bytearray | memoryview) -> Header:
+    def header(self, data: Buffer) -> Header:
         """Check a header of HEADER_BYTES bytes.
 
         Raises:
-            WireError: another magic or version, an unknown kind or dtype, a count beyond the limits, sizes that contradict
-                each other, or no tag where one is expected.
+            WireError: another magic or version, an unknown kind or dtype, a count beyond the limits, or sizes that contradict
+                each other.
         """
         if len(data) != HEADER_BYTES:
             raise WireError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
-        fields, check = bytes(data[: _FIELDS.size]), bytes(data[_FIELDS.size :])
+        return self._parsed(bytes(data[: _FIELDS.size]), bytes(data[_FIELDS.size :]))
+
+    def body_bytes(self, header: Header) -> int:
+        """How much follows the header on the wire."""
+        return header.tables_bytes + header.payload_bytes
+
+    def body(self, header: Header, read: Read, take: Take) -> Frame:
+        """Read the rest of a frame: `read` fills a buffer from the wire, `take` gives the one for the payload. WireError."""
+        tables = bytearray(header.tables_bytes)
+        read(memoryview(tables))
+        payload = take(header.payload_bytes)
+        read(payload)
+        return self.frame(header, tables, payload)
+
+    def frame(self, header: Header, tables: Buffer, payload: bytearray | memoryview) -> Frame:
+        """Put a frame together from its parts.
+
+        Raises:
+            WireError: the CRC does not fit, or the tables contradict each other or the rows.
+        """
+        if len(tables) != header.tables_bytes or len(payload) != header.payload_bytes:
+            raise WireError(
+                f"{len(tables)} + {len(payload)} bytes of tables and payload, expected "
+                f"{header.tables_bytes} + {header.payload_bytes}"
+            )
+        if _check_of(header.fields, tables, payload) != header.check:
+            raise WireError(f"frame {header.number} is damaged")
+        return _assembled(header, tables, payload)
+
+    def _parsed(self, fields: bytes, check: bytes) -> Header:
         magic, version, kind, dtype_code, flags, epoch, number, *sizes = _FIELDS.unpack(fields)
         n_slices, n_freed, n_copies, n_rows, n_cols, zero, n_bytes = sizes
         if magic != MAGIC:
@@ -132,12 +138,8 @@ class FrameCodec:
             raise WireError(f"the peer speaks version {version} of the ring protocol, this node version {VERSION}")
         if kind not in Kind._value2member_map_:
             raise WireError(f"unknown kind of frame: {kind}")
-        if dtype_code not in DTYPES or flags not in (0, _AUTHENTICATED) or zero:
+        if dtype_code not in DTYPES or flags or zero:
             raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {zero}")
-        if flags != (0 if self._key is None else _AUTHENTICATED):
-            raise WireError(
-                "a frame without a tag, but this node has a key" if self._key else "a frame with a tag: no key here"
-            )
         self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes)
         payload_type = DTYPES[dtype_code]
         if payload_type.n_bytes(n_rows, n_cols) != n_bytes:
@@ -145,49 +147,6 @@ class FrameCodec:
         return Header(
             Kind(kind), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes, fields, check
         )  # fmt: skip
-
-    def frame(self, header: Header, tables: bytes | bytearray | memoryview, payload: bytearray | memoryview) -> Frame:
-        """Put the next frame that was read together from its parts.
-
-        Raises:
-            WireError: the CRC or the tag does not fit, or the tables contradict each other or the rows.
-        """
-        if len(tables) != header.tables_bytes or len(payload) != header.payload_bytes:
-            raise WireError(
-                f"{len(tables)} + {len(payload)} bytes of tables and payload, expected "
-                f"{header.tables_bytes} + {header.payload_bytes}"
-            )
-        check = self._check_of(self._n_read, header.fields, tables, payload)
-        if not hmac.compare_digest(check, header.check):
-            what = "is damaged" if self._key is None else "is damaged, out of order, or of somebody with another key"
-            raise WireError(f"frame {header.number} {what}")
-        self._n_read += 1
-        view = memoryview(tables)
-        n_slices, n_freed = header.n_slices * _SLICE.size, header.n_freed * _SEQ_ID.size
-        slices = tuple(Slice(*one) for one in _SLICE.iter_unpack(view[:n_slices]))
-        freed = tuple(seq_id for (seq_id,) in _SEQ_ID.iter_unpack(view[n_slices : n_slices + n_freed]))
-        copies = tuple(_COPY.iter_unpack(view[n_slices + n_freed :]))
-        if header.kind is Kind.BATCH:
-            _check_slices(slices, header.n_rows)
-            _check_copies(copies)
-        return Frame(
-            header.kind, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies
-        )  # fmt: skip
-
-    def _check_of(
-        self,
-        n_before: int,
-        fields: bytes,
-        tables: bytes | bytearray | memoryview,
-        payload: bytes | bytearray | memoryview,
-    ) -> bytes:
-        if self._key is None:
-            crc = zlib.crc32(payload, zlib.crc32(tables, zlib.crc32(fields)))
-            return crc.to_bytes(4, "little").ljust(CHECK_BYTES, b"\0")
-        tag = blake2b(n_before.to_bytes(8, "little") + fields, digest_size=CHECK_BYTES, key=self._key)
-        tag.update(tables)
-        tag.update(payload)
-        return tag.digest()
 
     def _check_counts(self, n_slices: int, n_freed: int, n_copies: int, n_rows: int, n_cols: int, n_bytes: int) -> None:
         limits = self.limits
@@ -203,8 +162,83 @@ class FrameCodec:
                 raise WireError(f"a frame with {found} {what}; this node accepts at most {limit}")
 
 
+class SealedCodec(FrameCodec):
+    """The frames of a connection whose two sides have met (`mdi.security.challenge`); see the module for the bytes."""
+
+    def __init__(self, session: Session, limits: Limits) -> None:
+        super().__init__(limits)
+        self._session = session
+
+    def parts(self, frame: Frame) -> tuple[bytes, Buffer]:
+        head, body = self._session.seal(_fields_of(frame)), b"".join((frame.payload, _tables_of(frame)))
+        return head, self._session.seal(body) if body else b""
+
+    def header(self, data: Buffer) -> Header:
+        """As FrameCodec's; also WireError if it is not the next header of this connection. Once for each frame."""
+        fields = bytearray(_FIELDS.size)
+        self._session.open(data, fields)
+        return self._parsed(bytes(fields), b"")
+
+    def body_bytes(self, header: Header) -> int:
+        n_bytes = super().body_bytes(header)
+        return n_bytes + TAG_BYTES if n_bytes else 0
+
+    def body(self, header: Header, read: Read, take: Take) -> Frame:
+        body = take(super().body_bytes(header))
+        if len(body):
+            sealed = bytearray(self.body_bytes(header))
+            read(memoryview(sealed))
+            self._session.open(sealed, body)
+        return _assembled(header, bytes(body[header.payload_bytes :]), body[: header.payload_bytes])
+
+
 PLAIN = FrameCodec()
 HANDSHAKE = FrameCodec(HANDSHAKE_LIMITS)
+
+
+def _fields_of(frame: Frame) -> bytes:
+    return _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        frame.kind,
+        DTYPE_CODES[frame.dtype],
+        0,
+        frame.epoch,
+        frame.number,
+        len(frame.slices),
+        len(frame.freed),
+        len(frame.copies),
+        frame.n_rows,
+        frame.n_cols,
+        0,
+        memoryview(frame.payload).nbytes,
+    )
+
+
+def _tables_of(frame: Frame) -> bytes:
+    tables = b"".join(_SLICE.pack(s.seq_id, s.start, s.n_rows, s.n_logits) for s in frame.slices)
+    tables += b"".join(map(_SEQ_ID.pack, frame.freed))
+    return tables + b"".join(_COPY.pack(*pair) for pair in frame.copies)
+
+
+def _check_of(fields: bytes, tables: Buffer, payload: Buffer) -> bytes:
+    crc = zlib.crc32(payload, zlib.crc32(tables, zlib.crc32(fields)))
+    return crc.to_bytes(4, "little").ljust(CHECK_BYTES, b"\0")
+
+
+def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) -> Frame:
+    """The frame; WireError if the tables contradict each other or the rows."""
+    view = memoryview(tables)
+    n_slices, n_freed = header.n_slices * _SLICE.size, header.n_freed * _SEQ_ID.size
+    slices = tuple(Slice(*one) for one in _SLICE.iter_unpack(view[:n_slices]))
+    freed = tuple(seq_id for (seq_id,) in _SEQ_ID.iter_unpack(view[n_slices : n_slices + n_freed]))
+    copies = tuple(_COPY.iter_unpack(view[n_slices + n_freed :]))
+    if header.kind is Kind.BATCH:
+        _check_slices(slices, header.n_rows)
+        _check_copies(copies)
+    return Frame(
+        header.kind, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies
+    )  # fmt: skip
 
 
 def _check_slices(slices: Sequence[Slice], n_rows: int) -> None:

@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 
-from mdi.errors import NodeLostError, RingError, WireError
-from mdi.net.codec import HANDSHAKE
+from mdi.errors import AccessError, NodeLostError, RingError, WireError
+from mdi.net.codec import FrameCodec
 from mdi.net.hello import Fault
 from mdi.net.link import JOIN_S, PING_INTERVAL_S, SILENCE_S, Allocate, read_frame, send_frame, tune
 from mdi.net.listener import RingListener
+from mdi.net.meeting import meet
 from mdi.net.ring import Seat, TcpRing
-from mdi.net.wire import Frame, Kind, Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0
@@ -51,12 +52,12 @@ def close_starter_ring(
     expectation = listener.expect(seat.epoch, seat.prev_hello, answer=seat.hello)
     sock_out: socket.socket | None = None
     try:
-        sock_out = _connect(seat)
-        _read_answer(sock_out, seat, timeout_s)
+        sock_out, codec_out = _connect(seat)
+        _read_answer(sock_out, seat, timeout_s, codec_out)
         sock_in = expectation.wait(CONNECT_S)
         if sock_in is None:
             raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (expectation.codec, codec_out))
     except BaseException:
         if sock_out is not None:
             sock_out.close()
@@ -72,24 +73,29 @@ def join_ring(
     limits: Limits,
     timeout_s: float = ANSWER_S,
     allocate: Allocate | None = None,
+    codec_in: FrameCodec | None = None,
 ) -> TcpRing:
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
+
+    Args:
+        codec_in: of the connection that it made, see Expectation.
 
     Raises:
         RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
     """
     sock_out: socket.socket | None = None
+    codec_in = codec_in or FrameCodec(HANDSHAKE_LIMITS)
     try:
-        with _signs_of_life(sock_in, seat.epoch):
-            sock_out = _connect(seat)
-            _read_answer(sock_out, seat, timeout_s)
-        send_frame(sock_in, seat.hello)
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate)
+        with _signs_of_life(sock_in, seat.epoch, codec_in):
+            sock_out, codec_out = _connect(seat)
+            _read_answer(sock_out, seat, timeout_s, codec_out)
+        send_frame(sock_in, seat.hello, codec_in)
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (codec_in, codec_out))
     except (RingError, OSError) as e:
         node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
         fault = Fault(node, str(e), seat.name, code)
         with contextlib.suppress(OSError):
-            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()))
+            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()), codec_in)
         sock_in.close()
         if sock_out is not None:
             sock_out.close()
@@ -98,7 +104,8 @@ def join_ring(
         raise
 
 
-def _connect(seat: Seat) -> socket.socket:
+def _connect(seat: Seat) -> tuple[socket.socket, FrameCodec]:
+    """The connection to the next node, HELLO said."""
     where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
     try:
         sock = socket.create_connection((seat.next_addr, seat.next_port), CONNECT_S)
@@ -108,22 +115,25 @@ def _connect(seat: Seat) -> socket.socket:
         ) from None
     try:
         tune(sock)
-        send_frame(sock, seat.hello)
-    except OSError as e:
+        codec = meet(sock, seat.keys)
+        send_frame(sock, seat.hello, codec)
+    except (AccessError, WireError, OSError) as e:
         sock.close()
-        raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
-    return sock
+        if isinstance(e, OSError):
+            raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
+        raise NodeLostError(seat.next_name, f"{seat.name} and {where} cannot meet: {e}", e.code) from None
+    return sock, codec
 
 
 @contextlib.contextmanager
-def _signs_of_life(sock: socket.socket, epoch: int) -> Iterator[None]:
+def _signs_of_life(sock: socket.socket, epoch: int, codec: FrameCodec) -> Iterator[None]:
     """PINGs to the previous node meanwhile; connecting, too, may take several seconds."""
     over = threading.Event()
 
     def run() -> None:
         with contextlib.suppress(OSError):  # it went away: the answer will find out
             while not over.wait(PING_INTERVAL_S):
-                send_frame(sock, Frame(Kind.PING, epoch))
+                send_frame(sock, Frame(Kind.PING, epoch), codec)
 
     thread = threading.Thread(target=run, name="ring-join", daemon=True)
     thread.start()
@@ -134,13 +144,13 @@ def _signs_of_life(sock: socket.socket, epoch: int) -> Iterator[None]:
         thread.join(JOIN_S)
 
 
-def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
+def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> None:
     """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
 
     The farther a node is from the starter, the less it waits in all, so that its report is there before the others' patience
     ends.
     """
-    frame = _await_frame(sock, seat, timeout_s * (1 - seat.index / (2 * seat.n_nodes)))
+    frame = _await_frame(sock, seat, timeout_s * (1 - seat.index / (2 * seat.n_nodes)), codec)
     if frame is None:
         raise NodeLostError(seat.next_name, f"{seat.next_name} closed the connection in the handshake")
     if frame.kind is Kind.ERROR:
@@ -153,7 +163,7 @@ def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float) -> None:
         raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")
 
 
-def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float) -> Frame | None:
+def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Frame | None:
     """The next frame that is no sign of life; None if the connection is closed. NodeLostError says what else happened."""
     name = seat.next_name
     begin = heard = time.monotonic()
@@ -177,7 +187,7 @@ def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float) -> Frame | N
                 continue
             sock.settimeout(left_s)
             try:
-                frame = read_frame(sock, HANDSHAKE)
+                frame = read_frame(sock, codec)
             except TimeoutError:
                 continue
             except (OSError, WireError) as e:

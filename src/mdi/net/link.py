@@ -78,8 +78,8 @@ def send_frame(sock: socket.socket, frame: Frame, codec: FrameCodec = PLAIN, is_
     Args:
         is_patient: go on when the socket's own timeout passes: a peer that takes nothing may be busy, and says so by PINGs.
     """
-    head = memoryview(codec.head(frame))
-    payload = memoryview(frame.payload).cast("B") if frame.n_rows else memoryview(b"")
+    first, second = codec.parts(frame)
+    head, payload = memoryview(first), memoryview(second).cast("B") if len(second) else memoryview(b"")
     sent, n_bytes = 0, len(head) + payload.nbytes
     while sent < n_bytes:
         try:
@@ -105,12 +105,8 @@ def read_frame(sock: socket.socket, codec: FrameCodec, pool: BufferPool | None =
     head = bytearray(HEADER_BYTES)
     if not _read_exactly(sock, memoryview(head), may_end=True):
         return None
-    header = codec.header(head)
-    tables = bytearray(header.tables_bytes)
-    _read_exactly(sock, memoryview(tables))
-    payload = pool.take(header.payload_bytes) if pool else memoryview(bytearray(header.payload_bytes))
-    _read_exactly(sock, payload)
-    return codec.frame(header, tables, payload)
+    take = pool.take if pool else lambda n_bytes: memoryview(bytearray(n_bytes))
+    return codec.body(codec.header(head), lambda view: _read_exactly(sock, view), take)
 
 
 def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) -> bool:

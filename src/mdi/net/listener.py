@@ -16,12 +16,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from mdi.errors import RingError, UsageError, WireError
-from mdi.net.codec import HANDSHAKE, HEADER_BYTES
+from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
+from mdi.net.codec import HEADER_BYTES, FrameCodec, Header, SealedCodec
 from mdi.net.drops import DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, send_frame, tune
-from mdi.net.wire import Frame, Kind
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.security.challenge import answer_to
+from mdi.security.keys import KeyFile
 
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
@@ -56,6 +58,7 @@ class Expectation:
 
     Attributes:
         caller: what it said, once it has called: which process it is, say.
+        codec: what all further frames of its connection go through.
     """
 
     epoch: int
@@ -63,6 +66,7 @@ class Expectation:
     answer: Frame | None
     accepted: queue.Queue[socket.socket | None] = field(default_factory=lambda: queue.Queue(2))
     caller: Hello | None = None
+    codec: FrameCodec = field(default_factory=lambda: FrameCodec(HANDSHAKE_LIMITS))
     withdrawn: bool = False
 
     def wait(self, timeout_s: float) -> socket.socket | None:
@@ -75,18 +79,53 @@ class Expectation:
 
 @dataclass
 class _Pending:
+    """A connection that has not said its HELLO. `data` is what has come of the header, and then, of what follows it."""
+
     sock: socket.socket
     peer: str
     deadline: float
+    codec: FrameCodec = field(default_factory=lambda: FrameCodec(HANDSHAKE_LIMITS))
+    header: Header | None = None
     data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def n_missing(self) -> int:
+        """Bytes up to the end of the header, or of the frame. Never read more: what follows the HELLO belongs to the link."""
+        n_bytes = HEADER_BYTES if self.header is None else self.codec.body_bytes(self.header)
+        return n_bytes - len(self.data)
+
+    def take(self) -> Frame | None:
+        """The frame, once it is there whole. WireError if it is none."""
+        if self.header is None and self.n_missing == 0:
+            self.header = self.codec.header(self.data)
+            self.data.clear()
+        if self.header is None or self.n_missing:
+            return None
+        whole = memoryview(bytes(self.data))
+        n_read = 0
+
+        def read(view: memoryview) -> None:
+            nonlocal n_read
+            view[:] = whole[n_read : n_read + len(view)]
+            n_read += len(view)
+
+        frame = self.codec.body(self.header, read, lambda n_bytes: memoryview(bytearray(n_bytes)))
+        self.header = None
+        self.data.clear()
+        return frame
 
 
 class RingListener:
-    """Owns the ring port. `expect` names a neighbour, one for each ring that is to be closed; all others are dropped."""
+    """Owns the ring port. `expect` names a neighbour, one for each ring that is to be closed; all others are dropped.
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    Args:
+        keys: of the cluster. Where there are some, who does not have one of them is dropped before it is listened to.
+    """
+
+    def __init__(self, sock: socket.socket, name: str, keys: KeyFile | None = None) -> None:
         self._sock = sock
         self._name = name
+        self.keys = keys
         self._drops = DropLog(name)
         self._sock.setblocking(False)
         self._lock = threading.Lock()
@@ -181,46 +220,54 @@ class RingListener:
 
     def _read(self, pending: _Pending) -> None:
         try:
-            # Never read past the HELLO: what follows belongs to the link.
-            data = pending.sock.recv(self._missing(pending.data))
+            data = pending.sock.recv(pending.n_missing)
             if not data:
                 return self._drop(pending, "it closed again")
             pending.data += data
-            if self._missing(pending.data) == 0:
-                self._admit(pending)
+            frame = pending.take()
+            if frame is not None:
+                self._hear(pending, frame)
         except (BlockingIOError, InterruptedError):
             return
+        except AccessError as e:
+            self._refuse(pending, 0, e)
         except (OSError, WireError) as e:
             self._drop(pending, str(e))
 
-    @staticmethod
-    def _missing(data: bytearray) -> int:
-        if len(data) < HEADER_BYTES:
-            return HEADER_BYTES - len(data)
-        header = HANDSHAKE.header(memoryview(data)[:HEADER_BYTES])
-        return HEADER_BYTES + header.payload_bytes - len(data)
+    def _hear(self, pending: _Pending, frame: Frame) -> None:
+        """A challenge first, where this node has a key; then the HELLO."""
+        if frame.kind is Kind.CHALLENGE and self.keys is None:
+            raise AccessError(f"{self._name} has no cluster key, and its caller has one: start both with --key FILE")
+        if self.keys is None or isinstance(pending.codec, SealedCodec):
+            return self._admit(pending, frame)
+        if frame.kind is not Kind.CHALLENGE:
+            raise AccessError(f"{self._name} has a cluster key, and its caller has none: start both with --key FILE")
+        answer, session = answer_to(bytes(frame.payload), self.keys.keys)
+        send_frame(pending.sock, Frame.message(Kind.CHALLENGE, 0, answer))
+        pending.codec = SealedCodec(session, HANDSHAKE_LIMITS)
 
-    def _admit(self, pending: _Pending) -> None:
-        data = memoryview(pending.data)
-        header = HANDSHAKE.header(data[:HEADER_BYTES])
-        frame = HANDSHAKE.frame(header, b"", data[HEADER_BYTES:])
+    def _refuse(self, pending: _Pending, epoch: int, error: MdiError, is_told: bool = True) -> None:
+        """Tell it why, in a frame, and let it go."""
+        with contextlib.suppress(OSError):
+            fault = Fault("", str(error), self._name, error.code)
+            send_frame(pending.sock, Frame.message(Kind.ERROR, epoch, fault.to_bytes()), pending.codec)
+        self._drop(pending, str(error), is_told)
+
+    def _admit(self, pending: _Pending, frame: Frame) -> None:
         if frame.kind is not Kind.HELLO:
             raise WireError(f"a {frame.kind.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)
         try:
             expectation = self._match(frame.epoch, hello)
         except RingError as e:
-            with contextlib.suppress(OSError):
-                fault = Fault("", str(e), self._name, e.code)
-                send_frame(pending.sock, Frame.message(Kind.ERROR, frame.epoch, fault.to_bytes()))
             # One that only wants to know whether this port can be reached (control.reach) is no intruder.
-            is_question = isinstance(hello.extensions, dict) and bool(hello.extensions.get("question"))
-            return self._drop(pending, str(e), is_told=not is_question)
+            return self._refuse(pending, frame.epoch, e, is_told=not hello.extensions.get("question"))
         self._selector.unregister(pending.sock)
         pending.sock.setblocking(True)
         tune(pending.sock)
+        expectation.codec = pending.codec
         if expectation.answer is not None:
-            send_frame(pending.sock, expectation.answer)
+            send_frame(pending.sock, expectation.answer, pending.codec)
         with self._lock:
             if expectation.withdrawn:  # between the match and now
                 pending.sock.close()

@@ -17,6 +17,7 @@ from mdi.net.codec import FrameCodec
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import Allocate, Link
 from mdi.net.wire import Frame, Kind, Limits
+from mdi.security.keys import KeyFile
 
 FLUSH_S = 2.0
 
@@ -30,7 +31,7 @@ class Seat:
     Attributes:
         wire: what its rows travel as (net.wire.WIRE_DTYPES).
         process: a number that this node's process drew.
-        key: secret of the ring, with which all frames after the handshake are authenticated.
+        keys: of the cluster; where there are some, all that its nodes send each other is encrypted.
     """
 
     epoch: int
@@ -41,7 +42,7 @@ class Seat:
     next_port: int
     wire: str = "auto"
     process: str = ""
-    key: bytes | None = field(default=None, repr=False)
+    keys: KeyFile | None = field(default=None, repr=False)
 
     @property
     def n_nodes(self) -> int:
@@ -142,7 +143,8 @@ class LoopbackRing:
 
 
 class TcpRing:
-    """The links of a node to its two neighbours, and what happens when one of them ends.
+    """The links of a node to its two neighbours, and what happens when one of them ends; `codecs` are those of `sock_in`
+    and `sock_out` since the handshake.
 
     Rows go from the previous node to the next. STOP and ERROR go both ways, so that they reach the nodes on either side of a
     lost one, and nobody takes a neighbour that has ended for lost; they end with the first node that has heard already.
@@ -156,6 +158,7 @@ class TcpRing:
         capacity: int,
         limits: Limits,
         allocate: Allocate | None = None,
+        codecs: tuple[FrameCodec, FrameCodec] | None = None,
     ) -> None:
         self._seat = seat
         self.capacity = capacity
@@ -165,13 +168,14 @@ class TcpRing:
         self.inbox: Channel[Frame] = Channel(capacity + 1)
         # A link may be lost before the other one stands: it is told of that, too.
         with self._lock:
-            self._next = self._link(sock_out, limits, None, seat.next_name, allocate)
-            self._prev = self._link(sock_in, limits, self.inbox, seat.prev_name, allocate)
+            codec_in, codec_out = codecs or (FrameCodec(), FrameCodec())
+            codec_in.limits = codec_out.limits = limits
+            self._next = self._link(sock_out, codec_out, None, seat.next_name, allocate)
+            self._prev = self._link(sock_in, codec_in, self.inbox, seat.prev_name, allocate)
 
     def _link(
-        self, sock: socket.socket, limits: Limits, inbox: Channel[Frame] | None, name: str, allocate: Allocate | None
+        self, sock: socket.socket, codec: FrameCodec, inbox: Channel[Frame] | None, name: str, allocate: Allocate | None
     ) -> Link:
-        codec = FrameCodec(limits, self._seat.key)
         return Link(
             sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate
         )  # fmt: skip

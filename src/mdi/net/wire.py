@@ -14,6 +14,7 @@ class Kind(IntEnum):
     STOP = 3  # the run is over; passed on in both directions
     ERROR = 4  # a node failed; the payload says which and how; passed on in both directions
     PING = 5  # sign of life of one link, in both directions, never passed on
+    CHALLENGE = 6  # before the HELLO, where nodes have a cluster key, and its answer
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ def _advice(problem: str, node: NodeConfig, port: int, field_name: str) -> str:
         "silent": "The process there hangs, or has been stopped, or is no node: look at what it prints, and start it again",
         "closed": "Something on the way closes connections: a proxy, or a node that is just ending. Try again",
         "stranger": f"Another program has this port: correct {field_name}, or choose another port",
+        "key": "Start all nodes, and this command, with the same key file: --key FILE",
         "other": f"Two entries of the nodes file have been mixed up: correct addr and {field_name}",
     }.get(problem, "Try again")
 

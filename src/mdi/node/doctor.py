@@ -21,6 +21,7 @@ from mdi.node.device import choose_device, devices
 from mdi.node.diagnosis import LinkFinding, NodeFinding, Problem, Report
 from mdi.node.resources import device_free_bytes, free_memory_bytes
 from mdi.node.standin import standing_in
+from mdi.security.keys import KeyFile
 
 NOTHING = Route(UNTRIED, UNTRIED)
 
@@ -44,12 +45,12 @@ def examine(
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             try:
-                ports = stack.enter_context(standing_in(cluster.starter))
+                ports = stack.enter_context(standing_in(cluster.starter, cluster.keys))
                 cluster = replace(cluster, starter=replace(cluster.starter, port=ports[0], port_in=ports[1]))
             except UsageError as e:
                 own.append(Problem("starter", str(e), "If that is a starter of yours, wait for its end"))
         nodes = (starter, *_reach_nodes(cluster, deadline_s, needed))
-        links = _measured(_reach_neighbours(cluster, nodes), nodes)
+        links = _measured(_reach_neighbours(cluster, nodes), nodes, cluster.keys)
     return Report(nodes, tuple(links), tuple(own))
 
 
@@ -74,7 +75,7 @@ def _reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str,
     """Every secondary from here, all at once."""
 
     def reach(node: NodeConfig) -> NodeFinding:
-        route = try_node(_request(node), deadline_s)
+        route = try_node(_request(node), deadline_s, cluster.keys)
         return NodeFinding(node, route, route.status or {}, needed.get(node.name, 0))
 
     calls = {node.name: lambda node=node: reach(node) for node in cluster.secondaries}
@@ -89,14 +90,16 @@ def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) ->
 
     def ways_of(index: int) -> list[LinkFinding]:
         steps = (1,) if len(nodes) == 2 else (1, -1)
-        return [_way(nodes, index, configs[(index + step) % len(nodes)], step == 1) for step in steps]
+        return [_way(nodes, index, configs[(index + step) % len(nodes)], step == 1, cluster.keys) for step in steps]
 
     calls = {node.name: lambda i=i: ways_of(i) for i, node in enumerate(configs)}
     found = at_once(calls, 4 * PROBE_ANSWER_S)
     return [link for links in found for link in links]
 
 
-def _way(nodes: tuple[NodeFinding, ...], source: int, target: NodeConfig, in_ring: bool) -> LinkFinding:
+def _way(
+    nodes: tuple[NodeFinding, ...], source: int, target: NodeConfig, in_ring: bool, keys: KeyFile | None
+) -> LinkFinding:
     asked = nodes[source]
     name = asked.node.name
     if source == 0:
@@ -105,31 +108,31 @@ def _way(nodes: tuple[NodeFinding, ...], source: int, target: NodeConfig, in_rin
     if not asked.status or asked.status.get("state") == "RUNNING" or "samples" in asked.status:
         return LinkFinding(name, target, NOTHING, in_ring)  # said elsewhere
     try:
-        answer = ControlClient(asked.node).probe(_request(target))
+        answer = ControlClient(asked.node, keys).probe(_request(target))
         return LinkFinding(name, target, Route.from_json(answer), in_ring)
     except ControlError as e:
         return LinkFinding(name, target, NOTHING, in_ring, str(e))
 
 
-def _measured(links: list[LinkFinding], nodes: tuple[NodeFinding, ...]) -> list[LinkFinding]:
+def _measured(links: list[LinkFinding], nodes: tuple[NodeFinding, ...], keys: KeyFile | None) -> list[LinkFinding]:
     """Bandwidth of the ring's links, one after the other, so that none takes part of another's."""
     configs = {finding.node.name: finding.node for finding in nodes}
     measured = []
     for link in links:
         route = link.route
         if link.in_ring and route.control.is_well:
-            rate = link_bandwidth(configs[link.source], link.target)
+            rate = link_bandwidth(configs[link.source], link.target, keys)
             route = replace(route, control=replace(route.control, bytes_s=rate))
         measured.append(replace(link, route=route))
     return measured
 
 
-def link_bandwidth(source: NodeConfig, target: NodeConfig) -> float:
+def link_bandwidth(source: NodeConfig, target: NodeConfig, keys: KeyFile | None = None) -> float:
     """Bytes per second from a node to another; 0 if that cannot be measured now."""
     if source.name == "starter":
-        return bandwidth(ControlClient(target))
+        return bandwidth(ControlClient(target, keys))
     try:
-        answer = ControlClient(source).probe(_request(target, measure=True))
+        answer = ControlClient(source, keys).probe(_request(target, measure=True))
         return Route.from_json(answer).control.bytes_s
     except ControlError:
         return 0.0

@@ -122,7 +122,7 @@ def measure_live(
     wishes = Wishes(device, dtype, wished_dtype, quantize, quantize, packing)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
-            port, port_in = stack.enter_context(standing_in(node))
+            port, port_in = stack.enter_context(standing_in(node, cluster.keys))
             cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
         return profile_cluster(cluster, model, wishes, cache_dir, wait_s, fresh)
 

@@ -36,9 +36,9 @@ from mdi.node.profiler import Profiler, share_of
 from mdi.node.profiling import Subject
 from mdi.node.service import Service
 from mdi.node.threads import computing_threads, n_threads
+from mdi.security.keys import KeyFile
 
-PROFILE_S = 170.0
-PROBE_S = 25.0
+PROFILE_S, PROBE_S = 170.0, 25.0
 N_PROBES = 16
 
 logger = logging.getLogger("mdi")
@@ -52,9 +52,10 @@ class SecondaryNode:
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
-        kv_memory: bytes that caches may take; None leaves it to the nodes file, else it is what is free.
+        kv_memory: bytes that caches may take, in the same way; else it is what is free.
         kind: of the models that it can run; None is litgpt's.
         threads: that this process was told to compute with; None leaves it to the starter.
+        keys: of the cluster; without, whoever reaches the ports can use the node.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class SecondaryNode:
         cache_bytes: int | None = None,
         threads: int | None = None,
         weight_memory: WeightMemory | None = None,
+        keys: KeyFile | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._keys = config, keys
         self._store = BlockStore(cache_dir, cache_bytes)
-        kind = kind or ModelKind()
         self._holding = Holding(
             config.name,
             weights,
@@ -84,15 +85,14 @@ class SecondaryNode:
             quantize,
             config.threads if threads is None else threads,
             compile_stage,
-            kind,
+            kind or ModelKind(),
             weight_memory or WeightMemory(),
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._process = secrets.token_hex(8)  # with the name, who this is: addresses change
         self._profiler = Profiler(config.name, cache_dir)
-        self._probing = threading.Lock()
         self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
-        self._lock = threading.Lock()
+        self._lock, self._probing = threading.Lock(), threading.Lock()
         self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
         self._job: Job | None = None
         self._last: Job | None = None  # the one that there is, or was
@@ -103,16 +103,15 @@ class SecondaryNode:
         self._error_code: str | None = None
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
-        self._leave = False
-        self._closed = False
+        self._leave = self._closed = False
 
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
         self._holding.check_folder()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
-        self._listener = RingListener(sock, name)
-        self._control = ControlServer(self, self.config.listen_addr, self.config.port, name)
+        self._listener = RingListener(sock, name, self._keys)
+        self._control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
             *(name, self.config.listen_addr, self.control_port, self.ring_port, self._holding.device),
@@ -289,7 +288,7 @@ class SecondaryNode:
             if not self._probing.acquire(timeout=PROBE_S):
                 raise busy
             try:
-                return try_node(request).to_json()
+                return try_node(request, keys=self._keys).to_json()
             finally:
                 self._probing.release()
         finally:

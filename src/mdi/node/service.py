@@ -23,6 +23,7 @@ from mdi.node.holding import Holding
 from mdi.node.job import Job
 from mdi.node.memory import check_room, report_caches
 from mdi.node.threads import computing_threads
+from mdi.security.keys import KeyFile
 
 if TYPE_CHECKING:
     from mdi.node.holding import NodeStage
@@ -119,7 +120,7 @@ class Service:
     def _close_ring(self, stage: NodeStage, computing: Computing) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
         job, request, device = self._job, self._request, computing.device
-        seat = _seat_of(job, self._process)
+        seat = _seat_of(job, self._process, self._listener.keys)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
             job.report_caches = lambda: report_caches(stage, device, self._kv_memory)
@@ -134,8 +135,8 @@ class Service:
             self._listener.forget(expectation)
         widest = stage.n_embd if isinstance(stage, ArrayStage) else self._holding.kind.widest_row(stage.config)
         limits = ring_limits(widest)
-        buffers = receive_buffers(device)
-        return join_ring(sock, seat, request.n_frames or seat.n_nodes, limits, allocate=buffers), seat
+        buffers, n_frames = receive_buffers(device), request.n_frames or seat.n_nodes
+        return join_ring(sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec), seat
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat) -> None:
         is_last = seat.index == seat.n_nodes - 1
@@ -160,7 +161,7 @@ class Service:
             )
 
 
-def _seat_of(job: Job, process: str) -> Seat:
+def _seat_of(job: Job, process: str, keys: KeyFile | None) -> Seat:
     request = job.request
     return Seat(
         int(request.epoch, 16),
@@ -171,6 +172,7 @@ def _seat_of(job: Job, process: str) -> Seat:
         request.next_port,
         request.wire_dtype,
         process,
+        keys,
     )
 
 

@@ -12,6 +12,7 @@ from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.net.listener import RingListener, open_socket
+from mdi.security.keys import KeyFile
 
 
 class _StandIn(StatusOnly):
@@ -29,12 +30,12 @@ class _StandIn(StatusOnly):
 
 
 @contextlib.contextmanager
-def standing_in(starter: NodeConfig) -> Iterator[tuple[int, int]]:
+def standing_in(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tuple[int, int]]:
     """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
     sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
-    listener = RingListener(sock, starter.name)
+    listener = RingListener(sock, starter.name, keys)
     try:
-        control = ControlServer(_StandIn(starter.name), starter.listen_addr, starter.port, starter.name)
+        control = ControlServer(_StandIn(starter.name), starter.listen_addr, starter.port, starter.name, keys)
         try:
             yield control.port, listener.port
         finally:

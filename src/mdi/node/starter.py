@@ -67,7 +67,7 @@ class StarterNode(StatusOnly):
         self._epoch = secrets.randbits(64)
         self._run = f"{self._epoch:016x}"
         self._process = secrets.token_hex(8)
-        self._clients = [ControlClient(node) for node in cluster.secondaries]
+        self._clients = [ControlClient(node, cluster.keys) for node in cluster.secondaries]
         self._left_out: list[ControlClient] = []  # nodes that the placement gave no part
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
@@ -98,10 +98,10 @@ class StarterNode(StatusOnly):
         """
         node = self.cluster.starter
         if self.cluster.secondaries or node.port:
-            self._control = ControlServer(self, node.listen_addr, node.port, node.name)
+            self._control = ControlServer(self, node.listen_addr, node.port, node.name, self.cluster.keys)
         if self.cluster.secondaries:
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
-            self._listener = RingListener(sock, node.name)
+            self._listener = RingListener(sock, node.name, self.cluster.keys)
         options = self._options
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
         self._weights = self._kind.open_weights(
@@ -196,9 +196,9 @@ class StarterNode(StatusOnly):
             self._options = replace(options, n_frames=n_frames)
         weights.cut_anew(placement.counts)
         nodes = self.cluster.nodes
-        self.cluster = ClusterConfig(self.cluster.starter, tuple(nodes[i] for i in placement.order[1:]))
-        self._clients = [ControlClient(node) for node in self.cluster.secondaries]
-        self._left_out = [ControlClient(node) for i, node in enumerate(nodes) if i not in placement.order]
+        self.cluster = replace(self.cluster, secondaries=tuple(nodes[i] for i in placement.order[1:]))
+        self._clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
+        self._left_out = [ControlClient(n, self.cluster.keys) for i, n in enumerate(nodes) if i not in placement.order]
         self._state = "IDLE"
 
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:
@@ -235,7 +235,8 @@ class StarterNode(StatusOnly):
         cluster, wire, n_nodes = self.cluster, self._options.wire_dtype, self.cluster.n_nodes
         following = cluster.nodes[1 % n_nodes]
         seat = Seat(
-            self._epoch, 0, self.names, self._placement, following.addr, following.port_in, wire, self._process
+            self._epoch, 0, self.names, self._placement, following.addr, following.port_in, wire, self._process,
+            cluster.keys,
         )  # fmt: skip
         self._ring = form_ring(
             self._listener, cluster, seat, self._options.n_frames or n_nodes, self._kind.widest_row(self.config),

@@ -63,7 +63,7 @@ class Survey:
         self._own = own
         self._wait_s = wait_s
         self._check = check
-        self._clients = {node.name: ControlClient(node) for node in cluster.secondaries}
+        self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
         self._error: MdiError | None = None
@@ -239,7 +239,9 @@ class Survey:
         request = ProbeRequest(target.name, target.addr, target.port, target.port_in, measure=True)
         client = self._clients.get(source.name)
         try:
-            route = try_node(request) if client is None else Route.from_json(client.probe(request))
+            route = (
+                try_node(request, keys=self._cluster.keys) if client is None else Route.from_json(client.probe(request))
+            )
         except ControlError as e:
             logger.info("the way from %s to %s was not measured: %s", source.name, target.name, e)
             return None

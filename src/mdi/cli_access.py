@@ -1,0 +1,103 @@
+"""Who may reach the nodes: the cluster key, and the addresses that a node listens on without one."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mdi.errors import UsageError
+
+if TYPE_CHECKING:
+    from mdi.config import ClusterConfig, NodeConfig
+    from mdi.security.keys import KeyFile
+
+KEY_VARIABLE = "MDI_KEY_FILE"
+
+
+def add_access_flags(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="the cluster's key, the same on all nodes, made by `mdi key` "
+        f"(default: {KEY_VARIABLE}, else none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine without a key: whoever reaches the ports can use "
+        "the node and read along",
+    )  # fmt: skip
+
+
+def open_keys(args: argparse.Namespace) -> KeyFile | None:
+    """What --key names, else the environment; None without. Raises UsageError."""
+    from mdi.security.keys import KeyFile
+
+    named = getattr(args, "key", None) or os.environ.get(KEY_VARIABLE) or None
+    return None if named is None else KeyFile(Path(named).expanduser())
+
+
+def with_keys(args: argparse.Namespace, cluster: ClusterConfig) -> ClusterConfig:
+    """The cluster as its starter has it. UsageError if the key cannot be had, or is needed and not there."""
+    from dataclasses import replace
+
+    keys = open_keys(args)
+    if cluster.secondaries or cluster.starter.port:
+        refuse_exposure(args, keys, cluster.starter)
+    return replace(cluster, keys=keys)
+
+
+def refuse_exposure(args: argparse.Namespace, keys: KeyFile | None, node: NodeConfig) -> None:
+    """Raises UsageError if the node would listen where others reach it, without a key."""
+    if keys is None and not getattr(args, "insecure", False) and not _is_loopback(node.listen_addr):
+        raise UsageError(
+            f"{node.name} would listen on {node.listen_addr} for everybody: make a key with `mdi key FILE`, copy the file to "
+            "each node and start all with --key FILE (or, in a network where everybody may use the nodes, with --insecure)"
+        )
+
+
+def _is_loopback(addr: str) -> bool:
+    return all(ipaddress.ip_address(found.partition("%")[0]).is_loopback for found in _addresses(addr))
+
+
+def _addresses(addr: str) -> Sequence[str]:
+    try:
+        ipaddress.ip_address(addr.partition("%")[0])
+        return [addr]
+    except ValueError:
+        pass
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []  # a name that nobody can listen on: that is told when it is tried
+
+
+def default_key_file() -> Path:
+    """Where `mdi join` keeps a key: a folder for settings, which no cleaning of caches empties."""
+    if os.name == "nt":
+        return Path(os.environ.get("APPDATA", Path.home())) / "mdi-llm" / "cluster.key"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mdi-llm" / "cluster.key"
+
+
+def own_address(towards: str | None = None) -> str:
+    """This machine's address on the way to another, or to the world; nothing is sent there."""
+    for target in (towards, "192.0.2.1", "127.0.0.1"):  # the second is nobody's, by RFC 5737
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                if target is not None:
+                    sock.connect((target, 9))
+                    return str(sock.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def split_address(text: str, default_port: int) -> tuple[str, int]:
+    """Address and port of "192.168.1.10:8088" or "[fe80::1]:8088"; 0 as default_port requires one. UsageError."""
+    addr, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        addr, port = text, str(default_port or "")
+    if not addr or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise UsageError(f"expected an address like 192.168.1.10:8088, got {text!r}")
+    return addr.strip("[]"), int(port)

@@ -1,0 +1,121 @@
+"""Control requests and answers of nodes with a cluster key: each is signed, and good for one use.
+
+A node gives out nonces, with every answer and to anybody, and takes each once, for a while by its own clock: boards have no
+others. The starter signs method, address, length and hash of the body, and the nonce; the node signs its answer to it. Stdlib
+only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mdi.security.keys import key_of, mac
+
+NONCE_HEADER = "Mdi-Nonce"
+SIGNATURE_HEADER = "Mdi-Signature"
+BODY_HEADER = "Mdi-Body"
+UNHASHED = "-"  # the body's hash where the address has it already (weights), or nobody reads the body (echo)
+NONCE_S = 120.0  # as long as a node takes a nonce that it gave out
+N_NONCES_KEPT = 4
+
+
+def body_hash(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def sign_request(secret: bytes, method: str, target: str, n_bytes: int, body: str, nonce: str) -> str:
+    return mac(secret, "mdi request", *_fields(method, target, n_bytes, body, nonce)).hex()
+
+
+def key_of_request(
+    found: str, keys: tuple[bytes, ...], method: str, target: str, n_bytes: int, body: str, nonce: str
+) -> bytes | None:
+    """The key that signed the request; None if it is none of these."""
+    return key_of(_unhex(found), keys, "mdi request", *_fields(method, target, n_bytes, body, nonce))
+
+
+def sign_answer(secret: bytes, request: str, status: int, body: bytes, next_nonce: str) -> str:
+    """`request` is the signature that is answered: so an answer belongs to one request."""
+    fields = (request, str(status), body_hash(body), next_nonce)
+    return mac(secret, "mdi answer", *(field.encode() for field in fields)).hex()
+
+
+def is_answer(found: str, secret: bytes, request: str, status: int, body: bytes, next_nonce: str) -> bool:
+    return hmac.compare_digest(found.encode(), sign_answer(secret, request, status, body, next_nonce).encode())
+
+
+class NoncesGiven:
+    """The node's side. Nothing is kept of a nonce that was given out, only of those that were used: strangers use none.
+
+    Args:
+        clock: seconds, rising.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._secret = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._used: dict[str, float] = {}  # and when it was given out, in the order of use
+
+    def give(self) -> str:
+        made = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(8)
+        return (made + self._code(made)).hex()
+
+    def is_fresh(self, nonce: str) -> bool:
+        """Whether it was given out here, not long ago."""
+        data = _unhex(nonce)
+        if not hmac.compare_digest(data[16:], self._code(data[:16])):
+            return False
+        return self._clock() - int.from_bytes(data[:8], "big") / 1000 <= NONCE_S
+
+    def use(self, nonce: str) -> bool:
+        """Take a fresh one; False if it was used before."""
+        now = self._clock()
+        with self._lock:
+            for old in [n for n, used in self._used.items() if now - used > 2 * NONCE_S]:
+                del self._used[old]
+            if nonce in self._used:
+                return False
+            self._used[nonce] = now
+            return True
+
+    def _code(self, made: bytes) -> bytes:
+        return mac(self._secret, "nonce", made)[:16]
+
+
+class NoncesKept:
+    """The client's side: nonces of one node that are still good."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: deque[tuple[str, float]] = deque(maxlen=N_NONCES_KEPT)
+
+    def keep(self, nonce: str) -> None:
+        self._kept.append((nonce, self._clock()))
+
+    def take(self) -> str | None:
+        """One that has not been used; None if there is none."""
+        while True:
+            try:
+                nonce, since = self._kept.popleft()
+            except IndexError:
+                return None
+            if self._clock() - since < NONCE_S / 2:
+                return nonce
+
+
+def _fields(method: str, target: str, n_bytes: int, body: str, nonce: str) -> tuple[bytes, ...]:
+    return tuple(field.encode() for field in (method, target, str(n_bytes), body, nonce))
+
+
+def _unhex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""

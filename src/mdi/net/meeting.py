@@ -1,0 +1,34 @@
+"""The caller's side of a new connection: where it has a key, both sides prove that they have the same, before a HELLO."""
+
+from __future__ import annotations
+
+import socket
+
+from mdi.errors import AccessError, WireError
+from mdi.net.codec import HANDSHAKE, FrameCodec, SealedCodec
+from mdi.net.hello import Fault
+from mdi.net.link import read_frame, send_frame
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.security.challenge import Caller
+from mdi.security.keys import KeyFile
+
+SAME_KEY = "start both nodes with the same file: --key FILE"
+
+
+def meet(sock: socket.socket, keys: KeyFile | None) -> FrameCodec:
+    """What all further frames of a connection that was just made go through.
+
+    Raises:
+        AccessError: the other side does not have the same cluster key.
+        WireError: it speaks another protocol. OSError: the socket's own errors.
+    """
+    if keys is None:
+        return FrameCodec(HANDSHAKE_LIMITS)
+    caller = Caller(keys.keys)
+    send_frame(sock, Frame.message(Kind.CHALLENGE, 0, caller.call))
+    frame = read_frame(sock, HANDSHAKE)
+    if frame is None or (frame.kind is Kind.ERROR and Fault.from_bytes(frame.payload).code == AccessError.code):
+        raise AccessError(f"it does not have the same cluster key as this node: {SAME_KEY}")
+    if frame.kind is not Kind.CHALLENGE:
+        raise WireError(f"it answered a challenge with a {frame.kind.name} frame")
+    return SealedCodec(caller.session(bytes(frame.payload)), HANDSHAKE_LIMITS)

@@ -1,0 +1,120 @@
+"""An invitation: who has its code gets the cluster key, once, within a quarter of an hour.
+
+The code has 80 random bits, too many to be guessed, also by somebody who has recorded or relayed the exchange. Both sides draw
+a public value (X25519); a code that only who knows the invitation can make goes with the guest's; the key file's text comes
+back encrypted under what the two values and the code make, so that nobody in between reads or changes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from mdi.errors import AccessError
+from mdi.security.challenge import public_bytes, shared_key
+from mdi.security.keys import mac
+from mdi.security.session import KEY_BYTES
+
+VALID_S = 900.0
+_CODE_BYTES = 10
+_GROUP = 4
+_NONCE = bytes(12)  # the key is used for one message
+_ASK, _GIVE = "mdi join", b"mdi join answer"
+
+
+def new_code() -> str:
+    """Such as "QX2M-7RTA-....": 16 letters and digits, in groups."""
+    text = base64.b32encode(secrets.token_bytes(_CODE_BYTES)).decode()
+    return "-".join(text[i : i + _GROUP] for i in range(0, len(text), _GROUP))
+
+
+def code_bytes(code: str) -> bytes:
+    """The random bits of a code, however it was typed. Raises AccessError if it is none."""
+    text = "".join(c for c in code.upper() if c.isalnum()).replace("0", "O").replace("1", "I").replace("8", "B")
+    try:
+        data = base64.b32decode(text)
+    except ValueError:
+        data = b""
+    if len(data) != _CODE_BYTES:
+        raise AccessError("this is no code of an invitation: it has 16 letters and digits, like ABCD-EFGH-IJKL-MNOP")
+    return data
+
+
+class Invitation:
+    """The side that has the key. `code` is for the guest; `content` is what it gets.
+
+    Args:
+        clock: seconds, rising.
+    """
+
+    def __init__(self, content: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self.code = new_code()
+        self._secret = code_bytes(self.code)
+        self._content = content
+        self._clock = clock
+        self._end = clock() + VALID_S
+        self._lock = threading.Lock()
+        self._is_used = False
+        self.used = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_used or self._clock() > self._end
+
+    def answer(self, request: Any) -> dict[str, str]:
+        """What the guest gets; from then on the invitation is used up. Raises AccessError: a wrong code, or too late."""
+        public, proof = _two(request, "public", "proof")
+        if not hmac.compare_digest(proof, mac(self._secret, _ASK, public)):
+            raise AccessError("this is not the code of the invitation")
+        private = X25519PrivateKey.generate()
+        mine = public_bytes(private)
+        key = shared_key(private, public, self._secret, _GIVE + public + mine, KEY_BYTES)
+        with self._lock:
+            if self.is_over:
+                raise AccessError(
+                    "the invitation has been used, or is older than 15 minutes: `mdi key --invite` makes another"
+                )
+            self._is_used = True
+        self.used.set()
+        return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(_NONCE, self._content, None).hex()}
+
+
+class Guest:
+    """The side that has the code. Raises AccessError if that is no code."""
+
+    def __init__(self, code: str) -> None:
+        self._secret = code_bytes(code)
+        self._private = X25519PrivateKey.generate()
+        self._public = public_bytes(self._private)
+
+    @property
+    def request(self) -> dict[str, str]:
+        return {"public": self._public.hex(), "proof": mac(self._secret, _ASK, self._public).hex()}
+
+    def open(self, answer: Any) -> bytes:
+        """The content. Raises AccessError if the answer is not of somebody who knows the code."""
+        public, sealed = _two(answer, "public", "sealed")
+        key = shared_key(self._private, public, self._secret, _GIVE + self._public + public, KEY_BYTES)
+        try:
+            return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
+        except InvalidTag:
+            raise AccessError("what answers there does not know the code") from None
+
+
+def _two(data: Any, *names: str) -> tuple[bytes, bytes]:
+    try:
+        first, second = (bytes.fromhex(data[name]) for name in names)
+    except (KeyError, TypeError, ValueError):
+        raise AccessError("a message of a join that cannot be read") from None
+    if len(first) != 32:
+        raise AccessError("a message of a join that cannot be read")
+    return first, second

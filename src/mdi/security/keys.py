@@ -1,0 +1,144 @@
+"""The cluster key: a secret of 32 bytes that all nodes of a cluster have in a file. Who has it belongs to the cluster.
+
+A file may hold several keys, one a line: the first one signs, all verify. So a key is changed without an end of anything:
+a new one is added to the file of every node, then it becomes the first in each, then the old one is dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from mdi.errors import UsageError
+
+PREFIX = "mdi-key-1"
+SECRET_BYTES = 32
+N_KEYS_LIMIT = 8
+FILE_LIMIT_BYTES = 4096
+
+logger = logging.getLogger("mdi")
+
+
+def mac(secret: bytes, label: str, *parts: bytes) -> bytes:
+    """32 bytes that only who has the secret can make: HMAC-SHA256 over the label and the parts, each with its length."""
+    made = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in (label.encode(), *parts):
+        made.update(len(part).to_bytes(8, "little") + part)
+    return made.digest()
+
+
+def key_of(found: bytes, keys: tuple[bytes, ...], label: str, *parts: bytes) -> bytes | None:
+    """The key that `mac` made `found` with; None if it is none of these."""
+    fitting = [secret for secret in keys if hmac.compare_digest(found, mac(secret, label, *parts))]
+    return fitting[0] if fitting else None
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def text_of(keys: tuple[bytes, ...]) -> str:
+    """What a key file holds."""
+    return "".join(f"{PREFIX} {base64.urlsafe_b64encode(secret).decode()}\n" for secret in keys)
+
+
+def parse_keys(text: str, where: str) -> tuple[bytes, ...]:
+    """The keys of a key file's text; UsageError names the line that is none, never what stands in it."""
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            secret = base64.b64decode(words[1], altchars=b"-_", validate=True) if len(words) == 2 else b""
+        except (ValueError, binascii.Error):
+            secret = b""
+        if words[0] != PREFIX or len(secret) != SECRET_BYTES:
+            raise UsageError(f"{where}, line {number}: this is no cluster key; `mdi key FILE` writes a file with one")
+        keys.append(secret)
+    if not 1 <= len(set(keys)) <= N_KEYS_LIMIT:
+        raise UsageError(
+            f"{where} holds {len(set(keys))} cluster keys, expected 1 to {N_KEYS_LIMIT}: see `mdi key --help`"
+        )
+    return tuple(dict.fromkeys(keys))
+
+
+def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
+    """Write a key file that only its owner can read; it appears whole or not at all. UsageError says why not."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text_of(keys).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+class KeyFile:
+    """A key file, read again whenever it has changed: so keys change under nodes that run.
+
+    Raises:
+        UsageError: it is not there, holds no key, or others than its owner can read it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._keys = self._read()
+        self._is_told = False
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """All keys, the one that signs first. If the file has become unreadable: those that it had before."""
+        with self._lock:
+            try:
+                seen = self._look()
+                if seen != self._seen:
+                    self._keys = self._read()
+                    self._seen, self._is_told = seen, False
+                    logger.info("%s has changed: %d cluster keys", self.path, len(self._keys))
+            except UsageError as e:
+                if not self._is_told:
+                    self._is_told = True
+                    logger.warning("%s: the keys that it held before stay in use", e)
+            return self._keys
+
+    @property
+    def first(self) -> bytes:
+        return self.keys[0]
+
+    def _look(self) -> tuple[int, int, int]:
+        try:
+            found = os.stat(self.path)
+        except OSError as e:
+            raise UsageError(
+                f"cannot read the key file {self.path}: {e.strerror or e}; `mdi key FILE` makes one, `mdi join` fetches one"
+            ) from None
+        if os.name == "posix" and found.st_mode & 0o077:
+            raise UsageError(f"others can read the key file {self.path}: run `chmod 600 {self.path}`")
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read(FILE_LIMIT_BYTES + 1)
+        except OSError as e:
+            raise UsageError(f"cannot read the key file {self.path}: {e.strerror or e}") from None
+        if len(data) > FILE_LIMIT_BYTES:
+            raise UsageError(f"{self.path} has more than {FILE_LIMIT_BYTES} bytes: it is no key file")
+        return parse_keys(data.decode("utf-8", "replace"), str(self.path))

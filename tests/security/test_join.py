@@ -1,0 +1,166 @@
+"""A board joins by a code: once, in time, and nobody else."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_keys import key_file
+from mdi import cli_key
+from mdi.cli import main
+from mdi.cli_join import fetch
+from mdi.control.exchange import exchange
+from mdi.control.server import ControlServer, StatusOnly
+from mdi.errors import AccessError, ControlError
+from mdi.security.invitation import VALID_S, Guest, Invitation, code_bytes, new_code
+from mdi.security.keys import KeyFile, text_of
+
+CONTENT = b"the keys"
+DEADLINE_S = 30.0
+
+
+class Inviting(StatusOnly):
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {"name": "invitation", "version": "9", "state": "IDLE"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyFile:
+    return key_file(tmp_path / "cluster.key")
+
+
+@pytest.fixture
+def invitation(keys: KeyFile) -> Invitation:
+    return Invitation(text_of(keys.keys).encode())
+
+
+@pytest.fixture
+def port(keys: KeyFile, invitation: Invitation) -> Iterator[int]:
+    server = ControlServer(Inviting(), "127.0.0.1", 0, "invitation", keys, invitation)
+    yield server.port
+    server.close()
+
+
+def test_the_code_may_be_typed_in_any_way() -> None:
+    code = new_code()
+    assert code_bytes(code.lower().replace("-", " ")) == code_bytes(code)
+    for wrong in ("", "ABCD", code + "A", "€" * 16, code[:-1] + "9"):
+        with pytest.raises(AccessError):
+            code_bytes(wrong)
+
+
+def test_who_has_the_code_gets_the_content_once() -> None:
+    invitation = Invitation(CONTENT)
+    for wrong in (new_code(), new_code()):
+        with pytest.raises(AccessError):
+            invitation.answer(Guest(wrong).request)
+    guest = Guest(invitation.code)
+    assert guest.open(invitation.answer(guest.request)) == CONTENT and invitation.used.is_set()
+    with pytest.raises(AccessError):
+        invitation.answer(Guest(invitation.code).request)
+
+
+def test_an_invitation_ends_by_itself() -> None:
+    now = 0.0
+    invitation = Invitation(CONTENT, lambda: now)
+    now = VALID_S + 1
+    with pytest.raises(AccessError):
+        invitation.answer(Guest(invitation.code).request)
+
+
+def test_somebody_in_between_reads_and_changes_nothing() -> None:
+    """It puts a public value of its own in the place of the guest's or of the host's, or changes what comes back."""
+    draw = random.Random(5)
+    code = new_code()
+    for _ in range(300):
+        invitation = Invitation(CONTENT)
+        guest, between = Guest(invitation.code), Guest(code)
+        with pytest.raises(AccessError):
+            invitation.answer({**guest.request, "public": between.request["public"]})
+        answer = invitation.answer(guest.request)
+        with pytest.raises(AccessError):
+            between.open(answer)
+        which = draw.choice(list(answer))
+        data = bytearray(bytes.fromhex(answer[which]))
+        data[draw.randrange(len(data))] ^= draw.randrange(1, 128)  # X25519 looks away from the highest bit of a value
+        with pytest.raises(AccessError):
+            guest.open({**answer, which: data.hex()})
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b"null", b'{"public": 1, "proof": 2}', b'{"public": "00", "proof": ""}']
+)
+def test_what_is_no_request_is_refused(body: bytes, port: int, invitation: Invitation) -> None:
+    found = exchange("POST", "127.0.0.1", port, "/join", body, len(body), DEADLINE_S, DEADLINE_S)
+    assert found.status in (400, 401) and not invitation.used.is_set()
+    assert "Traceback" not in json.loads(found.body)["error"]
+
+
+def test_a_board_fetches_the_keys_over_the_network(
+    port: int, invitation: Invitation, keys: KeyFile, tmp_path: Path
+) -> None:
+    path = tmp_path / "board" / "cluster.key"
+    with pytest.raises(ControlError) as caught:
+        fetch("127.0.0.1", port, new_code(), path)
+    assert caught.value.code == AccessError.code and not path.exists()
+    fetch("127.0.0.1", port, invitation.code, path)
+    assert KeyFile(path).keys == keys.keys
+    with pytest.raises(ControlError):
+        fetch("127.0.0.1", port, invitation.code, tmp_path / "another")
+
+
+def test_nobody_is_invited_by_a_node_of_a_run(keys: KeyFile) -> None:
+    server = ControlServer(Inviting(), "127.0.0.1", 0, "secondary0", keys)
+    try:
+        assert exchange("POST", "127.0.0.1", server.port, "/join", b"{}", 2, DEADLINE_S, DEADLINE_S).status == 404
+    finally:
+        server.close()
+
+
+def test_key_and_join_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, theirs = tmp_path / "cluster.key", tmp_path / "board.key"
+    assert main(["key", str(path)]) == 0
+    first = KeyFile(path).keys
+    assert main(["key", str(path)]) == 2 and KeyFile(path).keys == first
+    for step, n_keys in (("--add", 2), ("--switch", 2), ("--drop", 1)):
+        assert main(["key", str(path), step]) == 0
+        assert len(KeyFile(path).keys) == n_keys
+    assert KeyFile(path).keys != first
+    capsys.readouterr()
+
+    told: list[str] = []
+    is_told = threading.Event()
+
+    def show(text: str) -> None:
+        told.append(text)
+        is_told.set()
+
+    monkeypatch.setattr(cli_key, "show", show)
+    status: list[int] = []
+    free = ControlServer(Inviting(), "127.0.0.1", 0, "x")
+    port = free.port
+    free.close()
+    thread = threading.Thread(
+        target=lambda: status.append(main(["key", str(path), "--invite", "--listen", f"127.0.0.1:{port}"]))
+    )
+    thread.start()
+    assert is_told.wait(DEADLINE_S)
+    assert main(["join", *told[0].split()[-2:], "--key", str(theirs), "--no-start"]) == 0
+    thread.join(DEADLINE_S)
+    assert status == [0] and KeyFile(theirs).keys == KeyFile(path).keys
+
+
+@pytest.mark.parametrize(
+    "argv", [["join", "127.0.0.1:1"], ["join"], ["join", "nowhere", "ABCD"], ["key", "/nowhere/x", "--add"]]
+)
+def test_wrong_usage_ends_with_2(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(argv) == 2

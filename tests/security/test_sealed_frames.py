@@ -1,0 +1,195 @@
+"""Frames between nodes with a key: whoever changes, repeats, reorders, cuts, reflects or makes one ends the link."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mdi.errors import AccessError, WireError
+from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
+from mdi.net.link import BufferPool, read_frame
+from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.security import challenge
+from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
+from mdi.security.session import Session
+
+A, B = bytes(32), bytes(range(32))
+LIMITS = Limits(max_rows=16, max_cols=4096, max_slices=8, max_payload_bytes=1 << 16)
+FRAME = Frame(
+    Kind.BATCH, 7, 3, "float32", 2, 3, (Slice(1, 5, 1, 1), Slice(2, 0, 1, 0)), (9,), bytes(range(24)), ((1, 4),)
+)
+PING = Frame(Kind.PING, 7)
+SEED = 5
+
+
+def codecs(is_aes: bool = True) -> tuple[SealedCodec, SealedCodec]:
+    """Both ends of a connection."""
+    one, other = bytes([1]) * 32, bytes([2]) * 32
+    return SealedCodec(Session(one, other, is_aes), LIMITS), SealedCodec(Session(other, one, is_aes), LIMITS)
+
+
+def bytes_of(frame: Frame, codec: FrameCodec) -> bytes:
+    return b"".join(bytes(part) for part in codec.parts(frame))
+
+
+def read(data: bytes, codec: FrameCodec, pool: BufferPool | None = None) -> Frame | None:
+    """The frame that a peer which sends this, and closes, is heard to say."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        return read_frame(ours, codec, pool)
+
+
+def as_read(frame: Frame) -> Frame:
+    return replace(frame, payload=memoryview(bytearray(frame.payload)))
+
+
+@pytest.mark.parametrize("is_aes", [True, False])
+def test_frames_arrive_in_order_in_both_directions_and_show_nothing(is_aes: bool) -> None:
+    one, other = codecs(is_aes)
+    pool = BufferPool(2)
+    for frame in (FRAME, PING, replace(FRAME, number=4), Frame.message(Kind.STOP, 7, b"over")):
+        for sender, receiver in ((one, other), (other, one)):
+            data = bytes_of(frame, sender)
+            assert b"MDIr" not in data and bytes(range(24)) not in data
+            assert read(data, receiver, pool) == as_read(frame)
+    assert len(bytes_of(PING, one)) == HEADER_BYTES
+
+
+def test_the_same_frame_never_looks_the_same() -> None:
+    one, _ = codecs()
+    assert len({bytes_of(FRAME, one) for _ in range(5)}) == 5
+
+
+MISUSES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "repeated": lambda sent: [sent[0], sent[0]],
+    "left out": lambda sent: [sent[0], sent[2]],
+    "reordered": lambda sent: [sent[0], sent[2], sent[1]],
+    "cut": lambda sent: [sent[0], sent[1][:-1]],
+    "header of another": lambda sent: [sent[0], sent[2][:HEADER_BYTES] + sent[1][HEADER_BYTES:]],
+    "body of another": lambda sent: [sent[0], sent[1][:HEADER_BYTES] + sent[2][HEADER_BYTES:]],
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
+def test_frames_out_of_their_place_are_refused(misuse: Callable[[list[bytes]], list[bytes]]) -> None:
+    one, other = codecs()
+    *good, bad = misuse([bytes_of(replace(FRAME, number=i), one) for i in range(3)])
+    assert read(good[0], other) == as_read(replace(FRAME, number=0))
+    with pytest.raises(WireError):
+        for data in (*good[1:], bad):
+            read(data, other)
+
+
+def test_a_reflected_frame_is_refused() -> None:
+    one, _ = codecs()
+    with pytest.raises(WireError):
+        read(bytes_of(FRAME, one), one)
+
+
+def test_a_plain_frame_is_no_sealed_one_and_the_other_way_round() -> None:
+    one, other = codecs()
+    with pytest.raises(WireError):
+        read(bytes_of(FRAME, FrameCodec(LIMITS)), other)
+    with pytest.raises(WireError):
+        read(bytes_of(FRAME, one), FrameCodec(LIMITS))
+
+
+def test_no_changed_frame_is_accepted() -> None:
+    draw = random.Random(SEED)
+    for frame in (FRAME, PING):
+        data = bytes_of(frame, codecs()[0])
+        for _ in range(1500):
+            changed = bytearray(data)
+            for _ in range(draw.choice((1, 1, 1, 4))):
+                changed[draw.randrange(len(data))] ^= draw.randrange(1, 256)
+            if changed == data:
+                continue
+            with pytest.raises(WireError):
+                read(bytes(changed), codecs()[1])
+        assert read(data, codecs()[1]) == as_read(frame)
+
+
+def test_a_neighbour_with_the_key_that_sends_wrong_counts_is_refused() -> None:
+    lies = [
+        replace(FRAME, slices=(Slice(1, 5, 1, 2), FRAME.slices[1])),
+        replace(FRAME, slices=FRAME.slices[:1]),
+        replace(FRAME, slices=FRAME.slices[:1] * 2),
+        replace(FRAME, n_rows=3),
+        replace(FRAME, n_cols=1 << 20),
+        replace(FRAME, copies=((1, 1),)),
+    ]
+    for lie in lies:
+        one, other = codecs()
+        with pytest.raises(WireError):
+            read(bytes_of(lie, one), other)
+
+
+# The challenge
+
+
+def sessions(mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> tuple[Session, Session]:
+    caller = Caller(mine)
+    answer, session = answer_to(caller.call, theirs)
+    return caller.session(answer), session
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [((A,), (A,)), ((A,), (B, A)), ((B, A), (A, B)), ((A, B), (A,))])
+def test_who_shares_the_signing_key_meets(mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> None:
+    for sender, receiver in (ends := sessions(mine, theirs)), ends[::-1]:
+        found = bytearray(5)
+        receiver.open(sender.seal(b"hello"), found)
+        assert found == b"hello"
+
+
+def test_both_take_what_both_processors_do_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = Caller((A,))
+    monkeypatch.setattr(challenge, "has_fast_aes", lambda: not caller.call[0])
+    answer, session = answer_to(caller.call, (A,))
+    found = bytearray(2)
+    session.open(caller.session(answer).seal(b"ok"), found)
+    assert found == b"ok"
+
+
+def test_another_key_is_refused_on_both_sides() -> None:
+    with pytest.raises(AccessError):
+        answer_to(Caller((B,)).call, (A,))
+    caller = Caller((A,))
+    for answer in (bytes(CHALLENGE_BYTES), b"", caller.call, answer_to(Caller((A,)).call, (A,))[0]):
+        with pytest.raises(AccessError):
+            caller.session(answer)
+
+
+def test_a_call_that_is_played_again_opens_nothing() -> None:
+    caller = Caller((A,))
+    first, _ = answer_to(caller.call, (A,))
+    sealed = caller.session(first).seal(b"HELLO")
+    _, again = answer_to(caller.call, (A,))
+    with pytest.raises(WireError):
+        again.open(sealed, bytearray(5))
+
+
+def test_no_changed_challenge_is_accepted() -> None:
+    draw = random.Random(SEED)
+    caller = Caller((A,))
+    answer, _ = answer_to(caller.call, (A,))
+    for _ in range(2000):
+        position, value = draw.randrange(CHALLENGE_BYTES), draw.randrange(1, 256)
+        for data, use in ((caller.call, lambda d: answer_to(d, (A,))), (answer, caller.session)):
+            changed = bytearray(data)
+            changed[position] ^= value
+            with pytest.raises(AccessError):
+                use(bytes(changed))
+
+
+def test_a_public_value_that_makes_no_secret_is_refused() -> None:
+    from mdi.security.keys import mac
+
+    call = bytes(33)
+    with pytest.raises(AccessError):
+        answer_to(call + mac(A, "mdi call", call), (A,))
