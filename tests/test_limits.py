@@ -182,7 +182,7 @@ def test_modules_count_as_memory(built: list[int]) -> None:
     config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
     request = init_request(asdict(config), 64)
     caches = run_bytes(config, 1, 64, request.max_length, torch.float32)
-    assert ModelKind().stage_bytes(request, torch.float32) - caches == module_bytes(config, 1, 64) > 300e6
+    assert ModelKind().stage_bytes(request, "float32") - caches == module_bytes(config, 1, 64) > 300e6
     assert built == []
 
 

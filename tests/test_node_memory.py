@@ -12,7 +12,7 @@ import pytest
 from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
-from mdi.kernels.page_sizes import CacheClass
+from mdi.kernels.page_sizes import CacheClass, cache_type_named
 from mdi.node import memory as node_memory
 from mdi.node import threads as node_threads
 from mdi.node.device import Computing, choose_kv_dtype
@@ -40,11 +40,11 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
         loaded.prepare(160)
         return report_caches(loaded, "cpu", by_hand)
 
-    by_hand = told("bfloat16", 10**7, True)
+    by_hand = told("bf16", 10**7, True)
     assert by_hand.is_by_hand and by_hand.limit_bytes == 10**7
-    assert told("bfloat16", 0, True).limit_bytes == 0
-    loaded = told("bfloat16", None, False)
-    mapped = told("bfloat16", None, True)
+    assert told("bf16", 0, True).limit_bytes == 0
+    loaded = told("bf16", None, False)
+    mapped = told("bf16", None, True)
     weights = sum(p.nbytes for p in stage.parameters())
     share = 1 - 1 / (len(stage.blocks) + 1)  # a block's keys and values are gathered
     assert 6 * GB * share < mapped.limit_bytes < loaded.limit_bytes < 0.9 * 8 * GB * share
@@ -111,11 +111,19 @@ def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
 
 
 def test_kv_dtypes() -> None:
-    assert choose_kv_dtype("auto", "float16", "cpu") == "float16"
-    names = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    assert {name: choose_kv_dtype(name, "float32", "cpu") for name in names} == names
-    with pytest.raises(UsageError, match="unknown dtype 'int8'"):
-        choose_kv_dtype("int8", "float32", "cpu")
+    auto = {"float32": "float32", "float16": "fp16", "bfloat16": "bf16"}
+    assert {computed: choose_kv_dtype("auto", computed, "cpu", None) for computed in auto} == auto
+    for why in (None, "latent attention"):
+        for name in ("float32", "bf16", "fp16"):
+            assert choose_kv_dtype(name, "float32", "cpu", why) == name
+    assert choose_kv_dtype("int8", "float32", "cpu", None) == "int8"
+    with pytest.raises(UsageError, match="latent attention: use bf16 or fp16"):
+        choose_kv_dtype("int8", "float32", "cpu", "latent attention")
+    with pytest.raises(UsageError):
+        choose_kv_dtype("int4", "float32", "cpu", None)
+    assert [cache_type_named(name) for name in ("BFloat16", "float16", "fp32", "int8", "auto", "x")] == [
+        "bf16", "fp16", "float32", "int8", "auto", "x",
+    ]  # fmt: skip
 
 
 def test_shares_of_cores() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
+from mdi.kernels import library
 from mdi.kernels.layout import LAYOUTS
 from tiny_checkpoint import reference, write_checkpoint
 
@@ -48,6 +49,21 @@ def test_a_node_generates_the_same_from_a_chunk_by_name_and_from_the_folder(
     assert prepare(folder, "--n-nodes", "1", "--quantize", name) == 0
     stored = generated(capsys, "--chunk", str(find_chunk(folder, 1, "starter", name)))
     assert stored == generated(capsys, "--ckpt", str(folder), "--quantize", name)
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+def test_caches_in_int8_nearly_give_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(write_checkpoint(tmp_path / "m"))
+    assert generated(capsys, "--ckpt", folder, "--kv-dtype", "bfloat16")
+    found = generated(capsys, "--ckpt", folder, "--kv-dtype", "int8")
+    assert found[-N_TOKENS:][:4] == list(reference(PROMPT, N_TOKENS))[:4]
+    assert (
+        launch("starter", [*ALONE, "--ckpt", folder, "--kv-dtype", "int8", "--dtype", "bfloat16", "--prompt", "x"]) == 2
+    )
+    assert "--kv-dtype int8" in capsys.readouterr().err
 
 
 def test_a_chunk_in_another_format_than_the_run_is_refused(

@@ -14,8 +14,8 @@ from gpt.weights import GPTSource, GPTWeights, open_gpt2, open_nano
 from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
+from mdi.model.cache import TORCH_TYPES
 from mdi.node.kind import ModelKind
 from mdi.text import TextCodec
 
@@ -52,7 +52,7 @@ class WholeTextKind(ModelKind):
 
     def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
         no_blocks = WholeTextStage(self.config(request.config), 0, 0)
-        return no_blocks.run_bytes(request.max_length, DTYPES[kv_dtype])
+        return no_blocks.run_bytes(request.max_length, TORCH_TYPES[kv_dtype])
 
     def check(self, request: InitRequest) -> None:
         if "qkv_bias" not in request.config:

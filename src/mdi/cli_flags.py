@@ -22,6 +22,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
     """`is_litgpt` false: of a model without caches, chunks and placements (old/)."""
     from mdi.cli import default_ckpt_folder
     from mdi.control.messages import KV_DTYPES
+    from mdi.kernels.page_sizes import cache_type_named
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -52,8 +53,8 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
     add_weight_memory_flags(model, is_litgpt)
     if is_litgpt:
         model.add_argument(
-            "--kv-dtype", choices=KV_DTYPES, default="auto", help="what the key/value caches of all "
-            "nodes hold (%(default)s: as computed)",
+            "--kv-dtype", choices=KV_DTYPES, type=cache_type_named, default="auto", help="what the key/value caches of all "
+            "nodes hold (%(default)s: as computed); bf16 and fp16 take half of float32, int8 about a quarter (kernels only)",
         )  # fmt: skip
         model.add_argument(
             "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "

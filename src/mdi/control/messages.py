@@ -9,6 +9,7 @@ from typing import Any
 from mdi.blocks import block_span
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.page_sizes import CACHE_TYPES
 from mdi.limits import excess
 from mdi.net.wire import WIRE_DTYPES
 
@@ -35,7 +36,7 @@ CODES = {
     "nonce": "the request was signed with a nonce that is not good any more",
     "failed": "anything else",
 }
-KV_DTYPES = ("auto", "float32", "bf16", "fp16")
+KV_DTYPES = ("auto", *CACHE_TYPES)
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096

@@ -15,7 +15,13 @@ PAGE = 32  # positions
 WINDOW_SLACK = 64  # positions that a class with a window keeps beyond it, for slices that go back
 CHUNK_ROWS = 64  # prompt rows that a frame takes at most: few enough that stages overlap while prompts are computed
 
-CACHE_TYPES = {"float32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # bytes of a number
+CACHE_TYPES = {"float32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # what caches can hold: bytes of a number
+ALIASES = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}  # as types to compute in are called
+
+
+def cache_type_named(name: str) -> str:
+    """The name in CACHE_TYPES of a type that may be called as one to compute in; any other name as it is."""
+    return ALIASES.get(name.lower(), name.lower())
 
 
 def slot_bytes(k_size: int, v_size: int, cache_type: str) -> int:

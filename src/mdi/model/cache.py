@@ -18,7 +18,8 @@ from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, CacheShape, cache_classes, cache_shape
 from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 
-CACHE_TYPE_OF = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
+TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CACHE_TYPE_OF = {dtype: name for name, dtype in TORCH_TYPES.items()}
 SLAB_BYTES = 32 << 20  # of a GPU's memory, taken at once
 
 

@@ -10,9 +10,6 @@ import numpy as np
 from mdi.kernels.pages import CachePages
 from mdi.kernels.stage import KernelStage, Weights
 
-# What caches hold: the names of number types, and what the kernels call them.
-CACHE_TYPES = {"float32": "float32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
-
 
 class ArrayStage:
     """See the module.

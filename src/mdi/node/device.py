@@ -14,6 +14,7 @@ from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
+from mdi.kernels.page_sizes import cache_type_named
 from mdi.node.processor import warn_of_processor
 from mdi.node.threads import choose_threads
 from mdi.node.torch_use import load_torch, may_have_gpu
@@ -151,13 +152,22 @@ def choose_packing(
     return Packing(blocks or own.blocks, head or own.head)
 
 
-def choose_kv_dtype(wanted: str, computed: str, device: str) -> str:
-    """The number format that caches hold: with "auto" what the node computes in.
+def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:
+    """What caches hold (kernels.page_sizes.CACHE_TYPES): with "auto" what the node computes in.
+
+    Args:
+        why_torch: why the kernels do not compute, see `why_torch`; None if they do.
 
     Raises:
-        UsageError: unknown, or the device does not have it.
+        UsageError: unknown, or the device does not have it, or torch computes, which has no caches in int8.
     """
-    return computed if wanted == "auto" else choose_dtype(wanted, "float32", device)
+    if wanted == "auto":
+        return cache_type_named(computed)
+    if wanted == "int8":
+        if why_torch is not None:
+            raise UsageError(f"--kv-dtype int8 is for the kernels, which do not compute {why_torch}: use bf16 or fp16")
+        return wanted
+    return cache_type_named(choose_dtype(wanted, "float32", device))
 
 
 def cpu_multiplies_bfloat16() -> bool:

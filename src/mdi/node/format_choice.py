@@ -11,7 +11,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
 from mdi.errors import PlacementError
 from mdi.kernels.layout import LAYOUTS
-from mdi.node.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes
+from mdi.node.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes, why_torch
 from mdi.node.kind import ModelKind
 from mdi.node.options import StarterOptions
 from mdi.node.resources import device_free_bytes
@@ -45,12 +45,14 @@ def choose_numbers(
     """Raises UsageError if the device cannot do what was asked for."""
     quantize = options.quantize or weights.quantize
     check_format(quantize, device)
+    config = kind.kernel_config(weights.config)
     packing = choose_packing(
-        kind.kernel_config(weights.config), device, wished_dtype, weights.dtype, quantize or weights.stored_format,
+        config, device, wished_dtype, weights.dtype, quantize or weights.stored_format,
         options.quantize_head or weights.quantize_head,
     )  # fmt: skip
     dtype = choose_dtype(wished_dtype, weights.dtype, device, quantize is not None or packing is not None)
-    return Numbers(quantize, packing, dtype, choose_kv_dtype(options.kv_dtype, dtype, device))
+    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device, why_torch(config, device, wished_dtype))
+    return Numbers(quantize, packing, dtype, kv_dtype)
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:

@@ -17,7 +17,7 @@ from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.stage import KernelStage
-from mdi.model.kernel_stage import CACHE_TYPES, ArrayStage
+from mdi.model.kernel_stage import ArrayStage
 from mdi.node.device import (
     Computing,
     check_format,
@@ -120,7 +120,8 @@ class Holding:
             load_torch(f"{self._name}: {why_torch(config, device, wished)}")
         is_float32 = quantize is not None or packing is not None
         dtype = choose_dtype(wished, request.stored_dtype, device, is_float32)
-        kv_dtype = choose_kv_dtype(request.kv_dtype, dtype, device) if isinstance(request, InitRequest) else dtype
+        kv_wished = request.kv_dtype if isinstance(request, InitRequest) else "auto"
+        kv_dtype = choose_kv_dtype(kv_wished, dtype, device, why_torch(config, device, wished))
         threads = request.threads if self.own["threads"] is None else None  # its own are set already
         return Computing(device, dtype, kv_dtype, quantize, threads, packing)
 
@@ -262,8 +263,7 @@ class Holding:
 
     def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
         """A stage for the kernels, without weights."""
-        cache_type = CACHE_TYPES[computing.kv_dtype]
-        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), cache_type))
+        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

@@ -82,11 +82,11 @@ class ModelKind:
 
     def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
         """What that stage takes beside its weights, with the caches of one sequence; nothing is built to tell it."""
-        from mdi.engine.tensors import DTYPES
+        from mdi.model.cache import TORCH_TYPES
         from mdi.model.stage import module_bytes, run_bytes
 
         config = self.config(request.config)
-        caches = run_bytes(config, *request.blocks, request.max_length, DTYPES[kv_dtype])
+        caches = run_bytes(config, *request.blocks, request.max_length, TORCH_TYPES[kv_dtype])
         return caches + module_bytes(config, *request.blocks)
 
     def check(self, request: InitRequest) -> None:

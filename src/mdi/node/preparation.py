@@ -18,7 +18,6 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.memory import CacheMemory
 from mdi.errors import UsageError
 from mdi.kernels.stage import KernelStarterStage
-from mdi.model.kernel_stage import CACHE_TYPES
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
 from mdi.node.device import Computing, held_bytes
@@ -206,8 +205,7 @@ class Preparation:
 
         weights.verify(parts, check)
         if computing.packing is not None:
-            cache_type = CACHE_TYPES[computing.kv_dtype]
-            loaded = self.stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), cache_type))
+            loaded = self.stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype))
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
             loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, placer, check))
         else:

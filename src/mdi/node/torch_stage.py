@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mdi.engine.tensors import DTYPES, TensorRows
-from mdi.model.cache import TorchCaches
+from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage
 from mdi.node.device import Computing
@@ -26,7 +26,7 @@ class TorchStage:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
         self._device, self._dtype = torch.device(computing.device), DTYPES[computing.dtype]
-        self._kv_dtype = DTYPES[computing.kv_dtype]
+        self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)
 
