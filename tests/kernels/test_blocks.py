@@ -263,3 +263,34 @@ def test_a_half_is_what_forward_adds() -> None:
         for half in (0, 1):
             rows = rows + halves.half(block, half, rows, [(block, 0, len(rows))])
     assert rows.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"n_head": 7}, {"n_query_groups": 0}, {"rotary_percentage": 2.0}, {"rope_indices": [0, 5]},
+     {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 3}],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dict[str, Any]) -> None:
+    """A config may come from another node, and the kernels would read beyond their memory."""
+    config = asdict(model_of("Llama-3.1-8B").config)
+    assert why_not_in_kernels(config) is None
+    assert why_not_in_kernels({**config, **changes}) is not None
+
+
+def test_a_router_in_plain_numbers_as_files_hold_it() -> None:
+    family = next(f for f in KNOWN if model_of(f).config.mlp_class_name == "LLaMAMoE")
+    gpt = model_of(family)
+    config, context = asdict(gpt.config), Context(1, spins=0)
+    plain = {"mlp.gate.weight": gpt.transformer.h[0].mlp.gate.weight.detach().numpy()}
+    packed, found = (
+        Blocks(config, 0, 1, lambda i, own=own: {**tensors_of(gpt, i, "float32"), **own}, "float32", context)
+        for own in ({}, plain)
+    )
+    rows = np.random.default_rng(1).standard_normal((3, config["n_embd"]), dtype=np.float32)
+    results = []
+    for blocks in (packed, found):
+        blocks.prepare(CONTEXT, [8] * len(blocks.classes))
+        x = rows.copy()
+        blocks.forward(x, [(1, 0, 3)])
+        results.append(x)
+    assert np.array_equal(*results) and not np.array_equal(results[0], rows)
