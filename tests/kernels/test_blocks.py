@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
