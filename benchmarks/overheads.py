@@ -7,7 +7,8 @@
    socket, our frames alone, and pickled tensors; they take turns in each round, so that a noisy neighbour hits all of them.
 2. Bytes on the wire beyond the payload, per frame.
 3. Start-up of a secondary: process start until it answers, and /init until READY with its chunk on disk.
-4. Memory of a secondary in a run beyond its weights and caches, beside a process that only imports the libraries.
+4. Memory of a secondary in a run beyond its weights and caches, beside a process that only imports its libraries; it does
+   without torch.
 5. Time of `--help` of each launcher.
 
 It makes its own model (random weights) in a temporary directory. Medians; nothing is asserted.
@@ -42,7 +43,7 @@ BASELINE = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
 from overheads import resident
-import torch, litgpt, cherrypy
+import numpy, safetensors, cherrypy, requests
 print(*resident(os.getpid()))
 """
 
@@ -216,8 +217,8 @@ def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, i
     done = subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True)
     alone, alone_anonymous = map(int, done.stdout.split())
     return {"rss_bytes": most[0], "weights_bytes": weights, "caches_bytes": caches, "imports_bytes": alone,
-            "beyond_bytes": most[0] - weights - caches - alone,
-            "anonymous_beyond_bytes": most[1] - caches - alone_anonymous}  # fmt: skip
+            "beyond_bytes": most[0] - weights - caches, "anonymous_beyond_bytes": most[1] - caches,
+            "anonymous_imports_bytes": alone_anonymous}  # fmt: skip
 
 
 # 5. --help
@@ -253,8 +254,14 @@ def report(result: dict[str, Any]) -> None:
         f"READY after /init: {s['ready_from_disk_s']:.2f} s from its chunk on disk, {s['ready_again_s']:.3f} s from memory"
     )
     print(f"\nsecondary in a run, MB: {m['rss_bytes']:.0f} resident = {m['weights_bytes']:.0f} weights")
-    print(f"  + {m['caches_bytes']:.1f} caches + {m['imports_bytes']:.0f} imports + {m['beyond_bytes']:.0f} beyond")
-    print(f"  without the pages of files: {m['anonymous_beyond_bytes']:.0f} beyond caches and imports")
+    print(
+        f"  + {m['caches_bytes']:.1f} caches + {m['beyond_bytes']:.0f} beyond; importing its libraries alone takes "
+        f"{m['imports_bytes']:.0f}"
+    )
+    print(
+        f"  without the pages of files: {m['anonymous_beyond_bytes']:.0f} beyond its caches; the libraries "
+        f"{m['anonymous_imports_bytes']:.0f}"
+    )
     print("\n--help, s: " + ", ".join(f"{name} {t:.2f}" for name, t in result["help_s"].items()))
 
 

@@ -72,6 +72,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
 
     from mdi.engine.tensors import frame_of, rows_of
     from mdi.errors import RingEndedError
+    from mdi.net.codec import PLAIN
     from mdi.net.handshake import join_ring
     from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits
@@ -95,7 +96,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
             send_pickled(pickled, tensor)
 
     def echo_framed() -> None:
-        while (frame := read_frame(framed, Limits())) is not None:
+        while (frame := read_frame(framed, PLAIN)) is not None:
             send_frame(framed, frame)
 
     for target in (echo_raw, echo_pickled, echo_framed):
@@ -122,6 +123,7 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
+    from mdi.net.codec import PLAIN
     from mdi.net.handshake import close_starter_ring
     from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits, Slice
@@ -152,7 +154,7 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
 
     def over_frames() -> None:
         send_frame(framed, frame_of(x, epoch, 0, slices, ()))
-        read_frame(framed, Limits())
+        read_frame(framed, PLAIN)
 
     def over_links() -> None:
         ring.send(frame_of(x, epoch, 0, slices, ()))

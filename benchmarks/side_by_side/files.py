@@ -67,13 +67,13 @@ class Chunks:
             source.close()
 
     def _source(self) -> WeightSource:
-        """The chunk for one node, if it is there: to pack the weights for each cut would take minutes."""
-        whole = Chunks(self.ckpt, self.shape, self.form, 1)
-        if self.n_nodes > 1:
-            whole.make("")
-            return open_source(whole.starter)
+        """Of several nodes the chunk for one: to pack the weights anew for each cut would take minutes."""
         if not (self.ckpt / "lit_model.pth").is_file():
             return RandomPacked(read_config(self.ckpt / "model_config.yaml"), self.form)
+        if self.n_nodes > 1:
+            whole = Chunks(self.ckpt, self.shape, self.form, 1)
+            whole.make("")
+            return open_source(whole.starter)
         return PackedSource(open_source(self.ckpt), Packing(self.form, self.form))
 
 
