@@ -295,3 +295,9 @@ def test_a_router_in_plain_numbers_as_files_hold_it() -> None:
         blocks.forward(x, [(1, 0, 3)])
         results.append(x)
     assert np.array_equal(*results) and not np.array_equal(results[0], rows)
+
+
+def test_nodes_say_which_of_them_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, expected in (("amx", "fused"), ("neon", "fused"), ("plain", "plain"), ("off", "torch")):
+        monkeypatch.setattr(library, "instruction_set", lambda name=name: name)
+        assert library.arithmetic() == expected

@@ -15,15 +15,14 @@ from mdi.kernels.structures import MdiMatrix, MdiModel, MdiNorm
 MOST_THREADS = 256  # csrc/stage.h
 
 
-def default_spins(n_threads: int) -> int:
-    """How often an idle thread looks for work before it sleeps: a few microseconds, which a neighbour hardly notices."""
-    return 0 if n_threads == 1 else 2000
-
-
 class Context:
-    """The threads and the working memory of one stage. One call computes at a time."""
+    """The threads and the working memory of one stage. One call computes at a time.
 
-    def __init__(self, n_threads: int = 1, spins: int | None = None) -> None:
+    Args:
+        spins: how often an idle thread looks for work before it sleeps; 0 where cores are shared.
+    """
+
+    def __init__(self, n_threads: int = 1, spins: int = 0) -> None:
         library = load()
         if library is None:
             raise KernelError("the kernels are not there")
@@ -31,7 +30,7 @@ class Context:
         library.mdi_context_new.restype = ctypes.c_void_p
         n_threads = max(1, min(n_threads, MOST_THREADS))
         self.n_threads = n_threads
-        handle = library.mdi_context_new(n_threads, default_spins(n_threads) if spins is None else spins)
+        handle = library.mdi_context_new(n_threads, spins)
         if not handle:
             raise KernelError(f"the system refused {n_threads} threads for the kernels: ask for fewer with --threads")
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)

@@ -46,6 +46,12 @@ def instruction_set() -> str:
     return name.decode()
 
 
+def arithmetic() -> str:
+    """Which nodes give the same bits: "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or
+    "torch" where there are no kernels."""
+    return {OFF: "torch", "plain": "plain"}.get(instruction_set(), "fused")
+
+
 @functools.cache
 def _load() -> _Loaded:
     forced = os.environ.get(FORCED, "").strip().lower()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mdi.blocks import block_span
 from mdi.checkpoint.layout import CODES, TYPES
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
@@ -135,6 +136,12 @@ def why_torch(config: Mapping[str, Any] | None, device: str, dtype: str | None) 
     if (unknown := why_not_in_kernels(config)) is not None:
         return unknown
     return None if library.load() is not None else f"a node without kernels ({library.why_not()})"
+
+
+def told_path(name: str, start: int, stop: int, why_torch: str | None) -> str:
+    """Whether blocks [start, stop) of a node are computed in the kernels or in torch, and why, for the log."""
+    where = f"the kernels ({library.instruction_set()})" if why_torch is None else f"torch: {why_torch}"
+    return f"{name}: {block_span(start, stop)} in {where}"
 
 
 def choose_packing(

@@ -132,6 +132,11 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
         theirs = f"{status.get('version')} (control protocol {status.get('control_version')})"
         what = f"runs version {theirs} of MDI-LLM, this machine {mdi.__version__} (control protocol {CONTROL_VERSION})"
         found.append(Problem(node.name, what, "Install the same version on both"))
+    if status.get("arithmetic") == "torch":
+        what = "has no kernels, and computes in plain torch, which is slower"
+        found.append(
+            Problem(node.name, what, "Look at what it prints when it starts; most often a C++ compiler is missing")
+        )
     if "samples" in status and node.name != "starter":
         advice = f"Correct addr and communication.port of {node.name} in the nodes file"
         found.append(Problem(node.name, "a starter answers at its address", advice))

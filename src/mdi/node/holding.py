@@ -26,11 +26,12 @@ from mdi.node.device import (
     choose_kv_dtype,
     choose_packing,
     held_bytes,
+    told_path,
     why_torch,
 )
 from mdi.node.kind import ModelKind
 from mdi.node.loading import kernel_weights, torch_weights
-from mdi.node.threads import n_threads
+from mdi.node.threads import n_spins, n_threads
 from mdi.node.torch_use import load_torch
 from mdi.partition.placement import size
 
@@ -249,6 +250,8 @@ class Holding:
             stored = None if request.stored_format else request.stored_dtype
             stage = TorchStage(self.kind.secondary_stage(request, check), computing, stored)
             stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
+        reason = why_torch(self.kind.kernel_config(request.config), computing.device, request.dtype)
+        logger.debug("%s", told_path(self._name, *request.blocks, reason if computing.packing is None else None))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key
@@ -263,7 +266,7 @@ class Holding:
 
     def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
         """A stage for the kernels, without weights."""
-        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype))
+        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins()))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

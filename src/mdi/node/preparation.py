@@ -20,14 +20,14 @@ from mdi.errors import UsageError
 from mdi.kernels.stage import KernelStarterStage
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
-from mdi.node.device import Computing, held_bytes
+from mdi.node.device import Computing, held_bytes, told_path, why_torch
 from mdi.node.kind import ModelKind
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.memory import check_room, report_caches, share_out
 from mdi.node.options import StarterOptions
 from mdi.node.resources import device_free_bytes
 from mdi.node.setup import REPORT_S, SecondarySetup
-from mdi.node.threads import n_threads
+from mdi.node.threads import n_spins, n_threads
 from mdi.node.torch_stage import TorchStage
 from mdi.node.weights import StarterWeights
 from mdi.partition.placement import size
@@ -205,7 +205,9 @@ class Preparation:
 
         weights.verify(parts, check)
         if computing.packing is not None:
-            loaded = self.stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype))
+            loaded = self.stage = TensorStage(
+                KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins())
+            )
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
             loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, placer, check))
         else:
@@ -213,6 +215,9 @@ class Preparation:
             loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
             head = options.quantize_head or weights.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, computing.quantize, head))
+        reason = why_torch(self._kind.kernel_config(weights.config), computing.device, options.dtype)
+        told = told_path(self._cluster.starter.name, 0, stop, reason if computing.packing is None else None)
+        logger.debug("%s", told)
         check_room(self._cluster.starter.name, loaded, self._max_length, computing.device)
         loaded.prepare(self._max_length, self._kv_memory)
         if options.compile:

@@ -25,6 +25,7 @@ from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, Pro
 from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
 from mdi.errors import CheckpointError, ControlError, MdiError, MemoryShortError, RingError
+from mdi.kernels import library
 from mdi.metrics import peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.device import devices
@@ -173,6 +174,7 @@ class SecondaryNode:
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "process": self._process,
+            "arithmetic": library.arithmetic(),
             "state": state,
             "error": error,
             "error_code": error_code,

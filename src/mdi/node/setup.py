@@ -14,6 +14,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.kernels import library
 from mdi.node.diagnosis import port_remedy
 from mdi.node.memory import CacheReport
 from mdi.node.patience import Patience
@@ -102,6 +103,11 @@ class SecondarySetup:
             logger.warning(
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they understand each other, but install "
                 "the same version on both", self.name, version, mdi.__version__,
+            )  # fmt: skip
+        if (theirs := status.get("arithmetic")) != (ours := library.arithmetic()):
+            logger.warning(
+                "warning: %s computes in %s arithmetic, this machine in %s: numbers agree to rounding, not to the bit, and a "
+                "text may come out otherwise on other nodes", self.name, theirs, ours,
             )  # fmt: skip
 
     def _configure(self) -> None:
