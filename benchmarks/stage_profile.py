@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.kernels.blocks import Context, linear, model_of  # noqa: E402
+from mdi.kernels.blocks import model_of  # noqa: E402
+from mdi.kernels.context import Context, linear  # noqa: E402
 from mdi.kernels.layout import LAYOUTS, Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.kernels.stage import KernelStage, Weights  # noqa: E402
