@@ -27,7 +27,8 @@ def hops(gpt: GPT, n_nodes: int, wire: str) -> Iterator[None]:
     encoder = ENCODERS[wire]
 
     def travel(_block: object, _given: object, x: torch.Tensor) -> torch.Tensor:
-        return encoder.decode(encoder.encode(x[0]), *x[0].shape)[None]
+        rows = x[0].numpy()
+        return torch.from_numpy(encoder.decode(encoder.encode(rows), *rows.shape))[None]
 
     ends = [*even_cuts(gpt.config.n_layer, n_nodes), gpt.config.n_layer]
     handles = [gpt.transformer.h[end - 1].register_forward_hook(travel) for end in ends]
