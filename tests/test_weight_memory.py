@@ -32,7 +32,11 @@ def lies_in_file(weights: dict[str, Matrix | np.ndarray], mapped: dict[str, Matr
 
 def test_map_and_copy(mapped: dict[str, Matrix | np.ndarray]) -> None:
     assert lies_in_file(WeightPlacer(WeightMemory("map")).place(mapped), mapped)
-    assert not lies_in_file(WeightPlacer(WeightMemory("copy")).place(mapped), mapped)
+    copied = WeightPlacer(WeightMemory("copy")).place(mapped)
+    assert not lies_in_file(copied, mapped)
+    small, stored = copied["norm.weight"], mapped["norm.weight"]
+    assert isinstance(small, np.ndarray) and isinstance(stored, np.ndarray)
+    assert np.array_equal(small, stored) and not np.may_share_memory(small, stored), "it would keep the file in memory"
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -45,12 +45,12 @@ class WeightPlacer:
 
 
 def is_mapping_slow(data: np.ndarray) -> bool:
-    """Whether a copy of mapped bytes is read faster than they are, by more than a tenth: the best of three turns each."""
+    """Whether a copy of mapped bytes is read faster than they are, by more than a tenth: the best of five turns each."""
     sample = data[: min(data.size, _SAMPLE_BYTES) // 64 * 64]
     copy = aligned_bytes(sample.size)
     copy[:] = sample
     best = {"mapped": float("inf"), "copied": float("inf")}
-    for _ in range(3):
+    for _ in range(5):
         for name, array in (("mapped", sample), ("copied", copy)):
             begin = time.perf_counter()
             array.view(np.int64).max(initial=0)
@@ -59,8 +59,9 @@ def is_mapping_slow(data: np.ndarray) -> bool:
 
 
 def _copied(weight: Matrix | np.ndarray) -> Matrix | np.ndarray:
+    """All of them, small ones too: a single view keeps the whole file's pages in memory."""
     if not isinstance(weight, Matrix):
-        return weight
+        return weight.copy()
     data = aligned_bytes(weight.data.size)
     data[:] = weight.data
     return replace(weight, data=data)
