@@ -4,17 +4,15 @@
 
 namespace MDI_NS {
 
-// 16 rows in each of the tiles: sums of 16 outputs; 64 or 32 bytes of activations; 16 or 8 lines of weights.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {0};
-  uint16_t row_bytes[16] = {0};
-  uint8_t rows[16] = {0};
-  explicit TileShapes(int inputs) {
-    for (int tile : {0, 1}) row_bytes[tile] = 64, rows[tile] = 16;             // sums
-    for (int tile : {2, 3}) row_bytes[tile] = (uint16_t)inputs, rows[tile] = 16;  // activations
-    for (int tile : {4, 5}) row_bytes[tile] = 64, rows[tile] = (uint8_t)(inputs / 4);  // weights
-  }
+// 16 rows in each of the tiles 0 and 1 (sums of 16 outputs), 2 and 3 (activations), and `lines` rows in 4 and 5 (weights). Constants:
+// gcc 12 takes what is written into such a structure for dead stores, because it does not know that the processor reads it.
+struct TileShapes {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
 };
+alignas(64) static const TileShapes kInt8Tiles = {1, 0, {}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
+alignas(64) static const TileShapes kInt4Tiles = {1, 0, {}, {64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 8, 8}};
 
 // Sums of two groups of a record: what the matrix unit has computed and the processor then scales. While one record is scaled, the
 // next one is multiplied.
@@ -103,8 +101,7 @@ inline void int4_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0
 }
 
 inline void matrix_unit_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
-  TileShapes shapes(w.format == kInt8 ? 64 : 32);
-  _tile_loadconfig(&shapes);
+  _tile_loadconfig(w.format == kInt8 ? &kInt8Tiles : &kInt4Tiles);
   int64_t panel_bytes = w.format == kInt8 ? (int64_t)padded(w.n_in, 128) / 128 * (33 * 64) : (int64_t)padded(w.n_in, 64) / 64 * (9 * 64);
   for (int p = first; p < last; p++) {
     for (int m0 = 0; m0 < n_rows; m0 += kMatrixBlock) {

@@ -64,10 +64,18 @@ struct ByteRows {
     n_rows = rows, n_in = inputs, width = padded(inputs, 128);
     for_matrix_unit = rows >= kMatrixRows;
     if (for_matrix_unit) rows = padded(rows, kMatrixBlock);
+    int rest = rows - n_rows;  // of the last block: rows that nobody wants, but that are computed
     q.of((size_t)rows * width);
     scale.of((size_t)rows * (width / 64));
     sum.of((size_t)rows * (width / 32));
     offset.of((size_t)rows * (width / 64));
+    if (rest > 0) {
+      int last = rows - kMatrixBlock;
+      std::memset(bytes(last), 0, (size_t)kMatrixBlock * width);
+      std::memset(scales(last), 0, sizeof(float) * kMatrixBlock * (width / 64));
+      std::memset(sums(last), 0, sizeof(int32_t) * kMatrixBlock * (width / 32));
+      std::memset(offsets(last), 0, sizeof(int32_t) * kMatrixBlock * (width / 64));
+    }
     large.of((size_t)rows * kMostLarge * (width / 64));
     n_large.of((size_t)rows);
   }
