@@ -334,11 +334,14 @@ def test_sending_to_a_peer_that_is_gone_is_told_once(
 
 
 def test_closing_says_nothing_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Of the side that closes; its peer stays open meanwhile, for a link hears that its peer has closed."""
     one = Received(pair[1])
     one.close()
     lost: queue.Queue[str] = queue.Queue()
-    sender = sending(pair[0], 4, lost.put)
-    sender.close()
+    mine, peer = socket.socketpair()
+    with peer:
+        sender = sending(mine, 4, lost.put)
+        sender.close()
     assert one.lost.empty() and lost.empty()
 
 
