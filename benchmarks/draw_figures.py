@@ -114,7 +114,7 @@ CONTROL_FILL = "#fbe3d0"
 
 
 def layers() -> Any:
-    from mdi.blocks import block_span
+    from mdi.block_ranges import block_span
     from mdi.partition.split import default_split, ranges
 
     figure, ax = canvas(9.2, 5.6)

@@ -54,14 +54,14 @@ print(*resident(os.getpid()))
 def wire_bytes() -> dict[str, int]:
     """Bytes of a frame beyond its payload."""
     from mdi.net.codec import PLAIN
-    from mdi.net.wire import Frame, Kind, Slice
+    from mdi.net.wire import Frame, FrameType, Slice
 
     def beyond(n_slices: int) -> int:
         slices = tuple(Slice(i, 100, 1, 1) for i in range(n_slices))
         payload = bytes(n_slices * N_COLS * 4)
-        return len(PLAIN.head(Frame(Kind.BATCH, 1, 1, "float32", n_slices, N_COLS, slices, (), payload)))
+        return len(PLAIN.head(Frame(FrameType.BATCH, 1, 1, "float32", n_slices, N_COLS, slices, (), payload)))
 
-    return {"1 slice": beyond(1), "8 slices": beyond(8), "ping": len(PLAIN.head(Frame(Kind.PING, 1)))}
+    return {"1 slice": beyond(1), "8 slices": beyond(8), "ping": len(PLAIN.head(Frame(FrameType.PING, 1)))}
 
 
 # 3. and 4. A secondary

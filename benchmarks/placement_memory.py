@@ -48,11 +48,11 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
-    from mdi.kernels.stage import KernelStage
+    from mdi.kernels.kernel_stage import KernelStage
+    from mdi.measure.chance import chance_weights
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.kernel_stage import ArrayStage
+    from mdi.model.array_stage import ArrayStage
     from mdi.model.stage import Stage
-    from mdi.node.chance import chance_weights
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
@@ -109,8 +109,8 @@ def speeds(width: int, fmt: str) -> Any:
     import torch
 
     from mdi.checkpoint.packing import Packing
-    from mdi.node.profiler import bench_of
-    from mdi.node.profiling import SPAN_S, Subject
+    from mdi.measure.profiler import bench_of
+    from mdi.measure.profiling import SPAN_S, Subject
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def speeds(width: int, fmt: str) -> Any:
 def predicted(
     width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]
 ) -> tuple[int, int, float]:
-    from mdi.node.shape import model_shape
+    from mdi.measure.model_shape import model_shape
     from mdi.partition.cost import CostModel
     from mdi.partition.model import Workload
     from mdi.partition.profile import ClusterProfile, NodeProfile
@@ -163,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(int(args.child[0]), int(args.child[1]), args.child[2])
-    from mdi.node.shape import model_shape
+    from mdi.measure.model_shape import model_shape
 
     rows = []
     print("| width | blocks | format | memory MB | predicted | error | stage ms | predicted | error |")

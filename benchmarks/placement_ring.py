@@ -93,10 +93,10 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
-    from mdi.node.device import choose_packing
-    from mdi.node.profiler import bench_of
-    from mdi.node.profiling import Subject
-    from mdi.node.threads import choose_threads
+    from mdi.machine.device import choose_packing
+    from mdi.machine.threads import choose_threads
+    from mdi.measure.profiler import bench_of
+    from mdi.measure.profiling import Subject
 
     choose_threads(1)
     config = read_config(ckpt / "model_config.yaml")
@@ -112,7 +112,7 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
     """A starter that runs one split after the other: JSON lines in, JSON lines out."""
     from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.device import set_threads
+    from mdi.machine.device import set_threads
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
@@ -420,7 +420,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) -> dict[str, Any]:
     from mdi.checkpoint.shapes import read_config
-    from mdi.node.shape import model_shape
+    from mdi.measure.model_shape import model_shape
     from mdi.partition.cost import CostModel
     from mdi.partition.methods import place
     from mdi.partition.model import Workload

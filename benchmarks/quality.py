@@ -26,13 +26,13 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from mdi.checkpoint.layout import TensorSpec  # noqa: E402
 from mdi.checkpoint.packing import Packing  # noqa: E402
+from mdi.checkpoint.safetensors_layout import TensorSpec  # noqa: E402
 from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
-from mdi.checkpoint.tensors import as_array  # noqa: E402
+from mdi.checkpoint.torch_tensors import as_array  # noqa: E402
 from mdi.checkpoint.weights import WeightSource  # noqa: E402
+from mdi.kernels.kernel_stage import KernelStarterStage  # noqa: E402
 from mdi.kernels.layout import LAYOUTS, pack  # noqa: E402
-from mdi.kernels.stage import KernelStarterStage  # noqa: E402
 from mdi.model.packed_linear import PackedLinear, kernel_context  # noqa: E402
 from mdi.text import TextCodec  # noqa: E402
 from records import add_json_flag, save  # noqa: E402

@@ -72,11 +72,11 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
 
     from mdi.engine.tensors import frame_of, rows_of
     from mdi.errors import RingEndedError
+    from mdi.machine.device import set_threads
     from mdi.net.codec import PLAIN
     from mdi.net.handshake import join_ring
     from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits
-    from mdi.node.device import set_threads
 
     set_threads(1)
     listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
@@ -123,11 +123,11 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
+    from mdi.machine.device import set_threads
     from mdi.net.codec import PLAIN
     from mdi.net.handshake import close_starter_ring
     from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits, Slice
-    from mdi.node.device import set_threads
 
     set_threads(1)
     x = torch.randn(1, N_COLS)

@@ -20,7 +20,7 @@ from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest, pars
 from mdi.control.signing import body_hash, key_of_request, sign_request
 from mdi.errors import MdiError
 from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
-from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.challenge import Caller, answer_to
 from mdi.security.keys import new_secret
 from mdi.security.session import Session
@@ -35,7 +35,7 @@ def sealed(is_aes: bool) -> tuple[FrameCodec, FrameCodec]:
 
 def batch(n_cols: int, n_rows: int = 1) -> Frame:
     slices = tuple(Slice(i, 5, 1, 1) for i in range(n_rows))
-    return Frame(Kind.BATCH, 7, 3, "float32", n_rows, n_cols, slices, (), bytes(4 * n_rows * n_cols))
+    return Frame(FrameType.BATCH, 7, 3, "float32", n_rows, n_cols, slices, (), bytes(4 * n_rows * n_cols))
 
 
 def read(data: bytes, codec: FrameCodec) -> Frame:

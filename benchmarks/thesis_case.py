@@ -34,30 +34,30 @@ class Case:
 
 def run_case(case: Case) -> dict[str, Any]:
     """The run, in this process and the children that it starts."""
-    from gpt.kinds import GPT2Kind, NanoKind
+    from gpt.families import GPT2Family, NanoFamily
     from gpt.rings import GPT2Ring, NanoRing
     from mdi.engine.sequence import SamplingParams
+    from mdi.machine.device import set_threads
     from mdi.metrics import tokens_over_time
-    from mdi.node.device import set_threads
-    from mdi.node.kind import ModelKind
     from mdi.node.local import LocalRing
+    from mdi.node.model_family import ModelFamily
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
     model = BY_KEY[case.key]
-    kinds: dict[str, tuple[type[LocalRing], ModelKind]] = {
-        "nanogpt": (NanoRing, NanoKind()),
-        "gpt2": (GPT2Ring, GPT2Kind()),
-        "llama": (LocalRing, ModelKind()),
+    families: dict[str, tuple[type[LocalRing], ModelFamily]] = {
+        "nanogpt": (NanoRing, NanoFamily()),
+        "gpt2": (GPT2Ring, GPT2Family()),
+        "llama": (LocalRing, ModelFamily()),
     }
-    make_ring, kind = kinds[model.system]
+    make_ring, family = families[model.system]
     set_threads(1)
     ckpt = Path(case.ckpt)
     layers = ",".join(map(str, model.cuts[case.n_nodes]))
     params = SamplingParams(n_tokens=case.n_tokens, temperature=0.0 if case.is_greedy else 0.8, top_k=200)
     with make_ring(case.n_nodes, None, 1, ckpt, False, False) as ring:
         options = StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", layers=layers, wait_s=120)
-        node = StarterNode(ring.cluster, options, kind)
+        node = StarterNode(ring.cluster, options, family)
         try:
             node.open()
             node.prepare(case.n_tokens + 1, ring.check)

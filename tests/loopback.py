@@ -16,12 +16,12 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from families import CONTEXT
-from mdi.engine.memory import CacheMemory
+from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.requests import Request
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event, Scheduler
-from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter import StarterEngine
+from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import TensorRows
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.handshake import close_starter_ring, join_ring

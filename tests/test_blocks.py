@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mdi.blocks import block_span, span
+from mdi.block_ranges import block_span, span
 from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.report import format_report
 
@@ -46,4 +46,6 @@ def test_nobody_else_writes_a_range_by_hand() -> None:
             if path.name == "blocks.py":
                 continue
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                assert not half_open.search(line) and not inclusive.search(line), f"{path}:{number}: use mdi.blocks"
+                assert not half_open.search(line) and not inclusive.search(line), (
+                    f"{path}:{number}: use mdi.block_ranges"
+                )

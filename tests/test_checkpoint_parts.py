@@ -18,7 +18,6 @@ from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
@@ -29,8 +28,9 @@ from mdi.checkpoint.parts import (
     spec_bytes,
     stage_parts,
 )
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.shapes import model_shapes
-from mdi.checkpoint.tensors import as_array, as_tensor, spec_of
+from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 

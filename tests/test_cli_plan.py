@@ -86,13 +86,13 @@ def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixtu
 
 def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
-    monkeypatch.setattr("mdi.node.device.set_threads", lambda *args: used.append(args))
-    monkeypatch.setattr("mdi.node.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device))
+    monkeypatch.setattr("mdi.machine.device.set_threads", lambda *args: used.append(args))
+    monkeypatch.setattr("mdi.measure.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device))
 
     def enough(*args: Any) -> Any:
         raise UsageError("enough")
 
-    monkeypatch.setattr("mdi.cli_plan.plan_on", enough)
+    monkeypatch.setattr("mdi.cli.plan.plan_on", enough)
     path = tmp_path / "nodes.json"
     entry = {"addr": "127.0.0.1", "communication": {"port": 1}, "inference": {"port_in": 2}}
     path.write_text(json.dumps({"nodes": {"starter": {**entry, "threads": 2, "cores": "0,3", "device": "cpu"}}}))

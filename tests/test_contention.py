@@ -10,8 +10,8 @@ import pytest
 
 from mdi.control.messages import AFTER_MS_LIMIT, N_SLOTS_LIMIT, ProfileRequest, Slots
 from mdi.errors import ControlError
-from mdi.node import contention
-from mdi.node.contention import machine_share, slots_of
+from mdi.measure import contention
+from mdi.measure.contention import machine_share, slots_of
 
 CPU = "cpu"
 

@@ -25,11 +25,11 @@ from mdi.control import client as client_module
 from mdi.control.body import JSON_LIMIT_BYTES
 from mdi.control.client import ControlClient
 from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
+from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.node.kind import ModelKind
-from mdi.node.setup import reach_node
+from mdi.node.model_family import ModelFamily
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
@@ -456,9 +456,9 @@ def test_the_head_may_be_the_last_part_and_no_other() -> None:
     def request(parts: list[PartSpec]) -> InitRequest:
         return InitRequest.from_json({**data, "parts": [vars(part) for part in parts]})
 
-    ModelKind().check(request(blocks))
+    ModelFamily().check(request(blocks))
     with pytest.raises(ControlError, match="the head as well"):
-        ModelKind().check(request([*blocks, head]))
+        ModelFamily().check(request([*blocks, head]))
     for parts in ([head, *blocks], [*blocks, head, head], [head], [*blocks[:1], head]):
         with pytest.raises(ControlError, match="parts that are named are not those of blocks"):
             request(parts)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi import cli_data
 from mdi.checkpoint.files import replacing
+from mdi.cli import prepare_data as cli_data
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.data import (
     encode_texts,

@@ -227,7 +227,7 @@ def test_how_much_is_held_out(tmp_path: Path, fraction: str, n_val: int) -> None
 
 
 def test_a_full_disk_while_encoding_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mdi import cli_data
+    from mdi.cli import prepare_data as cli_data
 
     class Full:
         def write(self, data: bytes) -> int:

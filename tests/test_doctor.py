@@ -19,13 +19,13 @@ from mdi.cli import launch
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
+from mdi.control.open_ports import open_ports
 from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, try_node
 from mdi.errors import ControlError
-from mdi.node.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
-from mdi.node.doctor import at_once, examine
+from mdi.examine.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
+from mdi.examine.doctor import at_once, examine
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standin import standing_in
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import write_checkpoint
 
@@ -355,7 +355,7 @@ def test_calls_at_once() -> None:
 
 
 def test_a_stand_in_is_a_node_that_takes_nothing() -> None:
-    with standing_in(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
+    with open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         route = try_node(ProbeRequest("starter", "127.0.0.1", port, port_in, measure=True))
         assert route.is_well and route.control.bytes_s > 1e6
         with pytest.raises(ControlError, match="a starter"):

@@ -12,7 +12,7 @@ from mdi.engine.encoding import ENCODERS
 from mdi.engine.tensors import frame_of, rows_of
 from mdi.errors import WireError
 from mdi.net.link import BufferPool
-from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, Kind, Slice
+from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, FrameType, Slice
 
 WIDTHS = [1, 63, 64, 65, 100, 2048]
 
@@ -141,7 +141,7 @@ def test_bytes_per_row() -> None:
 @pytest.mark.parametrize("kind", [ROW_FLOAT16, BLOCK_INT8])
 def test_rows_of_another_width_are_refused(kind: object) -> None:
     name, n_bytes = kind.name, kind.n_bytes(1, 64)  # type: ignore[attr-defined]
-    frame = Frame(Kind.BATCH, 1, 0, name, 1, 64, payload=bytearray(n_bytes))
+    frame = Frame(FrameType.BATCH, 1, 0, name, 1, 64, payload=bytearray(n_bytes))
     with pytest.raises(WireError, match="rows of 64 x .*; this model's have 65"):
         rows_of(frame, 65, CPU, torch.float32)
 
@@ -158,7 +158,7 @@ def test_from_one_gpu_to_the_next(wire: str) -> None:
     view = pool.take(memoryview(sent.payload).nbytes)
     view[:] = sent.payload
     assert torch.frombuffer(view, dtype=torch.uint8).is_pinned()
-    received = Frame(Kind.BATCH, 1, 0, sent.dtype, 5, 100, payload=view)
+    received = Frame(FrameType.BATCH, 1, 0, sent.dtype, 5, 100, payload=view)
     assert torch.equal(rows_of(received, 100, gpu, torch.float32).cpu(), hop(x, wire))
     pool.give_back(view)
     assert pool.take(10).obj is view.obj

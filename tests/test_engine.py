@@ -11,9 +11,9 @@ import torch
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
-from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
-from mdi.engine.secondary import SecondaryLoop
+from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.tensors import TensorRows, frame_of, rows_of
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError

@@ -18,33 +18,47 @@ ALLOWED = {
     "terminal": set(),
     "cache_dir": set(),
     "limits": set(),
-    "blocks": set(),
-    "settings": {"limits", "errors"},
+    "block_ranges": set(),
+    "settings_file": {"limits", "errors"},
     "columns": {"terminal"},
     "security": {"errors"},
-    "config": {"security", "settings", "errors"},
+    "config": {"security", "settings_file", "errors"},
     "net": {"security", "config", "errors", "terminal"},
     "kernels": {"cache_dir", "errors"},
     "model": {"kernels", "config", "errors"},
-    "checkpoint": {"blocks", "limits", "kernels", "partition", "settings", "config", "errors"},
-    "partition": {"blocks", "kernels", "config", "errors"},
-    "training": {"checkpoint", "partition", "settings", "config", "errors"},
+    "checkpoint": {"block_ranges", "limits", "kernels", "partition", "settings_file", "config", "errors"},
+    "partition": {"block_ranges", "kernels", "config", "errors"},
+    "training": {"checkpoint", "partition", "settings_file", "config", "errors"},
     "engine": {"kernels", "model", "net", "config", "errors"},
-    "control": {"blocks", "limits", "kernels", "security", "engine", "model", "net", "settings", "config", "errors"},
-    "prompts": {"settings", "config", "errors"},
+    "control": {
+        "block_ranges",
+        "limits",
+        "kernels",
+        "security",
+        "engine",
+        "model",
+        "net",
+        "settings_file",
+        "config",
+        "errors",
+    },
+    "prompts": {"settings_file", "config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
-    "text": {"prompts", "engine", "model", "net", "settings", "config", "errors"},
+    "text": {"prompts", "engine", "model", "net", "settings_file", "config", "errors"},
     "metrics": {"config", "errors"},
-    "report": {"metrics", "blocks", "columns", "config", "errors"},
+    "report": {"metrics", "block_ranges", "columns", "config", "errors"},
     "plots": {"metrics", "config", "errors"},
     "display": {"columns", "terminal"},
     "gpu_memory": set(),
-    "memory": {"errors", "gpu_memory"},
+    "process_memory": {"errors", "gpu_memory"},
     "token_times": {"errors"},
 }
 BELOW_NODE = set(ALLOWED)
-ALLOWED["node"] = BELOW_NODE
-ALLOWED["cli"] = BELOW_NODE | {"node"}
+ALLOWED["machine"] = BELOW_NODE
+ALLOWED["measure"] = BELOW_NODE | {"machine"}
+ALLOWED["examine"] = BELOW_NODE | {"machine"}
+ALLOWED["node"] = BELOW_NODE | {"machine", "measure", "examine"}
+ALLOWED["cli"] = ALLOWED["node"] | {"node"}
 
 # The root itself holds the version and nothing else.
 ROOT = "version"
@@ -55,14 +69,14 @@ LIGHT = [
     "mdi.config",
     "mdi.kernels.build",
     "mdi.kernels.library",
-    "mdi.settings",
+    "mdi.settings_file",
     "mdi.net.wire",
     "mdi.net.hello",
     "mdi.net.channel",
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
-    "mdi.memory",
+    "mdi.process_memory",
     "mdi.token_times",
     "mdi.partition.profile",
     "mdi.node.local",
@@ -81,7 +95,7 @@ def modules() -> list[Path]:
 
 def layer_of(module: str) -> str:
     name = (module.split(".") + [ROOT])[1]
-    return "cli" if name.startswith("cli") or name == "__main__" else name
+    return name
 
 
 def module_name(path: Path) -> str:
@@ -192,7 +206,7 @@ def test_files_of_weights_need_no_torch() -> None:
 
 
 def test_a_secondary_without_torch_can_be_imported() -> None:
-    names = ("mdi.node.secondary", "mdi.node.kernel_bench", "mdi.engine.arrays")
+    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.arrays")
     assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
 
 

@@ -18,7 +18,7 @@ from mdi.net import link as link_module
 from mdi.net.channel import Channel
 from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec
 from mdi.net.link import BufferPool, Link, read_frame, send_frame
-from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.net.wire import Frame, FrameType, Limits, Slice
 
 EPOCH = 77
 DEADLINE_S = 30.0
@@ -26,7 +26,7 @@ DEADLINE_S = 30.0
 
 def batch(number: int, n_rows: int = 2, n_cols: int = 8) -> Frame:
     data = bytes([number % 256]) * (n_rows * n_cols * 4)
-    return Frame(Kind.BATCH, EPOCH, number, "float32", n_rows, n_cols, (Slice(1, number, n_rows, 0),), (), data)
+    return Frame(FrameType.BATCH, EPOCH, number, "float32", n_rows, n_cols, (Slice(1, number, n_rows, 0),), (), data)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
 ) -> None:
     sender, receiver = pair
     huge = struct.pack(
-        "<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, Kind.BATCH, 1, 0, EPOCH, 0, 0, 0, 0, 1 << 13, 1 << 17, 0, 1 << 32
+        "<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, FrameType.BATCH, 1, 0, EPOCH, 0, 0, 0, 0, 1 << 13, 1 << 17, 0, 1 << 32
     )
     sender.sendall(huge + struct.pack("<I", zlib.crc32(huge)) + bytes(12))
     taken: list[int] = []
@@ -174,7 +174,7 @@ def test_a_long_run_needs_no_more_buffers_than_are_in_flight(
     buffers = set()
     for number in range(200):
         send_frame(pair[0], batch(number, 2, 600))
-        send_frame(pair[0], Frame(Kind.PING, EPOCH))
+        send_frame(pair[0], Frame(FrameType.PING, EPOCH))
         frame = received.inbox.get(DEADLINE_S)
         assert frame is not None and isinstance(frame.payload, memoryview)
         assert frame.number == number and bytes(frame.payload[:1]) == bytes([number % 256])
@@ -198,9 +198,9 @@ def test_pings_are_heard_and_not_passed_on(
     assert received.lost.get(timeout=DEADLINE_S) == "it closed the connection"
 
 
-@pytest.mark.parametrize("kind", [Kind.STOP, Kind.ERROR])
+@pytest.mark.parametrize("kind", [FrameType.STOP, FrameType.ERROR])
 def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
-    pair: tuple[socket.socket, socket.socket], received: Received, kind: Kind
+    pair: tuple[socket.socket, socket.socket], received: Received, kind: FrameType
 ) -> None:
     """The engine takes nothing, yet the end of the run is heard; what waits to be sent stays behind."""
     sender = sending(pair[0], 100, lambda reason: None)
@@ -210,7 +210,7 @@ def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
     until(received.inbox, lambda: len(received.inbox._items) == 4)
     sender.put_last(last)
     found = received.last.get(timeout=DEADLINE_S)
-    assert (found.kind, bytes(found.payload)) == (kind, b"why")
+    assert (found.type, bytes(found.payload)) == (kind, b"why")
     sender._sender.join(DEADLINE_S)
     assert not sender.put(batch(9))
     sender.close()
@@ -225,11 +225,11 @@ def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, soc
     sender.put(batch(1))
     sender.put(batch(2))
     until(sender._outbox, lambda: len(sender._outbox._items) == 2)
-    sender.put_last(Frame.message(Kind.STOP, EPOCH))
+    sender.put_last(Frame.message(FrameType.STOP, EPOCH))
     kinds = []
     while (frame := read_frame(pair[1], PLAIN)) is not None:
-        kinds.append(frame.kind)
-    assert kinds == [Kind.BATCH, Kind.STOP]
+        kinds.append(frame.type)
+    assert kinds == [FrameType.BATCH, FrameType.STOP]
     sender.close()
     assert not lost.is_set()
 
@@ -294,11 +294,11 @@ GARBAGE: list[tuple[Callable[[], bytes], str]] = [
     ),
     (lambda: b"\x00" * 80, "not a frame of MDI-LLM"),
     (
-        lambda: PLAIN.head(Frame(Kind.PING, EPOCH + 1)),
+        lambda: PLAIN.head(Frame(FrameType.PING, EPOCH + 1)),
         "a frame of run 000000000000004e, expected run 000000000000004d",
     ),
     (lambda: PLAIN.head(batch(1)) + b"\xff" * 64, "frame 1 is damaged"),
-    (lambda: PLAIN.head(Frame(Kind.HELLO, EPOCH)), "a HELLO frame in the middle of a run"),
+    (lambda: PLAIN.head(Frame(FrameType.HELLO, EPOCH)), "a HELLO frame in the middle of a run"),
     (lambda: PLAIN.head(batch(1))[:20], "it closed the connection|closed 52 bytes before the end"),
 ]
 
@@ -351,6 +351,6 @@ def test_closing_ends_a_send_that_hangs(pair: tuple[socket.socket, socket.socket
     sender = sending(pair[0], 4, lost.put)
     sender.put(batch(0, 8192, 1024))
     until(sender._outbox, lambda: not sender._outbox._items)
-    sender.put_last(Frame.message(Kind.STOP, EPOCH))
+    sender.put_last(Frame.message(FrameType.STOP, EPOCH))
     sender.close(flush_s=0.1)
     assert not sender._sender.is_alive() and lost.empty()

@@ -21,11 +21,11 @@ from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import Expectation, RingListener, open_socket
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 
 EPOCH = 5
 HELLO = Hello(2, 4, PLACEMENT)
-ANSWER = Frame.message(Kind.HELLO, EPOCH, Hello(3, 4, PLACEMENT).to_bytes())
+ANSWER = Frame.message(FrameType.HELLO, EPOCH, Hello(3, 4, PLACEMENT).to_bytes())
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def guests() -> Iterator[Guests]:
 
 
 def hello(epoch: int = EPOCH, index: int = 2, n_nodes: int = 4, placement: str = PLACEMENT) -> Frame:
-    return Frame.message(Kind.HELLO, epoch, Hello(index, n_nodes, placement).to_bytes())
+    return Frame.message(FrameType.HELLO, epoch, Hello(index, n_nodes, placement).to_bytes())
 
 
 def is_dropped(sock: socket.socket) -> bool:
@@ -64,7 +64,7 @@ def is_dropped(sock: socket.socket) -> bool:
 def refusal(sock: socket.socket) -> str:
     """What the node says to who sent a HELLO that it does not like."""
     frame = read_frame(sock, HANDSHAKE)
-    assert frame is not None and frame.kind is Kind.ERROR
+    assert frame is not None and frame.type is FrameType.ERROR
     assert is_dropped(sock)
     return Fault.from_bytes(frame.payload).message
 
@@ -88,10 +88,10 @@ def test_what_follows_the_hello_is_left_to_the_link(port: RingListener, guests: 
     expectation = port.expect(EPOCH, HELLO)
     sock = guests.connect(port)
     greeting = hello()
-    sock.sendall(PLAIN.head(greeting) + bytes(greeting.payload) + PLAIN.head(Frame(Kind.PING, EPOCH, 9)))
+    sock.sendall(PLAIN.head(greeting) + bytes(greeting.payload) + PLAIN.head(Frame(FrameType.PING, EPOCH, 9)))
     with let_in(expectation) as mine:
         found = read_frame(mine, HANDSHAKE)
-        assert found is not None and (found.kind, found.number) == (Kind.PING, 9)
+        assert found is not None and (found.type, found.number) == (FrameType.PING, 9)
 
 
 def test_a_hello_may_come_byte_by_byte(port: RingListener, guests: Guests) -> None:
@@ -160,11 +160,11 @@ STRANGERS = [
     b"\x00" * 52,
     b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nUser-Agent: a curious browser\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    PLAIN.head(Frame(Kind.PING, EPOCH)),
-    PLAIN.head(Frame(Kind.BATCH, EPOCH)),
-    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, b"{}")) + b"{}",
-    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, b"[" * 4000)) + b"[" * 4000,
-    PLAIN.head(Frame.message(Kind.HELLO, EPOCH, bytes(5000))),
+    PLAIN.head(Frame(FrameType.PING, EPOCH)),
+    PLAIN.head(Frame(FrameType.BATCH, EPOCH)),
+    PLAIN.head(Frame.message(FrameType.HELLO, EPOCH, b"{}")) + b"{}",
+    PLAIN.head(Frame.message(FrameType.HELLO, EPOCH, b"[" * 4000)) + b"[" * 4000,
+    PLAIN.head(Frame.message(FrameType.HELLO, EPOCH, bytes(5000))),
     PLAIN.head(hello()) + bytes(len(hello().payload)),
 ]
 

@@ -18,9 +18,9 @@ import mdi.node.local
 import mdi.node.setup
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
+from mdi.control.reach_node import reach_node
 from mdi.errors import NodeLostError
 from mdi.node.local import LocalRing
-from mdi.node.setup import reach_node
 from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
 from test_exchange import served
 

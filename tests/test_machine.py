@@ -13,11 +13,12 @@ import torch
 
 from mdi.cli import WAIT_POLICY, launch
 from mdi.config import NodeConfig, load_nodes
-from mdi.node import machine, threads
-from mdi.node.device import set_threads
-from mdi.node.machine import fair_threads, threads_beside
-from mdi.node.resources import n_cores
-from mdi.node.threads import THREAD_VARIABLES
+from mdi.machine import neighbours as machine
+from mdi.machine import threads
+from mdi.machine.device import set_threads
+from mdi.machine.neighbours import fair_threads, threads_beside
+from mdi.machine.resources import n_cores
+from mdi.machine.threads import THREAD_VARIABLES
 
 
 def node(name: str, addr: str = "127.0.0.1", **more: object) -> NodeConfig:

@@ -15,10 +15,10 @@ import pytest
 
 from mdi import gpu_memory
 from mdi.cli import launch
-from mdi.cli_mem_monitor import series_of_nodes, split_command, summary, title_of
+from mdi.cli.mem_monitor import series_of_nodes, split_command, summary, title_of
 from mdi.errors import UsageError
 from mdi.gpu_memory import Gpu
-from mdi.memory import COLUMNS, Family, Sample, Usage, monitor, node_of
+from mdi.process_memory import COLUMNS, Family, Sample, Usage, monitor, node_of
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 MB = 1_000_000

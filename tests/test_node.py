@@ -25,17 +25,17 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.machine.device import Computing, check_format, choose_device, choose_dtype
+from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
-from mdi.node.device import Computing, check_format, choose_device, choose_dtype
+from mdi.node.cache_budget import check_capacity
 from mdi.node.local import LocalRing, free_ports
-from mdi.node.machine import fair_threads
-from mdi.node.memory import check_room
 from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
+from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
-from mdi.node.weights import StarterWeights
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def test_a_damaged_part_is_noticed_before_it_is_used(chunked: Path) -> None:
         weights.verify(["embedding", "head"], lambda: None)
 
 
-def test_wrong_wishes(chunked: Path, tmp_path: Path) -> None:
+def test_wrong_requests(chunked: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--ckpt"):
         StarterWeights(None, None, 1, None)
     with pytest.raises(CheckpointError, match="nearest that exists"):
@@ -177,11 +177,11 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 
 
 def test_a_sequence_for_which_a_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.node.memory.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.node.cache_budget.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32", "float32", None)
     stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
     with pytest.raises(UsageError, match=r"blocks 1-2 on secondary4, but 0\.0 GB are left there"):
-        check_room("secondary4", stage, 64, "cpu")
+        check_capacity("secondary4", stage, 64, "cpu")
 
 
 def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match=wrong):
             choose_dtype(wrong, "float32", "cpu")
     for native, expected in ((False, "float32"), (True, "bfloat16")):
-        monkeypatch.setattr("mdi.node.device.cpu_multiplies_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("mdi.machine.device.cpu_multiplies_bfloat16", lambda native=native: native)
         assert choose_dtype(None, "bfloat16", "cpu") == expected
         assert choose_dtype("auto", "float16", "cpu") == "float32", "which is emulated on most CPUs"
         assert choose_dtype(None, "float32", "cpu") == "float32", "nothing is lost without being asked for"
@@ -261,7 +261,7 @@ def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.node.machine._usable_cores", lambda: 7.0)
+    monkeypatch.setattr("mdi.machine.neighbours._usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5
@@ -365,7 +365,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     status = wait_state(secondary, "IDLE")
     assert "out of something" in status["error"] and status["error_code"] == "failed"
     monkeypatch.undo()
-    secondary._holding.drop_stage()
+    secondary._stages.drop_stage()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None

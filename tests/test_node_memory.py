@@ -13,12 +13,12 @@ from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.page_sizes import CacheClass, cache_type_named
-from mdi.node import memory as node_memory
-from mdi.node import threads as node_threads
-from mdi.node.device import Computing, choose_kv_dtype
+from mdi.machine import threads as node_threads
+from mdi.machine.device import Computing, choose_kv_dtype
+from mdi.machine.threads import pin_to_cores
+from mdi.node import cache_budget as node_memory
+from mdi.node.cache_budget import CacheReport, report_caches, share_out
 from mdi.node.local import cores_of_node
-from mdi.node.memory import CacheReport, report_caches, share_out
-from mdi.node.threads import pin_to_cores
 from mdi.node.torch_stage import TorchStage
 
 GB = 10**9

@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, config_of, random_gpt
 from mdi.checkpoint.packing import EMBEDDING, Packing, plain
 from mdi.checkpoint.parts import part_of, stage_parts
-from mdi.checkpoint.tensors import as_array, spec_of
+from mdi.checkpoint.torch_tensors import as_array, spec_of
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
 from mdi.model import packed_linear

@@ -20,7 +20,6 @@ from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.folding import folded
-from mdi.checkpoint.layout import PAGE_BYTES, TensorSpec, read_header
 from mdi.checkpoint.manifest import METADATA_KEY
 from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import (
@@ -34,9 +33,10 @@ from mdi.checkpoint.packing import (
     plain,
 )
 from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TensorSpec, read_header
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.store import BlockStore
-from mdi.checkpoint.tensors import as_array
+from mdi.checkpoint.torch_tensors import as_array
 from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.errors import CheckpointError

@@ -12,33 +12,33 @@ from typing import Any
 import pytest
 import torch
 
+import mdi.measure.cluster_measurement
+import mdi.measure.contention
+import mdi.measure.profiler
 import mdi.model.stage
-import mdi.node.contention
-import mdi.node.profiler
 import mdi.node.setup
-import mdi.node.survey
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
-from mdi.cli_starter import chosen_placement
+from mdi.cli.starter import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest, Slots
+from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.machine.neighbours import host_of
+from mdi.measure.cluster_measurement import BROKEN_S, ClusterMeasurement
+from mdi.measure.planning import told_blocks
+from mdi.measure.profiler import Profiler
+from mdi.measure.profiling import Bench, Speeds, Subject
 from mdi.model.stage import Stage
-from mdi.node.farewell import dismiss
 from mdi.node.local import free_ports
-from mdi.node.machine import host_of
 from mdi.node.options import StarterOptions
-from mdi.node.planning import told_blocks
-from mdi.node.profiler import Profiler
-from mdi.node.profiling import Bench, Speeds, Subject
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standin import standing_in
 from mdi.node.starter import StarterNode
-from mdi.node.survey import BROKEN_S, Survey
-from mdi.node.weights import StarterWeights
+from mdi.node.starter_weights import StarterWeights
+from mdi.node.teardown import dismiss
 from mdi.partition.profile import NodeProfile
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
@@ -58,8 +58,8 @@ def speeds(block_ms: float) -> Speeds:
 
 @pytest.fixture(autouse=True)
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.survey, "LEAD_S", 0.02)
-    monkeypatch.setattr(mdi.node.contention, "SLOT_S", 0.02)
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "LEAD_S", 0.02)
+    monkeypatch.setattr(mdi.measure.contention, "SLOT_S", 0.02)
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
     monkeypatch.setattr(Profiler, "_measure", lambda self, subject, check: speeds(block_ms[self._name]))
     # These nodes stand for machines of their own.
-    monkeypatch.setattr(mdi.node.survey, "level_times", lambda nodes, alike: tuple(nodes))
-    monkeypatch.setattr(Survey, "_shares", lambda self: {})
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "level_times", lambda nodes, alike: tuple(nodes))
+    monkeypatch.setattr(ClusterMeasurement, "_shares", lambda self: {})
     return block_ms
 
 
@@ -107,7 +107,7 @@ def test_measured_in_truth(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monke
     with secondaries(2, tmp_path) as nodes:
         for node in nodes:
             node._profiler._span_s = 0.01
-        monkeypatch.setattr(mdi.node.profiler, "SPAN_S", 0.01)
+        monkeypatch.setattr(mdi.measure.profiler, "SPAN_S", 0.01)
         assert run(starter_of(nodes, tiny, tmp_path)) == [EXPECTED] * 3
 
         def fail(*args: Any) -> Any:
@@ -313,9 +313,9 @@ REQUEST = ProfileRequest({"n_layer": 1}, "h", "float32")
 OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
-def survey_of(cluster: ClusterConfig, **changes: Any) -> Survey:
+def measurement_of(cluster: ClusterConfig, **changes: Any) -> ClusterMeasurement:
     fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, **changes}
-    return Survey(cluster, **fields)
+    return ClusterMeasurement(cluster, **fields)
 
 
 @pytest.fixture
@@ -334,9 +334,9 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
-    with secondaries(2, tmp_path) as nodes, standing_in(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
+    with secondaries(2, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         cluster = replace(cluster_of(nodes), starter=NodeConfig("starter", "127.0.0.1", port, port_in))
-        survey = survey_of(cluster)
+        survey = measurement_of(cluster)
         profiles, links = survey.run()
     assert [profile.name for profile in profiles] == ["starter", "secondary0", "secondary1"]
     assert answering == ["secondary0", "secondary1"] and survey.formats["secondary0"] == "int8"
@@ -352,7 +352,7 @@ def test_nodes_of_one_machine_share_its_memory(
     full = replace(OWN, shared_bytes=GB)
     monkeypatch.setattr(ControlClient, "profile", lambda self, request: {"profile": full.to_json(), "format": "int8"})
     with secondaries(2, tmp_path) as nodes:
-        profiles, _ = survey_of(cluster_of(nodes), own=lambda: full).run()
+        profiles, _ = measurement_of(cluster_of(nodes), own=lambda: full).run()
     assert [profile.memory_bytes for profile in profiles] == [GB // 3] * 3
     assert "starter, secondary0, secondary1 share the memory of their machine" in caplog.text
 
@@ -361,10 +361,10 @@ def test_what_takes_long_is_told(
     tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(mdi.node.survey, "REPORT_S", 0.0)
-    monkeypatch.setattr(mdi.node.profiler, "REPORT_S", 0.0)
-    with secondaries(1, tmp_path) as nodes, standing_in(OWN_NODE) as (port, port_in):
-        survey_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.measure.profiler, "REPORT_S", 0.0)
+    with secondaries(1, tmp_path) as nodes, open_ports(OWN_NODE) as (port, port_in):
+        measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
     assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
     config = plain(asdict(tiny_config()))
     Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", "cpu", "float32", None), None)
@@ -373,9 +373,9 @@ def test_what_takes_long_is_told(
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:
     """One ring port cannot be reached: no placement is to count on it."""
-    with secondaries(1, tmp_path) as nodes, standing_in(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
+    with secondaries(1, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         wrong = entry_of(nodes[0], port_in=nodes[0].control_port)
-        _, links = survey_of(ClusterConfig(NodeConfig("starter", "127.0.0.1", port, port_in), (wrong,))).run()
+        _, links = measurement_of(ClusterConfig(NodeConfig("starter", "127.0.0.1", port, port_in), (wrong,))).run()
     found = {(link.source, link.target): link for link in links}
     assert found["starter", "secondary0"].round_trip_s == BROKEN_S
     assert found["secondary0", "starter"].round_trip_s < 1
@@ -403,7 +403,7 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
 
     monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
-        survey_of(cluster_of(nodes), own=own).run()
+        measurement_of(cluster_of(nodes), own=own).run()
     assert order == ["starter", "secondary0", "secondary1"]
 
 
@@ -424,7 +424,7 @@ def test_nodes_of_one_machine_then_compute_at_the_same_time(tmp_path: Path, monk
 
     monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
-        profiles, _ = survey_of(cluster_of(nodes), own_share=lambda slots: share("starter", slots)).run()
+        profiles, _ = measurement_of(cluster_of(nodes), own_share=lambda slots: share("starter", slots)).run()
     assert places == {"starter": (0, 3), "secondary0": (1, 3), "secondary1": (2, 3)}
     assert [(p.machine, p.machine_share) for p in profiles] == [("loopback", s) for s in (0.5, 0.75, 0.0)]
 
@@ -442,7 +442,7 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
-        survey = survey_of(cluster_of(nodes), own=lambda: profile_of("starter"), own_format="float32")
+        survey = measurement_of(cluster_of(nodes), own=lambda: profile_of("starter"), own_format="float32")
         profiles, _ = survey.run()
     assert [p.block_s[0][1] for p in profiles] == [pytest.approx(0.0015), pytest.approx(0.0015), 0.006]
 
@@ -450,7 +450,7 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
 def test_a_node_that_is_not_there(answering: list[str]) -> None:
     gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
     with pytest.raises(NodeLostError, match=r"is secondary.py running there.*doctor.py"):
-        survey_of(gone).run()
+        measurement_of(gone).run()
 
 
 OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
@@ -462,7 +462,7 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
 def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0 describes itself"):
-        survey_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes)).run()
 
 
 def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,12 +477,12 @@ def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="cannot measure itself"):
-        survey_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes)).run()
     assert len(asked) == 3
-    monkeypatch.setattr(mdi.node.survey, "BUSY_S", -1.0)
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "BUSY_S", -1.0)
     asked.clear()
     with secondaries(1, tmp_path / "again") as nodes, pytest.raises(ControlError, match="busy with another run"):
-        survey_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes)).run()
     assert len(asked) == 1
 
 
@@ -494,7 +494,7 @@ def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list
         raise Enough
 
     with secondaries(1, tmp_path) as nodes, pytest.raises(Enough):
-        survey_of(cluster_of(nodes), check=check).run()
+        measurement_of(cluster_of(nodes), check=check).run()
 
 
 def test_hosts() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mdi.blocks import block_span
+from mdi.block_ranges import block_span
 from mdi.checkpoint import convert as convert_module
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdi.node import device, processor
-from mdi.node.processor import processor_notice
+from mdi.machine import device, processor
+from mdi.machine.processor import processor_notice
 
 PI_4 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
 PI_5 = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimddp\n"

@@ -14,15 +14,15 @@ import pytest
 import requests
 import torch
 
-import mdi.node.profiler
+import mdi.measure.profiler
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.layout import LAYOUTS
-from mdi.node.profiler import FILE, Profiler, bench_of
-from mdi.node.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.measure.profiler import FILE, Profiler, bench_of
+from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import NodeProfile
 from secondaries import entry_of, secondary
@@ -102,7 +102,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             profiler(tmp_path).profile(other, None)
     with pytest.raises(AssertionError, match="measured again"):
         profiler(tmp_path).profile(SUBJECT, None, fresh=True)
-    monkeypatch.setattr(mdi.node.profiler, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(mdi.measure.profiler, "cpu_model", lambda: "another processor")
     with pytest.raises(AssertionError, match="measured again"):
         profiler(tmp_path).profile(SUBJECT, None)
 
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.profiling, "device_free_bytes", lambda device: 1 << 12)
+    monkeypatch.setattr(mdi.measure.profiling, "device_free_bytes", lambda device: 1 << 12)
     with pytest.raises(CheckpointError, match="GB of memory are free"):
         profiler(tmp_path).profile(SUBJECT, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mdi.node.resources import cpu_model, device_free_bytes, free_memory_bytes, n_cores, private_bytes
+from mdi.machine.resources import cpu_model, device_free_bytes, free_memory_bytes, n_cores, private_bytes
 
 GB = 1 << 30
 

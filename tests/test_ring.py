@@ -23,13 +23,13 @@ from mdi.net.hello import Fault
 from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.net.wire import Frame, FrameType, Limits, Slice
 
 EPOCH = 11
 
 
 def batch(epoch: int, number: int = 0) -> Frame:
-    return Frame(Kind.BATCH, epoch, number, "float32", 1, 4, (Slice(1, number, 1, 1),), (), bytes(range(16)))
+    return Frame(FrameType.BATCH, epoch, number, "float32", 1, 4, (Slice(1, number, 1, 1),), (), bytes(range(16)))
 
 
 def received(ring: TcpRing) -> Frame:
@@ -60,7 +60,9 @@ def test_frames_go_round_in_order() -> None:
             for ring in n.rings[1:]:
                 frame = received(ring)
                 ring.send(
-                    Frame(Kind.BATCH, n.epoch, frame.number, "float32", 1, 4, frame.slices, (), bytes(frame.payload))
+                    Frame(
+                        FrameType.BATCH, n.epoch, frame.number, "float32", 1, 4, frame.slices, (), bytes(frame.payload)
+                    )
                 )
                 ring.release(frame)
             frame = received(n.rings[0])
@@ -192,7 +194,7 @@ def test_a_node_that_falls_silent_is_named(victim: int, monkeypatch: pytest.Monk
     with nodes(3) as n:
         n.rings[victim]._next._outbox.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
         frozen = threading.Event()
-        n.rings[victim]._next._outbox.put_first(Frame(Kind.PING, n.epoch))
+        n.rings[victim]._next._outbox.put_first(Frame(FrameType.PING, n.epoch))
         try:
             error = loss(n.rings[0])
             assert isinstance(error, NodeLostError) and error.node == n.seats[victim].name
@@ -240,7 +242,7 @@ def test_garbage_in_the_middle_of_a_run_names_the_neighbour(culprit: int, data: 
 def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
     with contextlib.ExitStack() as guests, nodes(3) as n:
         for one in n.listeners:
-            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, PLAIN.head(Frame(Kind.BATCH, n.epoch))):
+            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, PLAIN.head(Frame(FrameType.BATCH, n.epoch))):
                 sock = guests.enter_context(socket.create_connection(("127.0.0.1", one.port), DEADLINE_S))
                 sock.sendall(data)
         n.rings[0].send(batch(n.epoch, 3))
@@ -284,7 +286,7 @@ def test_a_next_node_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         def talk() -> None:
             while not over.wait(0.1):
                 with contextlib.suppress(OSError):
-                    send_frame(prev, Frame(Kind.PING, EPOCH))
+                    send_frame(prev, Frame(FrameType.PING, EPOCH))
 
         thread = threading.Thread(target=talk)
         thread.start()
@@ -362,7 +364,7 @@ def free_port() -> int:
 def refuse(sock: socket.socket) -> None:
     frame = read_frame(sock, HANDSHAKE)
     assert frame is not None
-    send_frame(sock, Frame.message(Kind.ERROR, frame.epoch, Fault("", "no, thank you", "secondary0").to_bytes()))
+    send_frame(sock, Frame.message(FrameType.ERROR, frame.epoch, Fault("", "no, thank you", "secondary0").to_bytes()))
 
 
 def die(sock: socket.socket) -> None:
@@ -386,9 +388,9 @@ BAD_NEIGHBOURS: list[tuple[Callable[[socket.socket], object], str]] = [
     (die, "broke off the handshake"),
     (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), "broke off the handshake: not a frame of MDI-LLM"),
     (answer_with(batch(EPOCH)), "broke off the handshake"),
-    (answer_with(Frame(Kind.PING, EPOCH + 1)), "answered with a PING frame"),
-    (answer_with(Frame(Kind.PING, EPOCH)), "closed the connection in the handshake"),
-    (answer_with(Frame.message(Kind.HELLO, EPOCH + 1, b"{}")), "answered with a HELLO frame"),
+    (answer_with(Frame(FrameType.PING, EPOCH + 1)), "answered with a PING frame"),
+    (answer_with(Frame(FrameType.PING, EPOCH)), "closed the connection in the handshake"),
+    (answer_with(Frame.message(FrameType.HELLO, EPOCH + 1, b"{}")), "answered with a HELLO frame"),
 ]
 
 
@@ -471,8 +473,8 @@ def test_a_node_that_takes_its_time_is_not_frozen() -> None:
         assert frame is not None
         for _ in range(100):
             threading.Event().wait(0.05)
-            send_frame(sock, Frame(Kind.PING, frame.epoch))
-        send_frame(sock, Frame.message(Kind.ERROR, frame.epoch, Fault("", "not today", "secondary1").to_bytes()))
+            send_frame(sock, Frame(FrameType.PING, frame.epoch))
+        send_frame(sock, Frame.message(FrameType.ERROR, frame.epoch, Fault("", "not today", "secondary1").to_bytes()))
 
     with ring_up_to(dither) as starter:
         assert str(starter.error()) == "secondary1 says: not today"
@@ -564,7 +566,7 @@ def test_frames_come_and_go_while_a_node_computes() -> None:
     with nodes(2) as ring:
         first, second = ring.rings
         for number in range(2):
-            first.send(Frame(Kind.BATCH, ring.epoch, number))
+            first.send(Frame(FrameType.BATCH, ring.epoch, number))
         busy_with = second.recv(DEADLINE_S)
         assert busy_with is not None and busy_with.number == 0
         second.send(busy_with)  # from here on the node computes: it touches no queue
@@ -595,7 +597,7 @@ def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.Mo
         sock, _ = server.accept()
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     caller.close()
-    good = answer_with(Frame.message(Kind.HELLO, EPOCH, b"{}"))
+    good = answer_with(Frame.message(FrameType.HELLO, EPOCH, b"{}"))
     with fake_node(good) as port:
         seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", port)
         with pytest.raises(RingError, match="starter went away while the ring was formed"):

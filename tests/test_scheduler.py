@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.scheduler import AHEAD_POSITIONS, Event, Plan, Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.errors import EngineError

@@ -12,9 +12,9 @@ from mdi.checkpoint.folder import stated_blocks
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.shapes import full_config, read_config
 from mdi.errors import CheckpointError
-from mdi.settings import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml
+from mdi.settings_file import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml
 from mdi.text import TextCodec
-from mdi.training.shape import parse_shape
+from mdi.training.new_model import parse_shape
 from tiny_checkpoint import write_checkpoint
 
 DEEP = "[" * 100_000

@@ -13,8 +13,8 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.page_sizes import cache_classes
+from mdi.measure.model_shape import model_shape
 from mdi.model.stage import StarterStage
-from mdi.node.shape import model_shape
 from mdi.partition.formats import FORMATS, PACKED
 from mdi.partition.split import head_cost_blocks
 

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import mdi
+import mdi.machine.resources
 import mdi.model.stage
 import mdi.node.job
 import mdi.node.preparation
-import mdi.node.resources
 import mdi.node.setup
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
 from mdi.model.stage import Stage
-from mdi.node.holding import Holding
 from mdi.node.local import free_ports
 from mdi.node.preparation import Preparation
 from mdi.node.sample import Sample, SampleReader
 from mdi.node.secondary import SecondaryNode
+from mdi.node.stage_holder import StageHolder
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
@@ -65,17 +65,17 @@ def test_loading_that_takes_long_is_told(
                 return
             threading.Event().wait(0.02)
 
-    missing, source_of = Holding.missing, Holding._source_of
+    missing, source_of = StageHolder.missing, StageHolder._source_of
     looks = "secondary0 looks through the weights that it has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
-    monkeypatch.setattr(Holding, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
+    monkeypatch.setattr(StageHolder, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
 
-    def load(self: Holding, part: Any, request: Any) -> Any:
+    def load(self: StageHolder, part: Any, request: Any) -> Any:
         if part.name == "block.3":
             told(loads)
         return source_of(self, part, request)
 
-    monkeypatch.setattr(Holding, "_source_of", load)
+    monkeypatch.setattr(StageHolder, "_source_of", load)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert looks in caplog.text and loads in caplog.text
@@ -106,7 +106,7 @@ def test_whatever_ends_the_engine_ends_every_wait(
     def sample(*_: object) -> list[int]:
         raise error("no more of it")
 
-    monkeypatch.setattr("mdi.engine.starter.sample", sample)
+    monkeypatch.setattr("mdi.engine.starter_engine.sample", sample)
     starter, secondary = ring()
     starter.open()
     starter.prepare(60)
@@ -185,7 +185,7 @@ def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.Monke
 def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     little = SimpleNamespace(available=1000)
     starter, _ = ring()
-    monkeypatch.setattr(mdi.node.resources.psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(mdi.machine.resources.psutil, "virtual_memory", lambda: little)
     with pytest.raises(MdiError, match="of memory free, but"):
         generate(starter)
 

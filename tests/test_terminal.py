@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from mdi import cli_chat, cli_output
+from mdi.cli import chat as cli_chat
 from mdi.cli import launch
+from mdi.cli import output as cli_output
 from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.terminal import one_line, plain, show

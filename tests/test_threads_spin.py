@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-import mdi.node.threads as threads
+import mdi.machine.threads as threads
 
 
 @pytest.mark.parametrize(

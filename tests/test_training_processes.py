@@ -14,9 +14,9 @@ from litgpt.config import Config
 
 from mdi.errors import UsageError
 from mdi.training.loop import Trainer
+from mdi.training.new_model import new_model
 from mdi.training.processes import Processes
 from mdi.training.settings import TrainingSettings
-from mdi.training.shape import new_model
 from mdi.training.windows import Windows
 from tiny_training import SHAPE, argv_of, losses, make_dataset, make_shape, train
 

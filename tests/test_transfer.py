@@ -306,22 +306,22 @@ def put(store: BlockStore, name: str, n_bytes: int, used_s: float, suffix: str =
     return sha
 
 
-def test_room_is_made_by_age(tmp_path: Path) -> None:
+def test_space_is_freed_by_age(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, 1000)
     shas = [put(store, f"part{i}", 300, 1000.0 - i) for i in range(3)]
     (tmp_path / "profiles.json").write_text("{}")
-    assert store.make_room(100, set()) == 0
-    assert store.make_room(101, set()) == 300 and store.parts() == tuple(sorted(shas[:2]))
-    assert store.make_room(400, {shas[1]}) == 0
-    assert store.make_room(500, {shas[1]}) == 300 and store.parts() == (shas[1],)
+    assert store.free_space(100, set()) == 0
+    assert store.free_space(101, set()) == 300 and store.parts() == tuple(sorted(shas[:2]))
+    assert store.free_space(400, {shas[1]}) == 0
+    assert store.free_space(500, {shas[1]}) == 300 and store.parts() == (shas[1],)
     with pytest.raises(CheckpointError, match="--cache-size"):
-        store.make_room(800, {shas[1]})
+        store.free_space(800, {shas[1]})
     assert store.parts() == (shas[1],)
     partial = put(store, "begun", 600, 1.0, ".part")
-    assert store.make_room(400, {partial}) == 300, "a part of this run that has begun to come is kept"
+    assert store.free_space(400, {partial}) == 300, "a part of this run that has begun to come is kept"
     assert (tmp_path / f"{partial}.part").exists() and (tmp_path / "profiles.json").exists()
-    assert BlockStore(tmp_path).make_room(1 << 60, set()) == 0, "no limit"
-    assert BlockStore(tmp_path / "nowhere", 10).make_room(5, set()) == 0
+    assert BlockStore(tmp_path).free_space(1 << 60, set()) == 0, "no limit"
+    assert BlockStore(tmp_path / "nowhere", 10).free_space(5, set()) == 0
 
 
 def test_a_part_that_comes_twice_comes_one_after_the_other(tmp_path: Path) -> None:

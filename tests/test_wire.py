@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mdi.errors import WireError
 from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec, Header
 from mdi.net.hello import Fault, Hello
-from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice
+from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, FrameType, Limits, Slice
 
 SMALL = Limits(max_rows=64, max_cols=64, max_slices=8, max_payload_bytes=1 << 14)
 
@@ -35,7 +35,7 @@ def batches(draw: st.DrawFn) -> Frame:
     freed = tuple(draw(st.lists(U64, max_size=8)))
     pairs = st.tuples(U64, U64).filter(lambda pair: pair[0] != pair[1])
     copies = tuple(draw(st.lists(pairs, max_size=8, unique_by=lambda pair: pair[1])))
-    return Frame(Kind.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload, copies)
+    return Frame(FrameType.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload, copies)
 
 
 def decoded(data: bytes, limits: Limits = SMALL, codec: FrameCodec | None = None) -> Frame:
@@ -53,19 +53,19 @@ def encoded(frame: Frame) -> bytes:
 
 
 FRAME = Frame(
-    Kind.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24)), ((1, 5),)
+    FrameType.BATCH, 7, 3, "float32", 3, 2, (Slice(1, 10, 1, 1), Slice(2, 0, 2, 0)), (9, 8), bytes(range(24)), ((1, 5),)
 )
 
 
 def test_sizes() -> None:
     assert HEADER_BYTES == 72
-    assert len(PLAIN.head(Frame(Kind.PING, 1))) == 72
+    assert len(PLAIN.head(Frame(FrameType.PING, 1))) == 72
     assert len(PLAIN.head(FRAME)) == 72 + 2 * 20 + 2 * 8 + 16
 
 
 def test_bytes_of_a_frame_stand_where_the_table_says() -> None:
     data = encoded(FRAME)
-    assert data[:8] == b"MDIr" + bytes([VERSION, Kind.BATCH, 1, 0])
+    assert data[:8] == b"MDIr" + bytes([VERSION, FrameType.BATCH, 1, 0])
     assert struct.unpack_from("<QQIIIIIIQ", data, 8) == (7, 3, 2, 2, 1, 3, 2, 0, 24)
     assert struct.unpack_from("<I12s", data, 56) == (zlib.crc32(data[72:], zlib.crc32(data[:56])), bytes(12))
     assert struct.unpack_from("<QIIIQIIIQQQQ", data, 72) == (1, 10, 1, 1, 2, 0, 2, 0, 9, 8, 1, 5)
@@ -80,12 +80,12 @@ def test_a_batch_comes_back(frame: Frame) -> None:
 
 
 @settings(deadline=None)
-@given(kind=st.sampled_from(list(Kind)), epoch=U64, data=st.binary(max_size=64))
-def test_a_message_comes_back(kind: Kind, epoch: int, data: bytes) -> None:
-    if kind is Kind.BATCH and data:
+@given(kind=st.sampled_from(list(FrameType)), epoch=U64, data=st.binary(max_size=64))
+def test_a_message_comes_back(kind: FrameType, epoch: int, data: bytes) -> None:
+    if kind is FrameType.BATCH and data:
         return  # rows without slices
     found = decoded(encoded(Frame.message(kind, epoch, data)))
-    assert (found.kind, found.epoch, bytes(found.payload)) == (kind, epoch, data)
+    assert (found.type, found.epoch, bytes(found.payload)) == (kind, epoch, data)
 
 
 @settings(deadline=None)
@@ -175,8 +175,8 @@ def test_a_mutated_frame_is_refused_or_still_consistent(frame: Frame, data: st.D
         return
     rows = sum(s.n_rows for s in found.slices)
     logits = sum(s.n_logits for s in found.slices)
-    assert found.kind is not Kind.BATCH or found.n_rows in (rows, logits)
-    assert found.kind is not Kind.BATCH or len({s.seq_id for s in found.slices}) == len(found.slices)
+    assert found.type is not FrameType.BATCH or found.n_rows in (rows, logits)
+    assert found.type is not FrameType.BATCH or len({s.seq_id for s in found.slices}) == len(found.slices)
     assert len(found.payload) == DTYPES[DTYPE_CODES[found.dtype]].n_bytes(found.n_rows, found.n_cols)
     if not seal:
         assert mutated == encoded(frame)
@@ -236,7 +236,7 @@ def test_a_hello_of_a_later_version_may_say_more() -> None:
 @settings(deadline=None)
 @given(node=st.text(), message=st.text(max_size=2000), reporter=st.text())
 def test_a_fault_fits_a_handshake_whatever_it_says(node: str, message: str, reporter: str) -> None:
-    frame = Frame.message(Kind.ERROR, 1, Fault(node, message, reporter).to_bytes())
+    frame = Frame.message(FrameType.ERROR, 1, Fault(node, message, reporter).to_bytes())
     found = Fault.from_bytes(decoded(encoded(frame), HANDSHAKE_LIMITS).payload)
     shown = ["".join(c if c.isprintable() else " " for c in text) for text in (node[:40], message[:500], reporter[:40])]
     assert found == Fault(*shown)  # a terminal's control characters have no place in a report
@@ -244,5 +244,5 @@ def test_a_fault_fits_a_handshake_whatever_it_says(node: str, message: str, repo
 
 @pytest.mark.parametrize("text", ["\U0001f600" * 1000, "\x00" * 1000, "\ud800" * 1000, '"\\' * 1000])
 def test_the_largest_faults_fit_a_handshake(text: str) -> None:
-    frame = Frame.message(Kind.ERROR, 1, Fault(text, text, text).to_bytes())
+    frame = Frame.message(FrameType.ERROR, 1, Fault(text, text, text).to_bytes())
     assert len(Fault.from_bytes(decoded(encoded(frame), HANDSHAKE_LIMITS).payload).message) == 500

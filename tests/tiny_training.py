@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from mdi import cli_data, cli_train
+from mdi.cli import prepare_data as cli_data
+from mdi.cli import train as cli_train
 
 SHAPE = dict(
     name="tiny",

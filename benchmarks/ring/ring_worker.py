@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from mdi import cli_starter
+from mdi.cli import starter as cli_starter
 from mdi.engine.sequence import SamplingParams
-from mdi.node.device import set_threads
+from mdi.machine.device import set_threads
 from mdi.node.local import LocalRing
 from mdi.node.starter import StarterNode
 from peers.protocol import Case, serve

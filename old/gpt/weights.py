@@ -19,16 +19,16 @@ import yaml
 from gpt.model import PositionGPT
 from gpt.shape import GPTConfig, config_of, gpt2_config
 from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing, read_json
 from mdi.errors import CheckpointError, UsageError
-from mdi.node.weights import StarterWeights
+from mdi.node.starter_weights import StarterWeights
 from mdi.partition.split import default_split, parse_layers, ranges
-from mdi.settings import parse_yaml
+from mdi.settings_file import parse_yaml
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -234,7 +234,7 @@ def _check_tensors(config: GPTConfig, specs: Mapping[str, TensorSpec], where: Pa
 
 
 class GPTWeights(StarterWeights):
-    """A checkpoint of one of these kinds, and its cut: by hand, by the thesis' tables, or an even one."""
+    """A checkpoint of one of these families, and its cut: by hand, by the thesis' tables, or an even one."""
 
     def __init__(
         self, source: GPTSource, n_nodes: int, layers: str | None, cuts: Mapping[Any, tuple[int, ...]]

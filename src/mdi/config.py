@@ -14,7 +14,7 @@ from typing import Any
 
 from mdi.errors import UsageError
 from mdi.security.keys import KeyFile
-from mdi.settings import TEXT_LIMIT_BYTES, read_limited
+from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
 
 N_NODES_LIMIT = 1024
 DTYPES = ("float32", "float16", "bfloat16")  # that a node can compute in
@@ -91,7 +91,7 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     starter = node_of(_field(nodes, "starter", dict, where), "starter", f"{where}.starter")
     listed = nodes.get("secondary", [])
     if not isinstance(listed, list):
-        raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_kind(listed)}")
+        raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_type_name(listed)}")
     if len(listed) >= N_NODES_LIMIT:
         raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
     secondaries = tuple(node_of(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed))
@@ -143,7 +143,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:  # a number with thousands of digits, brackets without end
         raise UsageError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(data, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {_kind(data)}")
+        raise UsageError(f"{path}: expected a JSON object, found {_type_name(data)}")
     return data
 
 
@@ -158,7 +158,7 @@ def nearest_existing(path: str | Path) -> Path:
 def node_of(entry: Any, name: str, where: str) -> NodeConfig:
     """One node from its entry in a nodes file; `where` names the entry in errors. Raises UsageError."""
     if not isinstance(entry, dict):
-        raise UsageError(f"{where}: expected an object that describes one node, found {_kind(entry)}")
+        raise UsageError(f"{where}: expected an object that describes one node, found {_type_name(entry)}")
     communication = _field(entry, "communication", dict, where)
     inference = _field(entry, "inference", dict, where)
     return NodeConfig(
@@ -182,14 +182,14 @@ def _field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
         raise UsageError(f"{where}: the field {key!r} is missing")
     value = _optional(data, key, kind, where)
     if value is None or value == "":
-        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_kind(data[key])}")
+        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_type_name(data[key])}")
     return value
 
 
 def _optional(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = data.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_kind(value)}")
+        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_type_name(value)}")
     return value
 
 
@@ -215,7 +215,7 @@ def _cores(entry: dict[str, Any], where: str) -> tuple[int, ...] | None:
         return parse_cores(cores, f"{where}.cores")
     if not isinstance(cores, list) or not cores or not all(type(c) is int and c >= 0 for c in cores):
         raise UsageError(
-            f'{where}.cores: expected a list of core numbers, or a text like "0,2-3", found {_kind(cores)}'
+            f'{where}.cores: expected a list of core numbers, or a text like "0,2-3", found {_type_name(cores)}'
         )
     return tuple(dict.fromkeys(cores))
 
@@ -225,7 +225,9 @@ def _kv_memory(entry: dict[str, Any], where: str) -> int | None:
     if size is None:
         return None
     if not isinstance(size, (str, int)) or isinstance(size, bool):
-        raise UsageError(f'{where}.kv_memory: expected a text like "500M" or a number of bytes, found {_kind(size)}')
+        raise UsageError(
+            f'{where}.kv_memory: expected a text like "500M" or a number of bytes, found {_type_name(size)}'
+        )
     return parse_bytes(str(size), f"{where}.kv_memory")
 
 
@@ -278,7 +280,7 @@ def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
 _NAMES = {str: "a string", int: "a whole number", dict: "an object"}
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", type(None): "null"}
     return names.get(type(value), f"{value!r}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mdi.config import nearest_existing
 from mdi.errors import UsageError
-from mdi.settings import TEXT_LIMIT_BYTES, read_limited
+from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
 
 DEFAULT_PROMPT = "Who are you?"
 DEFAULT_N_SAMPLES = 3  # of a single prompt

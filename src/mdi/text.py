@@ -17,7 +17,7 @@ from typing import Any
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
 from mdi.prompts import refuse_surrogates
-from mdi.settings import parse_json, read_yaml
+from mdi.settings_file import parse_json, read_yaml
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
 # Names that litgpt's table takes for chat models although they are (also) those of base models.

@@ -14,7 +14,7 @@ from processes import Cluster, Spawn, Starter
 
 from mdi.net.hello import Hello
 from mdi.net.link import send_frame
-from mdi.net.wire import Frame, Kind
+from mdi.net.wire import Frame, FrameType
 from tiny_checkpoint import reference
 
 NOISE = [
@@ -41,7 +41,7 @@ def strangers(ports: list[int]) -> Iterator[list[socket.socket]]:
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
             hello = Hello(0, 3, "0" * 64)
             with contextlib.suppress(OSError):
-                send_frame(sock, Frame.message(Kind.HELLO, 12345, hello.to_bytes()))
+                send_frame(sock, Frame.message(FrameType.HELLO, 12345, hello.to_bytes()))
             made.append(sock)
         yield made
 

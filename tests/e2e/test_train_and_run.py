@@ -13,7 +13,7 @@ from processes import Spawn
 
 from families import greedy
 from mdi.cli import launch
-from mdi.training.shape import load_shape
+from mdi.training.new_model import load_shape
 from tiny_training import argv_of, make_dataset, make_shape
 
 

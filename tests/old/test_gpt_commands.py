@@ -24,7 +24,7 @@ from gpt.commands import (
     nano_starter,
     nano_train,
 )
-from gpt.kinds import NanoKind
+from gpt.families import NanoFamily
 from gpt.model import greedy
 from gpt.tokens import CharCodec, character_vocabulary, gpt2_codec
 from gpt.turns import WholeTextScheduler
@@ -220,7 +220,7 @@ def test_three_nodes_take_turns_with_whole_texts() -> None:
 
 def test_rows_may_be_as_wide_as_the_vocabulary() -> None:
     model = tiny_nano()
-    assert NanoKind().widest_row(model.config) == max(24, 26)
+    assert NanoFamily().widest_row(model.config) == max(24, 26)
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda p: f"{p.parent.name}/{p.stem}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpt_models import CONTEXT, gpt2_of_reference, tiny_nano, write_gpt2, write_nano
 
-from gpt.kinds import GPT2Kind, NanoKind, WholeTextKind
+from gpt.families import GPT2Family, NanoFamily, WholeTextFamily
 from gpt.model import PositionGPT, greedy
 from gpt.nodes_file import arrange, load_nano_cluster
 from gpt.stage import WholeTextStage
@@ -43,21 +43,23 @@ def running(node: SecondaryNode) -> Iterator[SecondaryNode]:
 
 
 @contextmanager
-def cluster_of(kinds: list[tuple[str, WholeTextKind]], folder: Path) -> Iterator[ClusterConfig]:
+def cluster_of(families: list[tuple[str, WholeTextFamily]], folder: Path) -> Iterator[ClusterConfig]:
     """Nodes of these names and kinds that wait for a starter."""
     with ExitStack() as stack:
         entries = []
-        for name, kind in kinds:
-            node = SecondaryNode(NodeConfig(name, "127.0.0.1", 0, 0), None, folder / f"cache-{name}", "cpu", kind=kind)
+        for name, family in families:
+            node = SecondaryNode(
+                NodeConfig(name, "127.0.0.1", 0, 0), None, folder / f"cache-{name}", "cpu", family=family
+            )
             stack.enter_context(running(node))
             entries.append(NodeConfig(name, "127.0.0.1", node.control_port, node.ring_port))
         yield ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entries))
 
 
 def generated(
-    cluster: ClusterConfig, kind: WholeTextKind, ckpt: Path, prompts: list[list[int]], layers: str | None = None
+    cluster: ClusterConfig, family: WholeTextFamily, ckpt: Path, prompts: list[list[int]], layers: str | None = None
 ) -> list[list[int]]:
-    node = StarterNode(cluster, StarterOptions(ckpt=ckpt, device="cpu", layers=layers), kind)
+    node = StarterNode(cluster, StarterOptions(ckpt=ckpt, device="cpu", layers=layers), family)
     try:
         node.open()
         node.prepare(max(map(len, prompts)) + GREEDY.n_tokens)
@@ -71,9 +73,9 @@ def generated(
         node.close()
 
 
-def nano_roles(n_nodes: int) -> list[tuple[str, WholeTextKind]]:
-    between = [(f"intermediate{i}", NanoKind("intermediate")) for i in range(n_nodes - 2)]
-    return [*between, *([("finisher", NanoKind("finisher"))] if n_nodes > 1 else [])]
+def nano_roles(n_nodes: int) -> list[tuple[str, WholeTextFamily]]:
+    between = [(f"intermediate{i}", NanoFamily("intermediate")) for i in range(n_nodes - 2)]
+    return [*between, *([("finisher", NanoFamily("finisher"))] if n_nodes > 1 else [])]
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 3])
@@ -87,7 +89,7 @@ def test_nanogpt_over_nodes_is_the_model(n_nodes: int, tmp_path: Path) -> None:
     expected = [greedy(model, prompt, GREEDY.n_tokens) for prompt in prompts]
     assert len(set(map(tuple, expected))) == n_nodes and all(len(set(ids)) > 5 for ids in expected), "too dull"
     with cluster_of(nano_roles(n_nodes), tmp_path) as cluster:
-        assert generated(cluster, NanoKind(), ckpt, prompts) == expected
+        assert generated(cluster, NanoFamily(), ckpt, prompts) == expected
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +115,26 @@ def test_gpt2_over_nodes_is_the_model(
     expected = [greedy(model, prompt, GREEDY.n_tokens) for prompt in prompts]
     assert len(set(map(tuple, expected))) == n_samples and all(len(set(ids)) > 5 for ids in expected), "too dull"
     expected = [ids[: ids.index(96)] if 96 in ids else ids for ids in expected]  # which ends a text
-    secondaries: list[tuple[str, WholeTextKind]] = [(f"secondary{i}", GPT2Kind()) for i in range(n_nodes - 1)]
+    secondaries: list[tuple[str, WholeTextFamily]] = [(f"secondary{i}", GPT2Family()) for i in range(n_nodes - 1)]
     with cluster_of(secondaries, tmp_path) as cluster:
-        assert generated(cluster, GPT2Kind(), ckpt, prompts, layers) == expected
+        assert generated(cluster, GPT2Family(), ckpt, prompts, layers) == expected
 
 
 def test_a_role_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ckpt = write_nano(tmp_path / "nano", tiny_nano())
-    roles = [("intermediate0", NanoKind("finisher")), ("finisher", NanoKind("finisher"))]
+    roles = [("intermediate0", NanoFamily("finisher")), ("finisher", NanoFamily("finisher"))]
     with (
         cluster_of(roles, tmp_path) as cluster,
         pytest.raises(MdiError, match="started as finisher, but the nodes file has it as intermediate"),
     ):
-        generated(cluster, NanoKind(), ckpt, [[1]])
+        generated(cluster, NanoFamily(), ckpt, [[1]])
 
 
 def test_a_node_of_todays_system_refuses_an_earlier_model(tmp_path: Path) -> None:
     """It keeps caches and knows no learned positions."""
     ckpt = write_gpt2(tmp_path / "gpt2")
     with cluster_of([("secondary0", None)], tmp_path) as cluster, pytest.raises(RingError, match="could not get ready"):  # type: ignore[list-item]
-        generated(cluster, GPT2Kind(), ckpt, [[1]])
+        generated(cluster, GPT2Family(), ckpt, [[1]])
 
 
 def test_a_stage_wants_whole_texts() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster_keys import key_file
-from mdi.cli_access import KEY_VARIABLE, own_address, refuse_exposure, split_address, with_keys
+from mdi.cli.access import KEY_VARIABLE, own_address, refuse_exposure, split_address, with_keys
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import UsageError
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi import cli_key
+from mdi.cli import key as cli_key
 from mdi.cli import main
-from mdi.cli_join import fetch
+from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import AccessError, ControlError

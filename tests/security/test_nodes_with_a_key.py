@@ -11,7 +11,7 @@ from cluster_keys import key_file
 from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import AccessError, ControlError
-from mdi.node.doctor import examine
+from mdi.examine.doctor import examine
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from secondaries import cluster_of, secondaries

@@ -22,7 +22,7 @@ from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
 from mdi.net.meeting import meet
 from mdi.net.ring import Seat
-from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.keys import KeyFile, new_secret, write_keys
 
 EPOCH = 5
@@ -42,7 +42,7 @@ def port(keys: KeyFile) -> Iterator[RingListener]:
 
 def batch(epoch: int, number: int) -> Frame:
     data = torch.arange(8, dtype=torch.float32).numpy().tobytes()
-    return Frame(Kind.BATCH, epoch, number, "float32", 2, 4, (Slice(1, number, 2, 0),), (), data)
+    return Frame(FrameType.BATCH, epoch, number, "float32", 2, 4, (Slice(1, number, 2, 0),), (), data)
 
 
 def test_a_ring_goes_round_and_a_plain_frame_ends_it(keys: KeyFile) -> None:
@@ -79,11 +79,11 @@ def test_keys_change_while_a_ring_runs(keys: KeyFile) -> None:
 
 def test_the_true_neighbour_gets_in_beside_strangers(keys: KeyFile, port: RingListener) -> None:
     expectation = port.expect(EPOCH, Hello(2, 4, PLACEMENT))
-    hello = Frame.message(Kind.HELLO, EPOCH, Hello(2, 4, PLACEMENT).to_bytes())
+    hello = Frame.message(FrameType.HELLO, EPOCH, Hello(2, 4, PLACEMENT).to_bytes())
     with socket.create_connection(("127.0.0.1", port.port), DEADLINE_S) as stranger:
         send_frame(stranger, hello)
         answer = read_frame(stranger, HANDSHAKE)
-        assert answer is not None and answer.kind is Kind.ERROR
+        assert answer is not None and answer.type is FrameType.ERROR
         assert Fault.from_bytes(answer.payload).code == AccessError.code
         assert expectation.caller is None
     with socket.create_connection(("127.0.0.1", port.port), DEADLINE_S) as friend:
@@ -93,15 +93,15 @@ def test_the_true_neighbour_gets_in_beside_strangers(keys: KeyFile, port: RingLi
         sock = expectation.wait(DEADLINE_S)
         assert sock is not None
         with sock:
-            send_frame(sock, Frame(Kind.PING, EPOCH), expectation.codec)
+            send_frame(sock, Frame(FrameType.PING, EPOCH), expectation.codec)
             frame = read_frame(friend, codec)
-            assert frame is not None and frame.kind is Kind.PING
+            assert frame is not None and frame.type is FrameType.PING
 
 
 def test_a_hello_without_a_challenge_or_with_an_old_one_is_refused(keys: KeyFile, port: RingListener) -> None:
     """Somebody who recorded a call plays it again, and sends what followed it."""
     expectation = port.expect(EPOCH, Hello(2, 4, PLACEMENT))
-    hello = Frame.message(Kind.HELLO, EPOCH, Hello(2, 4, PLACEMENT).to_bytes())
+    hello = Frame.message(FrameType.HELLO, EPOCH, Hello(2, 4, PLACEMENT).to_bytes())
     recorded = b""
 
     class Recorder(socket.socket):

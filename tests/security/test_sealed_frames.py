@@ -12,7 +12,7 @@ import pytest
 from mdi.errors import AccessError, WireError
 from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
 from mdi.net.link import BufferPool, read_frame
-from mdi.net.wire import Frame, Kind, Limits, Slice
+from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security import challenge
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
 from mdi.security.session import Session
@@ -20,9 +20,9 @@ from mdi.security.session import Session
 A, B = bytes(32), bytes(range(32))
 LIMITS = Limits(max_rows=16, max_cols=4096, max_slices=8, max_payload_bytes=1 << 16)
 FRAME = Frame(
-    Kind.BATCH, 7, 3, "float32", 2, 3, (Slice(1, 5, 1, 1), Slice(2, 0, 1, 0)), (9,), bytes(range(24)), ((1, 4),)
+    FrameType.BATCH, 7, 3, "float32", 2, 3, (Slice(1, 5, 1, 1), Slice(2, 0, 1, 0)), (9,), bytes(range(24)), ((1, 4),)
 )
-PING = Frame(Kind.PING, 7)
+PING = Frame(FrameType.PING, 7)
 SEED = 5
 
 
@@ -53,7 +53,7 @@ def as_read(frame: Frame) -> Frame:
 def test_frames_arrive_in_order_in_both_directions_and_show_nothing(is_aes: bool) -> None:
     one, other = codecs(is_aes)
     pool = BufferPool(2)
-    for frame in (FRAME, PING, replace(FRAME, number=4), Frame.message(Kind.STOP, 7, b"over")):
+    for frame in (FRAME, PING, replace(FRAME, number=4), Frame.message(FrameType.STOP, 7, b"over")):
         for sender, receiver in ((one, other), (other, one)):
             data = bytes_of(frame, sender)
             assert b"MDIr" not in data and bytes(range(24)) not in data

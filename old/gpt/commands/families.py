@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mdi.node.kind import ModelKind
+    from mdi.node.model_family import ModelFamily
 
 
-def gpt2() -> ModelKind:
-    from gpt.kinds import GPT2Kind
+def gpt2() -> ModelFamily:
+    from gpt.families import GPT2Family
 
-    return GPT2Kind()
+    return GPT2Family()
 
 
-def nano(role: str = "starter") -> ModelKind:
-    from gpt.kinds import NanoKind
+def nano(role: str = "starter") -> ModelFamily:
+    from gpt.families import NanoFamily
 
-    return NanoKind(role)
+    return NanoFamily(role)

@@ -15,7 +15,7 @@ IS_ENDED_AT_ONCE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
-    from mdi import cli_local_ring
+    from mdi.cli import local_ring as cli_local_ring
 
     cli_local_ring.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt.commands.families import gpt2
     from gpt.rings import GPT2Ring
-    from mdi.cli_local_ring import run_ring
+    from mdi.cli.local_ring import run_ring
 
     return run_ring(args, GPT2Ring, gpt2)

@@ -13,14 +13,14 @@ IS_ENDED_AT_ONCE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import SETTINGS
-    from mdi import cli_secondary
+    from mdi.cli import secondary as cli_secondary
 
     cli_secondary.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json"), "0"])
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli_secondary import place_of, serve
+    from mdi.cli.secondary import place_of, serve
     from mdi.config import load_nodes, load_secondary
 
     path, index = place_of(args)

@@ -18,7 +18,7 @@ N_TOKENS = 400  # per sample: thesis, section 4.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi import cli_starter
+    from mdi.cli import starter as cli_starter
 
     cli_starter.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gpt.commands.families import gpt2
-    from mdi.cli_starter import run_on
+    from mdi.cli.starter import run_on
     from mdi.config import load_cluster
 
-    return run_on(args, lambda: load_cluster(args.nodes_config), kind=gpt2)
+    return run_on(args, lambda: load_cluster(args.nodes_config), family=gpt2)

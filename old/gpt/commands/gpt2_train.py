@@ -29,7 +29,7 @@ _SHAPE = ("n_layer", "n_embd", "n_head")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi import cli_train
+    from mdi.cli import train as cli_train
 
     cli_train.add_arguments(parser)
     shape = parser.add_argument_group("shape of the model, from scratch (default: the thesis')")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli_train import train
+    from mdi.cli.train import train
 
     return train(args, begin)
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gpt.tokens import character_vocabulary
-    from mdi.cli_data import unnamed_file_near
+    from mdi.cli.prepare_data import unnamed_file_near
     from mdi.training.data import encode_texts, write_data_set
     from mdi.training.texts import find_texts, read_text
     from mdi.training.vocabulary import train_vocabulary

@@ -15,7 +15,7 @@ IS_ENDED_AT_ONCE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import SETTINGS
-    from mdi import cli_secondary
+    from mdi.cli import secondary as cli_secondary
 
     cli_secondary.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json")])
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gpt.nodes_file import load_nano_cluster, load_nano_node
-    from mdi.cli_secondary import place_of, serve
+    from mdi.cli.secondary import place_of, serve
 
     path, index = place_of(args)
     config = load_nano_node(path, "finisher", index)

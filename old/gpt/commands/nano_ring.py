@@ -15,7 +15,7 @@ IS_ENDED_AT_ONCE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import N_TOKENS
-    from mdi import cli_local_ring
+    from mdi.cli import local_ring as cli_local_ring
 
     cli_local_ring.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from gpt.commands.families import nano
     from gpt.commands.nano_starter import fill_in
     from gpt.rings import NanoRing
-    from mdi.cli_local_ring import run_ring
+    from mdi.cli.local_ring import run_ring
 
     fill_in(args, args.nodes)
     return run_ring(args, NanoRing, nano)

@@ -13,7 +13,7 @@ IS_ENDED_AT_ONCE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import N_TOKENS
-    from mdi import cli_sample
+    from mdi.cli import sample as cli_sample
 
     cli_sample.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(n_tokens=N_TOKENS)
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gpt.commands.families import nano
-    from mdi.cli_starter import run_on
+    from mdi.cli.starter import run_on
     from mdi.config import standalone
 
     args.prompt = args.prompt or ["\n"]
-    return run_on(args, standalone, kind=nano)
+    return run_on(args, standalone, family=nano)

@@ -18,7 +18,7 @@ N_TOKENS = 1000  # per sample: thesis, section 4.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi import cli_starter
+    from mdi.cli import starter as cli_starter
 
     cli_starter.add_arguments(parser, is_litgpt=False)
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt.commands.families import nano
     from gpt.nodes_file import load_nano_cluster
-    from mdi.cli_starter import run_on
+    from mdi.cli.starter import run_on
 
     cluster = load_nano_cluster(args.nodes_config)
     fill_in(args, cluster.n_nodes)
-    return run_on(args, lambda: cluster, kind=nano)
+    return run_on(args, lambda: cluster, family=nano)
 
 
 def fill_in(args: argparse.Namespace, n_nodes: int) -> None:

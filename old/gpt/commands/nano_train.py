@@ -23,7 +23,7 @@ FOREIGN = ("config", "fit_vocab", "hf_token", "lora_r")  # flags of src/train.py
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi import cli_train
+    from mdi.cli import train as cli_train
 
     cli_train.add_arguments(parser)
     shape = parser.add_argument_group("shape of the model, from scratch (default: the thesis')")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli_train import train
+    from mdi.cli.train import train
 
     return train(args, begin)
 

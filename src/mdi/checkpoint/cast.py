@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mdi.checkpoint.layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mdi.blocks import block_span
+from mdi.block_ranges import block_span
 from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
 from mdi.checkpoint.parts import PartInfo

@@ -16,10 +16,10 @@ from typing import Any
 
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.layout import TensorSpec, alignment, header_bytes, ordered
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.packing import OWN_FORMAT
 from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, stage_parts
+from mdi.checkpoint.safetensors_layout import TensorSpec, alignment, header_bytes, ordered
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError

@@ -19,13 +19,13 @@ import torch
 from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_lit_dir
 from mdi.checkpoint.hfconfig import choose_config
-from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import check_tensors
-from mdi.checkpoint.tensors import as_tensor
+from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -11,7 +11,7 @@ from mdi.checkpoint.convert import convert, needs_conversion
 from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, is_lit_dir
 from mdi.errors import CheckpointError, UsageError
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 
 logger = logging.getLogger("mdi")
 

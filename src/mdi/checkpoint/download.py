@@ -16,7 +16,7 @@ from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import is_lit_dir, is_repo_id
 from mdi.config import nearest_existing
 from mdi.errors import DownloadError
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 
 MARKER = ".mdi_download.json"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels.layout import floats
 
 FOLDED_FORMATS = (

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mdi.checkpoint.ggufheader import GgufHeader
+from mdi.checkpoint.gguftensors import read_tensor
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.hffamilies import Json
 from mdi.errors import CheckpointError
@@ -164,8 +165,6 @@ def _experts(fields: _Fields) -> tuple[int, int]:
 def _llama(fields: _Fields, hf: Json) -> Json:
     own: Json = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": _rms(fields)}
     if _ROPE_FACTORS in fields.header.tensors:
-        from mdi.checkpoint.ggufsource import read_tensor
-
         factors = read_tensor(fields.header.tensors[_ROPE_FACTORS]).astype(np.float32)
         if len(factors) != hf["head_dim"] // 2:
             raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} numbers for heads of {hf['head_dim']}")

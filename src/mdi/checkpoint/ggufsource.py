@@ -11,17 +11,15 @@ from mdi.checkpoint.ggufblocks import CARRIED_OVER, carry_over
 from mdi.checkpoint.ggufconfig import gguf_config
 from mdi.checkpoint.ggufheader import GgufTensor, read_gguf
 from mdi.checkpoint.ggufnames import Piece, Recipe, recipe
+from mdi.checkpoint.gguftensors import PLAIN, read_rows, read_tensor, slice_tensor, spec_of
 from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.layout import TYPES, TensorSpec, main_dtype
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
-
-_PLAIN = ("F32", "F16", "BF16")
-_QUANTIZED = "F16"  # a scale of 11 bits times a few: what half precision rounds off is far below the format's own error
 
 
 class GgufSource(WeightSource):
@@ -51,7 +49,7 @@ class GgufSource(WeightSource):
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
         # Weights that were rounded once keep the numbers that they were rounded to.
-        self.folds_gains = all(tensor.type_name in _PLAIN for tensor in self._tensors.values())
+        self.folds_gains = all(tensor.type_name in PLAIN for tensor in self._tensors.values())
         self.hashes = None if hashes is None else HashCache(hashes, path, self.config_hash)
         self._known: dict[str, PartInfo] = {}
 
@@ -63,7 +61,7 @@ class GgufSource(WeightSource):
         pieces = []
         for piece in made.pieces:
             part = self._part(piece)
-            pieces.append(self._ordered(piece, cast(read_tensor(part), _spec_of(part), code)))
+            pieces.append(self._ordered(piece, cast(read_tensor(part), spec_of(part), code)))
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return whole - np.float32(made.minus) if made.minus else whole
 
@@ -81,9 +79,9 @@ class GgufSource(WeightSource):
         made = self._recipes[name]
         parts = [self._part(piece) for piece in made.pieces]
         kinds = {part.type_name for part in parts}
-        if len(kinds) > 1 or kinds <= set(_PLAIN) or made.minus:
+        if len(kinds) > 1 or kinds <= set(PLAIN) or made.minus:
             return None
-        rows = [self._ordered(piece, _rows(part)) for piece, part in zip(made.pieces, parts, strict=True)]
+        rows = [self._ordered(piece, read_rows(part)) for piece, part in zip(made.pieces, parts, strict=True)]
         return parts[0].type_name, np.concatenate(rows)
 
     def part_names(self) -> list[str]:
@@ -101,7 +99,7 @@ class GgufSource(WeightSource):
         """Nothing stays mapped between two tensors."""
 
     def _spec(self, made: Recipe) -> TensorSpec:
-        specs = [_spec_of(self._part(piece)) for piece in made.pieces]
+        specs = [spec_of(self._part(piece)) for piece in made.pieces]
         codes = {spec.dtype for spec in specs}
         if any(spec.shape[1:] != specs[0].shape[1:] for spec in specs):
             raise CheckpointError(f"{self.path}: {' and '.join(p.tensor for p in made.pieces)} are not equally wide")
@@ -120,12 +118,12 @@ class GgufSource(WeightSource):
         if piece.expert is not None:
             if len(found.shape) != 3 or piece.expert >= found.shape[0]:
                 raise CheckpointError(f"{self.path}: {piece.tensor} has the shape {list(found.shape)}")
-            found = _slice(found, piece.expert, piece.expert + 1, found.shape[1:])
+            found = slice_tensor(found, piece.expert, piece.expert + 1, found.shape[1:])
         if piece.rows is not None:
             start, stop = piece.rows
             if len(found.shape) < 2 or stop > found.shape[0]:
                 raise CheckpointError(f"{self.path}: {piece.tensor} has {found.shape[0]} rows, expected {stop}")
-            found = _slice(found, start, stop, (stop - start, *found.shape[1:]))
+            found = slice_tensor(found, start, stop, (stop - start, *found.shape[1:]))
         return found
 
     @staticmethod
@@ -135,48 +133,3 @@ class GgufSource(WeightSource):
             return rows
         order = np.arange(rows.shape[0]).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
         return rows[order]
-
-
-def read_tensor(tensor: GgufTensor) -> np.ndarray:
-    """The numbers of a tensor, as `_spec_of` says: plain ones as they are, others in half precision.
-
-    Raises:
-        CheckpointError: the format cannot be read, or the file has changed.
-    """
-    rows = _rows(tensor)
-    spec = _spec_of(tensor)
-    if tensor.type_name in _PLAIN:
-        return rows.view(TYPES[spec.dtype].numpy).reshape(tensor.shape)
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    try:
-        plain = dequantize(rows, GGMLQuantizationType[tensor.type_name])
-    except NotImplementedError:
-        raise CheckpointError(
-            f"{tensor.path}: weights of the type {tensor.type_name} cannot be read; use a file in Q8_0, a K format, or F16"
-        ) from None
-    return plain.astype(np.float16).reshape(tensor.shape)
-
-
-def _spec_of(tensor: GgufTensor) -> TensorSpec:
-    """What `read_tensor` gives."""
-    return TensorSpec(tensor.type_name if tensor.type_name in _PLAIN else _QUANTIZED, tensor.shape)
-
-
-def _rows(tensor: GgufTensor) -> np.ndarray:
-    """uint8 (rows, bytes of a row), of our own"""
-    n_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    try:
-        data = np.fromfile(tensor.path, dtype=np.uint8, count=tensor.n_bytes, offset=tensor.offset)
-    except OSError as e:
-        raise CheckpointError(f"cannot read {tensor.path}: {e.strerror or e}") from None
-    if data.size != tensor.n_bytes:
-        raise CheckpointError(f"{tensor.path} became shorter while it was read")
-    return data.reshape(n_rows, -1)
-
-
-def _slice(tensor: GgufTensor, start: int, stop: int, shape: tuple[int, ...]) -> GgufTensor:
-    """Some of a tensor along its first dimension."""
-    step = tensor.n_bytes // tensor.shape[0]
-    return GgufTensor(tensor.path, tensor.type_name, shape, tensor.offset + start * step, (stop - start) * step)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.parts import PartInfo
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 
 FORMAT_VERSION = 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mdi.checkpoint.hffamilies import DERIVED, Json, derive
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 
 # config.json's name for what litgpt's Config calls otherwise; a named Config must agree with those that are given
 _SAME = {

@@ -76,7 +76,7 @@ def _rope(hf: Json) -> Json:
     parameters = hf.get("rope_parameters") or {}  # transformers 5 has all in one place
     scaling = hf.get("rope_scaling") or parameters
     result: Json = {"rope_base": _whole(parameters.get("rope_theta") or hf.get("rope_theta") or 10000)}
-    kind = _rope_kind(scaling)
+    kind = _rope_type(scaling)
     if kind == "linear":
         result["rope_condense_ratio"] = scaling["factor"]
     elif kind == "llama3":
@@ -92,7 +92,7 @@ def _rope(hf: Json) -> Json:
     return result
 
 
-def _rope_kind(scaling: Json) -> str:
+def _rope_type(scaling: Json) -> str:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise ValueError(f"rope scaling of the type {kind!r} is not supported, only {', '.join(_ROPE_KINDS)}")
@@ -177,8 +177,8 @@ def _gemma3(hf: Json) -> Json:
     parameters = hf.get("rope_parameters") or {}
     far = parameters.get("full_attention") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf["rope_theta"]}
     near = parameters.get("sliding_attention") or {"rope_theta": hf["rope_local_base_freq"]}
-    kind = _rope_kind(far)
-    if kind not in ("default", "linear") or _rope_kind(near) != "default":
+    kind = _rope_type(far)
+    if kind not in ("default", "linear") or _rope_type(near) != "default":
         raise ValueError(f"rope scaling of the type {kind!r} is not supported for this architecture")
     return {
         **_gemma(hf),

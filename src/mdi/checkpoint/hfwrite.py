@@ -41,7 +41,7 @@ def hf_config(config: Json) -> Json:
     Raises:
         CheckpointError: transformers has no model with these settings.
     """
-    kind = _kind(config)
+    kind = _model_type(config)
     eps = next((key for key, kinds in _EPS.items() if kind in kinds), "rms_norm_eps")
     written = {
         "architectures": [_ARCHITECTURES[kind]],
@@ -69,7 +69,7 @@ def hf_config(config: Json) -> Json:
     return written
 
 
-def _kind(config: Json) -> str:
+def _model_type(config: Json) -> str:
     if config["mlp_class_name"] == "GptNeoxMLP":
         return "phi" if config["lm_head_bias"] else "gpt_neox" if config["bias"] else "falcon"
     if config["norm_class_name"] == "LayerNorm":

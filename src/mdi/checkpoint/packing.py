@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mdi.checkpoint.layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import ALIGN_BYTES, LAYOUTS, Matrix, floats, matrix_bytes, pack, unpack

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mdi.checkpoint.layout import main_dtype
 from mdi.checkpoint.packing import packing_of
 from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.safetensors_layout import main_dtype
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 

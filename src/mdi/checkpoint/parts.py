@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mdi.checkpoint.layout import TensorSpec, header_bytes, ordered
+from mdi.checkpoint.safetensors_layout import TensorSpec, header_bytes, ordered
 from mdi.errors import CheckpointError
 
 PIECE_BYTES = 4 << 20

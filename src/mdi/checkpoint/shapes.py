@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.modelshapes import Shape, shapes_of
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
 from mdi.limits import excess
-from mdi.settings import check_counts, read_yaml
+from mdi.settings_file import check_counts, read_yaml
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import numpy as np
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, no_checkpoint
 from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.layout import TensorSpec, main_dtype
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
@@ -72,7 +72,7 @@ class LitCheckpoint(WeightSource):
         from litgpt.config import Config
         from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 
-        from mdi.checkpoint.tensors import as_array, as_tensor
+        from mdi.checkpoint.torch_tensors import as_array, as_tensor
 
         return as_array(qkv_reassemble(as_tensor(array, spec), Config(**self.config_dict)))
 

@@ -38,7 +38,7 @@ class BlockStore:
     when the first part comes.
 
     Args:
-        limit_bytes: what all files together may take, see `make_room`; None is no limit.
+        limit_bytes: what all files together may take, see `free_space`; None is no limit.
     """
 
     def __init__(self, directory: str | Path, limit_bytes: int | None = None) -> None:
@@ -119,7 +119,7 @@ class BlockStore:
     def free_bytes(self) -> int:
         return shutil.disk_usage(nearest_existing(self.directory)).free
 
-    def make_room(self, n_bytes: int, keep: Collection[str]) -> int:
+    def free_space(self, n_bytes: int, keep: Collection[str]) -> int:
         """Let `n_bytes` more fit under the limit: remove what was used longest ago.
 
         Args:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mdi.checkpoint.layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.mapping import map_bytes
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, MemoryShortError
 
@@ -81,14 +81,14 @@ class PickledFile:
     """torch.save's format, with torch's restricted unpickler, which builds tensors and containers only."""
 
     def __init__(self, path: Path) -> None:
-        from mdi.checkpoint.tensors import spec_of
+        from mdi.checkpoint.torch_tensors import spec_of
 
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None
         self.specs = {name: spec_of(tensor) for name, tensor in self._load().items()}
 
     def array(self, name: str) -> np.ndarray:
-        from mdi.checkpoint.tensors import as_array
+        from mdi.checkpoint.torch_tensors import as_array
 
         return as_array(self._load()[name])
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from mdi.checkpoint.folding import folded
 from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.layout import TensorSpec
 from mdi.checkpoint.packing import EMBEDDING_SCALE, OWN_FORMAT, Packing, PartWeights, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
+from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
@@ -136,7 +136,7 @@ class WeightSource(ABC):
         Raises:
             CheckpointError: as `weights`.
         """
-        from mdi.checkpoint.tensors import as_tensor
+        from mdi.checkpoint.torch_tensors import as_tensor
 
         if self.packing is None:
             return {name: self.tensor(name) for name in self.part_specs(part)}
@@ -145,7 +145,7 @@ class WeightSource(ABC):
 
     def tensor(self, name: str) -> torch.Tensor:
         """One plain tensor for torch."""
-        from mdi.checkpoint.tensors import as_tensor
+        from mdi.checkpoint.torch_tensors import as_tensor
 
         return as_tensor(self.array(name), self.specs[name])
 

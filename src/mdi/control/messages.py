@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mdi.blocks import block_span
+from mdi.block_ranges import block_span
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.page_sizes import CACHE_TYPES
@@ -65,7 +65,7 @@ class InitRequest:
         blocks: (start, stop) of the receiver.
         dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
-        quantize: weight format that the starter wishes, see kernels.layout.
+        quantize: weight format that the starter requested, see kernels.layout.
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
         wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.

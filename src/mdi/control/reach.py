@@ -19,7 +19,7 @@ from mdi.errors import AccessError, ControlError, WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import read_frame, send_frame, tune
 from mdi.net.meeting import meet
-from mdi.net.wire import Frame, Kind
+from mdi.net.wire import Frame, FrameType
 from mdi.security.keys import KeyFile
 
 DEADLINE_S = 5.0
@@ -170,7 +170,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float, keys: KeyFile |
             sock.settimeout(deadline_s)
             codec = meet(sock, keys)
             question = Hello(0, 2, "", extensions={"question": True}).to_bytes()
-            send_frame(sock, Frame.message(Kind.HELLO, epoch, question), codec)
+            send_frame(sock, Frame.message(FrameType.HELLO, epoch, question), codec)
             frame = read_frame(sock, codec)
     except AccessError as e:
         return Reach("key", str(e))
@@ -182,8 +182,8 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float, keys: KeyFile |
         return Reach(problem_of(e), getattr(e, "strerror", None) or str(e))
     if frame is None:
         return Reach("closed", "it closed the connection without a word")
-    if frame.kind is not Kind.ERROR:
-        return Reach("stranger", f"it answered with a {frame.kind.name} frame")
+    if frame.type is not FrameType.ERROR:
+        return Reach("stranger", f"it answered with a {frame.type.name} frame")
     fault = Fault.from_bytes(frame.payload)
     reporter = fault.reporter
     if fault.code == AccessError.code:

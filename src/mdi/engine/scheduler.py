@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from mdi.engine.memory import CacheMemory
+from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE

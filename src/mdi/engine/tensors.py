@@ -8,7 +8,7 @@ import torch
 
 from mdi.engine import arrays
 from mdi.engine.encoding import ENCODED
-from mdi.net.wire import Frame, Kind, Slice
+from mdi.net.wire import Frame, FrameType, Slice
 
 DTYPES = {
     "float32": torch.float32,
@@ -61,7 +61,7 @@ def frame_of(
     """A BATCH frame of the rows `x` (n_rows, n_cols); see `payload_of`."""
     name, payload = payload_of(x, wire)
     n_rows, n_cols = x.shape
-    return Frame(Kind.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload, copies)
+    return Frame(FrameType.BATCH, epoch, number, name, n_rows, n_cols, slices, freed, payload, copies)
 
 
 def payload_of(x: torch.Tensor, wire: str) -> tuple[str, memoryview]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mdi.kernels.stage import KernelStarterStage
-from mdi.model.kernel_stage import ArrayStage
+from mdi.kernels.kernel_stage import KernelStarterStage
+from mdi.model.array_stage import ArrayStage
 
 
 class TensorStage(ArrayStage):

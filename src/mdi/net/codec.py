@@ -7,7 +7,7 @@ and no tensors; docs/protocol.md repeats the table.
     offset  size  field
     0       4     magic "MDIr"
     4       1     protocol version
-    5       1     kind (Kind)
+    5       1     type (FrameType)
     6       1     payload dtype (DTYPES)
     7       1     flags, 0
     8       8     epoch: random id of the run
@@ -18,7 +18,7 @@ and no tensors; docs/protocol.md repeats the table.
     36      4     n_rows of the payload
     40      4     n_cols of the payload
     44      4     0
-    48      8     payload bytes, which kind of payload, n_rows and n_cols decide
+    48      8     payload bytes, which its type, n_rows and n_cols decide
     56      16    CRC32 of the 56 bytes before, the tables and the payload, and twelve zeros
     72            n_slices times: seq_id u64, start u32, n_rows u32, n_logits u32   (20 bytes each)
                   n_freed times: seq_id u64
@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mdi.errors import WireError
-from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, Kind, Limits, Slice
+from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, FrameType, Limits, Slice
 from mdi.security.session import TAG_BYTES, Session
 
 MAGIC = b"MDIr"
@@ -58,7 +58,7 @@ Take = Callable[[int], memoryview]  # a buffer of so many bytes
 class Header:
     """A decoded header: what is needed to read the rest of the frame. `fields` are its bytes up to `check`, the CRC."""
 
-    kind: Kind
+    type: FrameType
     epoch: int
     number: int
     dtype: str
@@ -95,7 +95,7 @@ class FrameCodec:
         """Check a header of HEADER_BYTES bytes.
 
         Raises:
-            WireError: another magic or version, an unknown kind or dtype, a count beyond the limits, or sizes that contradict
+            WireError: another magic or version, an unknown type or dtype, a count beyond the limits, or sizes that contradict
                 each other.
         """
         if len(data) != HEADER_BYTES:
@@ -130,14 +130,14 @@ class FrameCodec:
         return _assembled(header, tables, payload)
 
     def _parsed(self, fields: bytes, check: bytes) -> Header:
-        magic, version, kind, dtype_code, flags, epoch, number, *sizes = _FIELDS.unpack(fields)
+        magic, version, frame_type, dtype_code, flags, epoch, number, *sizes = _FIELDS.unpack(fields)
         n_slices, n_freed, n_copies, n_rows, n_cols, zero, n_bytes = sizes
         if magic != MAGIC:
             raise WireError(f"not a frame of MDI-LLM: it begins with {magic!r}, expected {MAGIC!r}")
         if version != VERSION:
             raise WireError(f"the peer speaks version {version} of the ring protocol, this node version {VERSION}")
-        if kind not in Kind._value2member_map_:
-            raise WireError(f"unknown kind of frame: {kind}")
+        if frame_type not in FrameType._value2member_map_:
+            raise WireError(f"unknown type of frame: {frame_type}")
         if dtype_code not in DTYPES or flags or zero:
             raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {zero}")
         self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes)
@@ -145,7 +145,8 @@ class FrameCodec:
         if payload_type.n_bytes(n_rows, n_cols) != n_bytes:
             raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
         return Header(
-            Kind(kind), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes, fields, check
+            FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes,
+            fields, check,
         )  # fmt: skip
 
     def _check_counts(self, n_slices: int, n_freed: int, n_copies: int, n_rows: int, n_cols: int, n_bytes: int) -> None:
@@ -200,7 +201,7 @@ def _fields_of(frame: Frame) -> bytes:
     return _FIELDS.pack(
         MAGIC,
         VERSION,
-        frame.kind,
+        frame.type,
         DTYPE_CODES[frame.dtype],
         0,
         frame.epoch,
@@ -233,11 +234,11 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) 
     slices = tuple(Slice(*one) for one in _SLICE.iter_unpack(view[:n_slices]))
     freed = tuple(seq_id for (seq_id,) in _SEQ_ID.iter_unpack(view[n_slices : n_slices + n_freed]))
     copies = tuple(_COPY.iter_unpack(view[n_slices + n_freed :]))
-    if header.kind is Kind.BATCH:
+    if header.type is FrameType.BATCH:
         _check_slices(slices, header.n_rows)
         _check_copies(copies)
     return Frame(
-        header.kind, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies
+        header.type, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from mdi.net.link import JOIN_S, PING_INTERVAL_S, SILENCE_S, Allocate, read_fram
 from mdi.net.listener import RingListener
 from mdi.net.meeting import meet
 from mdi.net.ring import Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind, Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Limits
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0
@@ -95,7 +95,7 @@ def join_ring(
         node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
         fault = Fault(node, str(e), seat.name, code)
         with contextlib.suppress(OSError):
-            send_frame(sock_in, Frame.message(Kind.ERROR, seat.epoch, fault.to_bytes()), codec_in)
+            send_frame(sock_in, Frame.message(FrameType.ERROR, seat.epoch, fault.to_bytes()), codec_in)
         sock_in.close()
         if sock_out is not None:
             sock_out.close()
@@ -133,7 +133,7 @@ def _signs_of_life(sock: socket.socket, epoch: int, codec: FrameCodec) -> Iterat
     def run() -> None:
         with contextlib.suppress(OSError):  # it went away: the answer will find out
             while not over.wait(PING_INTERVAL_S):
-                send_frame(sock, Frame(Kind.PING, epoch), codec)
+                send_frame(sock, Frame(FrameType.PING, epoch), codec)
 
     thread = threading.Thread(target=run, name="ring-join", daemon=True)
     thread.start()
@@ -153,14 +153,14 @@ def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
     frame = _await_frame(sock, seat, timeout_s * (1 - seat.index / (2 * seat.n_nodes)), codec)
     if frame is None:
         raise NodeLostError(seat.next_name, f"{seat.next_name} closed the connection in the handshake")
-    if frame.kind is Kind.ERROR:
+    if frame.type is FrameType.ERROR:
         fault = Fault.from_bytes(frame.payload)
         node = fault.node or seat.next_name
         raise NodeLostError(
             node, fault.message if node in fault.message else f"{node} says: {fault.message}", fault.code
         )
-    if frame.kind is not Kind.HELLO or frame.epoch != seat.epoch:
-        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.kind.name} frame")
+    if frame.type is not FrameType.HELLO or frame.epoch != seat.epoch:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.type.name} frame")
 
 
 def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Frame | None:
@@ -192,6 +192,6 @@ def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
                 continue
             except (OSError, WireError) as e:
                 raise NodeLostError(name, f"{name} broke off the handshake: {e}") from None
-            if frame is None or frame.kind is not Kind.PING or frame.epoch != seat.epoch:
+            if frame is None or frame.type is not FrameType.PING or frame.epoch != seat.epoch:
                 return frame
             heard = time.monotonic()

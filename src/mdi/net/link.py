@@ -17,7 +17,7 @@ from typing import Any
 from mdi.errors import WireError
 from mdi.net.channel import Channel
 from mdi.net.codec import HEADER_BYTES, PLAIN, FrameCodec
-from mdi.net.wire import Frame, Kind
+from mdi.net.wire import Frame, FrameType
 
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead
@@ -203,13 +203,13 @@ class Link:
                 if frame is None:
                     if self._outbox.closed:
                         return
-                    frame = Frame(Kind.PING, self._epoch)
+                    frame = Frame(FrameType.PING, self._epoch)
                 begin = time.perf_counter()
                 self.bytes_sent += send_frame(self._sock, frame, self._codec, is_patient=True)
-                if frame.kind is Kind.BATCH:
+                if frame.type is FrameType.BATCH:
                     self.send_s += time.perf_counter() - begin
                     self.n_frames += 1
-                elif frame.kind in (Kind.STOP, Kind.ERROR):
+                elif frame.type in (FrameType.STOP, FrameType.ERROR):
                     self._sock.shutdown(socket.SHUT_WR)
                     return
         except OSError as e:
@@ -222,14 +222,14 @@ class Link:
             while (frame := read_frame(self._sock, self._codec, self.pool)) is not None:
                 if frame.epoch != self._epoch:
                     raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
-                if frame.kind in (Kind.STOP, Kind.ERROR):
+                if frame.type in (FrameType.STOP, FrameType.ERROR):
                     self._on_last(frame)
                     return self._drain()
-                if frame.kind is Kind.BATCH and self._inbox is not None:
+                if frame.type is FrameType.BATCH and self._inbox is not None:
                     if not self._inbox.put(frame):
                         return
-                elif frame.kind is not Kind.PING:
-                    raise WireError(f"a {frame.kind.name} frame in the middle of a run")
+                elif frame.type is not FrameType.PING:
+                    raise WireError(f"a {frame.type.name} frame in the middle of a run")
             self._lost("it closed the connection")
         except TimeoutError:
             self._lost(f"nothing was heard for {SILENCE_S:.0f} s")

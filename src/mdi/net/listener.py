@@ -21,7 +21,7 @@ from mdi.net.codec import HEADER_BYTES, FrameCodec, Header, SealedCodec
 from mdi.net.drops import DropLog
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, send_frame, tune
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 from mdi.security.challenge import answer_to
 from mdi.security.keys import KeyFile
 
@@ -236,26 +236,26 @@ class RingListener:
 
     def _hear(self, pending: _Pending, frame: Frame) -> None:
         """A challenge first, where this node has a key; then the HELLO."""
-        if frame.kind is Kind.CHALLENGE and self.keys is None:
+        if frame.type is FrameType.CHALLENGE and self.keys is None:
             raise AccessError(f"{self._name} has no cluster key, and its caller has one: start both with --key FILE")
         if self.keys is None or isinstance(pending.codec, SealedCodec):
             return self._admit(pending, frame)
-        if frame.kind is not Kind.CHALLENGE:
+        if frame.type is not FrameType.CHALLENGE:
             raise AccessError(f"{self._name} has a cluster key, and its caller has none: start both with --key FILE")
         answer, session = answer_to(bytes(frame.payload), self.keys.keys)
-        send_frame(pending.sock, Frame.message(Kind.CHALLENGE, 0, answer))
+        send_frame(pending.sock, Frame.message(FrameType.CHALLENGE, 0, answer))
         pending.codec = SealedCodec(session, HANDSHAKE_LIMITS)
 
     def _refuse(self, pending: _Pending, epoch: int, error: MdiError, is_told: bool = True) -> None:
         """Tell it why, in a frame, and let it go."""
         with contextlib.suppress(OSError):
             fault = Fault("", str(error), self._name, error.code)
-            send_frame(pending.sock, Frame.message(Kind.ERROR, epoch, fault.to_bytes()), pending.codec)
+            send_frame(pending.sock, Frame.message(FrameType.ERROR, epoch, fault.to_bytes()), pending.codec)
         self._drop(pending, str(error), is_told)
 
     def _admit(self, pending: _Pending, frame: Frame) -> None:
-        if frame.kind is not Kind.HELLO:
-            raise WireError(f"a {frame.kind.name} frame where a HELLO was expected")
+        if frame.type is not FrameType.HELLO:
+            raise WireError(f"a {frame.type.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)
         try:
             expectation = self._match(frame.epoch, hello)

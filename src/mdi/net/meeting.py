@@ -8,7 +8,7 @@ from mdi.errors import AccessError, WireError
 from mdi.net.codec import HANDSHAKE, FrameCodec, SealedCodec
 from mdi.net.hello import Fault
 from mdi.net.link import read_frame, send_frame
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, Kind
+from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 from mdi.security.challenge import Caller
 from mdi.security.keys import KeyFile
 
@@ -25,10 +25,10 @@ def meet(sock: socket.socket, keys: KeyFile | None) -> FrameCodec:
     if keys is None:
         return FrameCodec(HANDSHAKE_LIMITS)
     caller = Caller(keys.keys)
-    send_frame(sock, Frame.message(Kind.CHALLENGE, 0, caller.call))
+    send_frame(sock, Frame.message(FrameType.CHALLENGE, 0, caller.call))
     frame = read_frame(sock, HANDSHAKE)
-    if frame is None or (frame.kind is Kind.ERROR and Fault.from_bytes(frame.payload).code == AccessError.code):
+    if frame is None or (frame.type is FrameType.ERROR and Fault.from_bytes(frame.payload).code == AccessError.code):
         raise AccessError(f"it does not have the same cluster key as this node: {SAME_KEY}")
-    if frame.kind is not Kind.CHALLENGE:
-        raise WireError(f"it answered a challenge with a {frame.kind.name} frame")
+    if frame.type is not FrameType.CHALLENGE:
+        raise WireError(f"it answered a challenge with a {frame.type.name} frame")
     return SealedCodec(caller.session(bytes(frame.payload)), HANDSHAKE_LIMITS)

@@ -16,7 +16,7 @@ from mdi.net.channel import Channel
 from mdi.net.codec import FrameCodec
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import Allocate, Link
-from mdi.net.wire import Frame, Kind, Limits
+from mdi.net.wire import Frame, FrameType, Limits
 from mdi.security.keys import KeyFile
 
 FLUSH_S = 2.0
@@ -67,7 +67,7 @@ class Seat:
     @property
     def hello(self) -> Frame:
         hello = replace(self._hello(self.index), name=self.name, process=self.process)
-        return Frame.message(Kind.HELLO, self.epoch, hello.to_bytes())
+        return Frame.message(FrameType.HELLO, self.epoch, hello.to_bytes())
 
     def _hello(self, index: int) -> Hello:
         extensions = {} if self.wire == "auto" else {"wire": self.wire}
@@ -218,12 +218,12 @@ class TcpRing:
     def stop(self, reason: str) -> None:
         """End the run in good order, here and on every node; what has ended it before stays what ended it."""
         if self._end(None):
-            self._tell(Frame.message(Kind.STOP, self._seat.epoch, reason.encode()[:1000]))
+            self._tell(Frame.message(FrameType.STOP, self._seat.epoch, reason.encode()[:1000]))
 
     def fail(self, fault: Fault) -> None:
         """End the run here, and tell the other nodes why."""
         if self._end(fault):
-            self._tell(Frame.message(Kind.ERROR, self._seat.epoch, fault.to_bytes()))
+            self._tell(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:
         """Wait for the run's end; False after `timeout_s`."""
@@ -247,7 +247,7 @@ class TcpRing:
         return is_first
 
     def _last_frame(self, frame: Frame) -> None:
-        if self._end(Fault.from_bytes(frame.payload) if frame.kind is Kind.ERROR else None):
+        if self._end(Fault.from_bytes(frame.payload) if frame.type is FrameType.ERROR else None):
             self._tell(frame)
 
     def _tell(self, frame: Frame) -> None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     HELLO = 1  # first frame of a link, and its answer
     BATCH = 2  # rows of sequences
     STOP = 3  # the run is over; passed on in both directions
@@ -106,7 +106,7 @@ class Frame:
         payload: a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType.
     """
 
-    kind: Kind
+    type: FrameType
     epoch: int
     number: int = 0
     dtype: str = "bytes"
@@ -118,6 +118,6 @@ class Frame:
     copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def message(cls, kind: Kind, epoch: int, data: bytes = b"") -> Frame:
+    def message(cls, frame_type: FrameType, epoch: int, data: bytes = b"") -> Frame:
         """A frame that carries plain bytes instead of rows."""
-        return cls(kind, epoch, n_rows=1 if data else 0, n_cols=len(data), payload=data)
+        return cls(frame_type, epoch, n_rows=1 if data else 0, n_cols=len(data), payload=data)

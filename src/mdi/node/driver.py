@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from mdi.engine.starter import StarterEngine
+from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError, MdiError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import LoopbackRing, TcpRing

@@ -11,11 +11,11 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
 from mdi.errors import PlacementError
 from mdi.kernels.layout import LAYOUTS
-from mdi.node.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes, why_torch
-from mdi.node.kind import ModelKind
+from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes, why_torch
+from mdi.machine.resources import device_free_bytes
+from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.resources import device_free_bytes
-from mdi.node.weights import StarterWeights
+from mdi.node.starter_weights import StarterWeights
 from mdi.partition.formats import AUTO
 
 logger = logging.getLogger("mdi")
@@ -40,18 +40,18 @@ class Numbers:
 
 
 def choose_numbers(
-    kind: ModelKind, weights: StarterWeights, options: StarterOptions, device: str, wished_dtype: str | None
+    family: ModelFamily, weights: StarterWeights, options: StarterOptions, device: str, requested_dtype: str | None
 ) -> Numbers:
     """Raises UsageError if the device cannot do what was asked for."""
     quantize = options.quantize or weights.quantize
     check_format(quantize, device)
-    config = kind.kernel_config(weights.config)
+    config = family.kernel_config(weights.config)
     packing = choose_packing(
-        config, device, wished_dtype, weights.dtype, quantize or weights.stored_format,
+        config, device, requested_dtype, weights.dtype, quantize or weights.stored_format,
         options.quantize_head or weights.quantize_head,
     )  # fmt: skip
-    dtype = choose_dtype(wished_dtype, weights.dtype, device, quantize is not None or packing is not None)
-    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device, why_torch(config, device, wished_dtype))
+    dtype = choose_dtype(requested_dtype, weights.dtype, device, quantize is not None or packing is not None)
+    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device, why_torch(config, device, requested_dtype))
     return Numbers(quantize, packing, dtype, kv_dtype)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import MdiError
+from mdi.machine.device import Computing
 from mdi.net.ring import TcpRing
-from mdi.node.device import Computing
-from mdi.node.memory import CacheReport
+from mdi.node.cache_budget import CacheReport
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
 

@@ -18,7 +18,7 @@ import psutil
 
 from mdi.config import ClusterConfig, load_cluster
 from mdi.errors import NodeLostError, UsageError
-from mdi.node.machine import fair_threads
+from mdi.machine.neighbours import fair_threads
 from mdi.node.temporary import RingFolder
 
 END_S = 5.0  # for what the children still have to tidy up

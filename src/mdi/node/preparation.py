@@ -9,27 +9,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mdi.blocks import block_span
+from mdi.block_ranges import block_span
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.engine.memory import CacheMemory
+from mdi.engine.cache_memory import CacheMemory
 from mdi.errors import UsageError
-from mdi.kernels.stage import KernelStarterStage
+from mdi.kernels.kernel_stage import KernelStarterStage
+from mdi.machine.device import Computing, held_bytes, told_path, why_torch
+from mdi.machine.resources import device_free_bytes
+from mdi.machine.threads import n_spins, n_threads
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
-from mdi.node.device import Computing, held_bytes, told_path, why_torch
-from mdi.node.kind import ModelKind
+from mdi.node.cache_budget import check_capacity, report_caches, share_out
 from mdi.node.loading import kernel_weights, torch_weights
-from mdi.node.memory import check_room, report_caches, share_out
+from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.resources import device_free_bytes
 from mdi.node.setup import REPORT_S, SecondarySetup
-from mdi.node.threads import n_spins, n_threads
+from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
-from mdi.node.weights import StarterWeights
 from mdi.partition.placement import size
 
 logger = logging.getLogger("mdi")
@@ -39,7 +39,7 @@ class Preparation:
     """Of one run, by its starter.
 
     Args:
-        kind, config: of the model.
+        family, config: of the model.
         cluster: the nodes that take part; `clients` are its secondaries.
         options: what the user chose, and `computing` what has become of it.
         weights: what the starter has to load and send, and the cut.
@@ -57,7 +57,7 @@ class Preparation:
 
     def __init__(
         self,
-        kind: ModelKind,
+        family: ModelFamily,
         config: Any,
         cluster: ClusterConfig,
         clients: Sequence[ControlClient],
@@ -68,7 +68,7 @@ class Preparation:
         ring_port: int | None,
         max_length: int,
     ) -> None:
-        self._kind = kind
+        self._family = family
         self._config = config
         self._cluster = cluster
         self._clients = clients
@@ -154,7 +154,7 @@ class Preparation:
         next_report = time.monotonic() + 2
         for index, (start, stop) in enumerate(weights.blocks[1:], 1):
             parts.append([])
-            for name in self._kind.secondary_parts(index, self._cluster.n_nodes, start, stop):
+            for name in self._family.secondary_parts(index, self._cluster.n_nodes, start, stop):
                 parts[-1].append(weights.spec(name))
                 if time.monotonic() > next_report:
                     next_report += 2
@@ -168,7 +168,7 @@ class Preparation:
         weights, computing = self._weights, self._computing
         start, stop = weights.blocks[0]
         needed = 0
-        for part in self._kind.starter_parts(stop, self._cluster.n_nodes):
+        for part in self._family.starter_parts(stop, self._cluster.n_nodes):
             held = computing.format
             if not part.startswith("block."):
                 packed = computing.packing.head if computing.packing else None
@@ -188,7 +188,7 @@ class Preparation:
         stop = weights.blocks[0][1]
         self.stage: StarterStage | TensorStage
         loaded: TorchStage | TensorStage
-        parts = self._kind.starter_parts(stop, self._cluster.n_nodes)
+        parts = self._family.starter_parts(stop, self._cluster.n_nodes)
 
         begin = last_report = time.monotonic()
 
@@ -211,14 +211,14 @@ class Preparation:
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
             loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, placer, check))
         else:
-            self.stage = self._kind.starter_stage(self._config, stop, self._cluster.n_nodes)
+            self.stage = self._family.starter_stage(self._config, stop, self._cluster.n_nodes)
             loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
             head = options.quantize_head or weights.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, computing.quantize, head))
-        reason = why_torch(self._kind.kernel_config(weights.config), computing.device, options.dtype)
+        reason = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
         told = told_path(self._cluster.starter.name, 0, stop, reason if computing.packing is None else None)
         logger.debug("%s", told)
-        check_room(self._cluster.starter.name, loaded, self._max_length, computing.device)
+        check_capacity(self._cluster.starter.name, loaded, self._max_length, computing.device)
         loaded.prepare(self._max_length, self._kv_memory)
         if options.compile:
             loaded.compile()

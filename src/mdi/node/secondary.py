@@ -26,17 +26,17 @@ from mdi.control.reach import try_node
 from mdi.control.server import ControlServer
 from mdi.errors import CheckpointError, ControlError, MdiError, MemoryShortError, RingError
 from mdi.kernels import library
+from mdi.machine.device import devices
+from mdi.machine.threads import computing_threads, n_threads
+from mdi.measure.profiler import Profiler, share_of
+from mdi.measure.profiling import Subject
 from mdi.metrics import peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.device import devices
-from mdi.node.errand import Errand
-from mdi.node.holding import Holding
 from mdi.node.job import Abandoned, Job
-from mdi.node.kind import ModelKind
-from mdi.node.profiler import Profiler, share_of
-from mdi.node.profiling import Subject
+from mdi.node.main_thread_task import MainThreadTask
+from mdi.node.model_family import ModelFamily
 from mdi.node.service import Service
-from mdi.node.threads import computing_threads, n_threads
+from mdi.node.stage_holder import StageHolder
 from mdi.security.keys import KeyFile
 
 PROFILE_S, PROBE_S = 170.0, 25.0
@@ -54,7 +54,7 @@ class SecondaryNode:
         cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
         device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
         kv_memory: bytes that caches may take, in the same way; else it is what is free.
-        kind: of the models that it can run; None is litgpt's.
+        family: of the models that it can run; None is litgpt's.
         threads: that this process was told to compute with; None leaves it to the starter.
         keys: of the cluster; without, whoever reaches the ports can use the node.
     """
@@ -69,7 +69,7 @@ class SecondaryNode:
         compile_stage: bool = False,
         quantize: str | None = None,
         kv_memory: int | None = None,
-        kind: ModelKind | None = None,
+        family: ModelFamily | None = None,
         cache_bytes: int | None = None,
         threads: int | None = None,
         weight_memory: WeightMemory | None = None,
@@ -77,7 +77,7 @@ class SecondaryNode:
     ) -> None:
         self.config, self._keys = config, keys
         self._store = BlockStore(cache_dir, cache_bytes)
-        self._holding = Holding(
+        self._stages = StageHolder(
             config.name,
             weights,
             self._store,
@@ -86,7 +86,7 @@ class SecondaryNode:
             quantize,
             config.threads if threads is None else threads,
             compile_stage,
-            kind or ModelKind(),
+            family or ModelFamily(),
             weight_memory or WeightMemory(),
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
@@ -94,10 +94,10 @@ class SecondaryNode:
         self._profiler = Profiler(config.name, cache_dir)
         self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
         self._lock, self._probing = threading.Lock(), threading.Lock()
-        self._jobs: queue.Queue[Job | Errand | None] = queue.Queue()
+        self._jobs: queue.Queue[Job | MainThreadTask | None] = queue.Queue()
         self._job: Job | None = None
         self._last: Job | None = None  # the one that there is, or was
-        self._errand: Errand | None = None
+        self._task: MainThreadTask | None = None
         self._planned_run: str | None = None  # that it was measured for last, and may get no part in
         self._state = "IDLE"  # while there is none
         self._error: str | None = None
@@ -109,13 +109,13 @@ class SecondaryNode:
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
-        self._holding.check_folder()
+        self._stages.check_folder()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self._listener = RingListener(sock, name, self._keys)
         self._control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
-            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._holding.device),
+            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._stages.device),
         )
 
     @property
@@ -134,10 +134,10 @@ class SecondaryNode:
             job = self._jobs.get()
             if job is None:
                 return
-            if isinstance(job, Errand):
+            if isinstance(job, MainThreadTask):
                 job.run()
                 with self._lock:
-                    self._errand = None
+                    self._task = None
             else:
                 self._work(job)
 
@@ -148,11 +148,11 @@ class SecondaryNode:
             if self._closed:
                 return
             self._closed = True
-            job, errand = self._job, self._errand
+            job, task = self._job, self._task
         if job is not None:
             job.end()
-        if errand is not None:
-            errand.drop(ControlError(f"{self.config.name} is ending", 503, code="leaving"))
+        if task is not None:
+            task.drop(ControlError(f"{self.config.name} is ending", 503, code="leaving"))
         self._jobs.put(None)
         if self._control is not None:
             self._control.close()
@@ -178,15 +178,15 @@ class SecondaryNode:
             "state": state,
             "error": error,
             "error_code": error_code,
-            "model": self._holding.model,
-            "blocks": self._holding.blocks,
-            "device": str(self._holding.device),
+            "model": self._stages.model,
+            "blocks": self._stages.blocks,
+            "device": str(self._stages.device),
             "devices": devices(),
-            "own": self._holding.own,
+            "own": self._stages.own,
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": self._profiler.available_bytes(self._holding.device),
+                "available_bytes": self._profiler.available_bytes(self._stages.device),
             },
             "disk_free_bytes": self._store.free_bytes(),
             "ring_port": self._listener.port if self._listener is not None else None,
@@ -213,13 +213,13 @@ class SecondaryNode:
         return [{"sha256": p.sha256, "have_bytes": self._store.partial_bytes(p.sha256)} for p in list(missing.values())]
 
     def init(self, request: InitRequest) -> dict[str, Any]:
-        self._holding.kind.check(request)
-        self._holding.refuse_misfit_chunk(request)
-        computing = self._holding.computing(request)
+        self._stages.family.check(request)
+        self._stages.refuse_misfit_chunk(request)
+        computing = self._stages.computing(request)
         with self._lock:
             if self._job is not None and (self._job.is_running or not self._job.is_abandoned):
                 raise ControlError(self._busy, 409, code="busy")
-            if self._errand is not None:
+            if self._task is not None:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409, code="busy")
             self._error = self._error_code = None
             self._job = self._last = job = Job(request, computing)
@@ -270,16 +270,16 @@ class SecondaryNode:
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """Measured on the main thread, as a run's stage computes there; runs have to wait for its few seconds."""
-        errand = Errand(lambda check: self._profile(request, check))
+        task = MainThreadTask(lambda check: self._profile(request, check))
         with self._lock:
             if self._job is not None:
                 raise ControlError(self._busy, 409, code="busy")
-            if self._errand is not None or self._leave:
+            if self._task is not None or self._leave:
                 raise ControlError(f"{self.config.name} is busy measuring itself", 409, code="busy")
-            self._errand = errand
+            self._task = task
             self._planned_run = request.run
-        self._jobs.put(errand)
-        return errand.result(PROFILE_S)
+        self._jobs.put(task)
+        return task.result(PROFILE_S)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         self.check_echo()
@@ -308,7 +308,7 @@ class SecondaryNode:
     # The work, on the main thread
 
     def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
-        computing = self._holding.computing(request)
+        computing = self._stages.computing(request)
         subject = Subject(
             request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
             threads=computing.threads, packing=computing.packing,
@@ -319,7 +319,7 @@ class SecondaryNode:
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         except (CheckpointError, MemoryShortError):
-            if not self._holding.drop_stage():  # the weights of the last run were in the way
+            if not self._stages.drop_stage():  # the weights of the last run were in the way
                 raise
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         with computing_threads(computing.threads):
@@ -331,7 +331,7 @@ class SecondaryNode:
         name, free_bytes = self.config.name, self._profiler.available_bytes
         error = code = None
         try:
-            Service(name, self._process, job, self._holding, self._listener, free_bytes, self._kv_memory).run()
+            Service(name, self._process, job, self._stages, self._listener, free_bytes, self._kv_memory).run()
         except Abandoned as e:
             logger.info("%s: %s", name, e)
             error, code = str(e), e.code

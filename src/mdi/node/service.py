@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mdi.blocks import block_span
+from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
-from mdi.engine.secondary import Rows, SecondaryLoop
+from mdi.engine.secondary_loop import Rows, SecondaryLoop
 from mdi.errors import MdiError, RingError
+from mdi.machine.device import Computing
+from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
-from mdi.model.kernel_stage import ArrayStage
+from mdi.model.array_stage import ArrayStage
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.node.device import Computing
+from mdi.node.cache_budget import check_capacity, report_caches
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.holding import Holding
 from mdi.node.job import Job
-from mdi.node.memory import check_room, report_caches
-from mdi.node.threads import computing_threads
+from mdi.node.stage_holder import StageHolder
 from mdi.security.keys import KeyFile
 
 if TYPE_CHECKING:
-    from mdi.node.holding import NodeStage
+    from mdi.node.stage_holder import NodeStage
 
 logger = logging.getLogger("mdi")
 
@@ -48,7 +48,7 @@ class Service:
         name: str,
         process: str,
         job: Job,
-        holding: Holding,
+        holding: StageHolder,
         listener: RingListener,
         free_bytes: Callable[[str], int],
         kv_memory: int | None,
@@ -57,7 +57,7 @@ class Service:
         self._process = process
         self._job = job
         self._request = job.request
-        self._holding = holding
+        self._stages = holding
         self._listener = listener
         self._free_bytes = free_bytes
         self._kv_memory = kv_memory
@@ -71,8 +71,8 @@ class Service:
         computing = self._job.computing
         self._wait_for_parts(computing)
         max_length = self._request.max_length
-        stage = self._holding.stage(self._request, computing, self._job.check, self._next_part)
-        check_room(self._name, stage, max_length, computing.device)
+        stage = self._stages.stage(self._request, computing, self._job.check, self._next_part)
+        check_capacity(self._name, stage, max_length, computing.device)
         stage.prepare(max_length, self._kv_memory)
         ring, seat = self._close_ring(stage, computing)
         try:
@@ -84,7 +84,7 @@ class Service:
 
     def _wait_for_parts(self, computing: Computing) -> None:
         """Find out what is missing, and wait until it has come."""
-        job, holding = self._job, self._holding
+        job, holding = self._job, self._stages
         missing = holding.missing(self._request, job.check, self._part_looked_for)
         holding.check_memory(self._request, computing, self._free_bytes(computing.device))
         holding.check_disk(self._request, missing)
@@ -133,7 +133,7 @@ class Service:
         finally:
             job.report_caches = None
             self._listener.forget(expectation)
-        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._holding.kind.widest_row(stage.config)
+        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._stages.family.widest_row(stage.config)
         limits = ring_limits(widest)
         buffers, n_frames = receive_buffers(device), request.n_frames or seat.n_nodes
         return join_ring(sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec), seat

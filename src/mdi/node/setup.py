@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mdi
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.examine.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.diagnosis import port_remedy
-from mdi.node.memory import CacheReport
+from mdi.node.cache_budget import CacheReport
 from mdi.node.patience import Patience
 from mdi.node.progress import Progress
-from mdi.node.weights import StarterWeights
+from mdi.node.starter_weights import StarterWeights
 
 POLL_S = 0.2
-BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
 REPORT_S = 2.0
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
@@ -238,43 +237,3 @@ def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> No
     if not isinstance(ring_port, int) or ring_port == node.port_in:
         return error
     return NodeLostError(error.node, f"{error}. {port_remedy(ring_port, 'inference.port_in')}")
-
-
-def reach_node(
-    client: ControlClient, wait_s: float, cancelled: threading.Event, check: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """The status of a node, waited for; a starter may well be started before its secondaries.
-
-    Raises:
-        NodeLostError: it does not answer in time.
-        RingError: it is of another version.
-        ControlError: something else answers there.
-    """
-    deadline = time.monotonic() + wait_s
-    for attempt in itertools.count():
-        check()
-        try:
-            status = client.status()
-            break
-        except ControlError as e:
-            if e.status is not None:
-                raise
-            if e.problem == "silent":  # there is a process, but it hangs or was stopped
-                raise NodeLostError(
-                    client.node.name, f"{e}: look at what {client.node.name} prints, end it, and start it again"
-                ) from None
-            if time.monotonic() > deadline or cancelled.is_set():
-                raise NodeLostError(
-                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
-                    "doctor.py looks closer",
-                ) from None  # fmt: skip
-            if attempt == 6:  # three seconds: what is just starting is not worth a word
-                logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
-            cancelled.wait(0.5)
-    if status.get("control_version") != CONTROL_VERSION:
-        raise RingError(
-            f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
-            f"{status.get('control_version')}), this machine version {mdi.__version__} (control protocol {CONTROL_VERSION}): "
-            "install the same version on both"
-        )
-    return status

@@ -22,27 +22,27 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.detokenize import TextStream
-from mdi.engine.memory import CacheMemory
+from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sampling import seed_of
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter import StarterEngine
+from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
+from mdi.machine.device import Computing, check_format, choose_device, choose_dtype
+from mdi.measure.planning import Model, Requested, choose, profile_cluster, told_blocks
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.device import Computing, check_format, choose_device, choose_dtype
 from mdi.node.driver import EngineThread
-from mdi.node.farewell import dismiss, metrics_of
 from mdi.node.format_choice import choose_numbers, first_that_fits, fits_here, formats_to_try, with_format
 from mdi.node.forming import form_ring
-from mdi.node.kind import ModelKind
+from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.planning import Model, Wishes, choose, profile_cluster, told_blocks
 from mdi.node.preparation import Preparation
 from mdi.node.sample import OnText, Sample, SampleReader, stops_at
-from mdi.node.weights import StarterWeights
+from mdi.node.starter_weights import StarterWeights
+from mdi.node.teardown import dismiss, metrics_of
 from mdi.partition.formats import AUTO
 from mdi.partition.methods import DEFAULT_METHOD
 
@@ -52,13 +52,13 @@ logger = logging.getLogger("mdi")
 class StarterNode(StatusOnly):
     """See the module."""
 
-    def __init__(self, cluster: ClusterConfig, options: StarterOptions, kind: ModelKind | None = None) -> None:
-        self._kind = kind or ModelKind()
+    def __init__(self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None) -> None:
+        self._family = family or ModelFamily()
         self.cluster = cluster
         self._options = options
         self._device = choose_device(options.device or cluster.starter.device)
-        self._wished_dtype = options.dtype or cluster.starter.dtype
-        choose_dtype(self._wished_dtype, "float32", self._device)
+        self._requested_dtype = options.dtype or cluster.starter.dtype
+        choose_dtype(self._requested_dtype, "float32", self._device)
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
             self._options = options = with_format(options, None)
@@ -104,26 +104,26 @@ class StarterNode(StatusOnly):
             self._listener = RingListener(sock, node.name, self.cluster.keys)
         options = self._options
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
-        self._weights = self._kind.open_weights(
+        self._weights = self._family.open_weights(
             options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize, will_be_cut
         )
-        self.config = self._kind.config(self._weights.config)
+        self.config = self._family.config(self._weights.config)
         self._take_format(self._options.quantize)
         self._directory = self._weights.directory
-        self.codec = self._kind.open_codec(self._directory, options.prompt_style)
+        self.codec = self._family.open_codec(self._directory, options.prompt_style)
 
     def _take_format(self, form: str | None) -> None:
         if self._is_auto:
             self._options = with_format(self._options, form)
         assert self._weights is not None
-        self._numbers = choose_numbers(self._kind, self._weights, self._options, self._device, self._wished_dtype)
+        self._numbers = choose_numbers(self._family, self._weights, self._options, self._device, self._requested_dtype)
 
     @property
     def context_length(self) -> int:
         """Tokens that a sequence may have: what the user asked for, else what the model was made for."""
         wanted = self._options.sequence_length
         if wanted is None:
-            return self._kind.max_length(self.config)
+            return self._family.max_length(self.config)
         if not 1 <= wanted <= self.config.block_size:
             raise UsageError(
                 f"--sequence-length {wanted}: {self.config.name or 'the model'} has a context of {self.config.block_size}"
@@ -163,7 +163,7 @@ class StarterNode(StatusOnly):
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
         method = options.placement or DEFAULT_METHOD
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
-        if not self._clients or is_cut or method == "even" or not self._kind.is_placed:
+        if not self._clients or is_cut or method == "even" or not self._family.is_placed:
             if self._is_auto:  # the starter's own memory decides
                 fit = (form for form in formats if fits_here(weights, form, self._device))
                 self._take_format(next(fit, formats[-1]))
@@ -183,11 +183,11 @@ class StarterNode(StatusOnly):
         self._state = "PLANNING"
         here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-        wishes = Wishes(
+        requested = Requested(
             self._device, numbers.dtype, options.dtype, numbers.quantize, options.quantize_head, numbers.packing
         )
         profile = profile_cluster(
-            replace(self.cluster, starter=here), model, wishes, options.cache_dir, options.wait_s, check=check,
+            replace(self.cluster, starter=here), model, requested, options.cache_dir, options.wait_s, check=check,
             run=self._run,
         )  # fmt: skip
         length = min(max_length, self.context_length)
@@ -219,7 +219,7 @@ class StarterNode(StatusOnly):
         numbers = self._numbers
         computing = Computing(self._device, numbers.dtype, numbers.kv_dtype, numbers.quantize, packing=numbers.packing)
         preparation = Preparation(
-            self._kind, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run,
+            self._family, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run,
             self._listener.port if self._listener is not None else None, self.max_length,
         )  # fmt: skip
         try:
@@ -239,10 +239,10 @@ class StarterNode(StatusOnly):
             cluster.keys,
         )  # fmt: skip
         self._ring = form_ring(
-            self._listener, cluster, seat, self._options.n_frames or n_nodes, self._kind.widest_row(self.config),
+            self._listener, cluster, seat, self._options.n_frames or n_nodes, self._family.widest_row(self.config),
             self._device, self._ring_ports,
         )  # fmt: skip
-        scheduler = self._kind.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
+        scheduler = self._family.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
         self.engine = StarterEngine(
             self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self._numbers.dtype], wire
         )

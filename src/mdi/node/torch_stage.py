@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mdi.engine.tensors import DTYPES, TensorRows
+from mdi.machine.device import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage
-from mdi.node.device import Computing
 
 
 class TorchStage:
@@ -59,7 +59,7 @@ class TorchStage:
 
     @property
     def config(self) -> Any:
-        """Of the model, in the form of `ModelKind.config`."""
+        """Of the model, in the form of `ModelFamily.config`."""
         return self.inner.config
 
     def __call__(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Terms:
         self.base_s = [cost.head_s(n_rows) if i == 0 else 0.0 for i in nodes]
         self.block_s = [cost.block_s(i, n_rows) for i in nodes]  # of the reference block
         self._prefixes: dict[int, list[float]] = {}
-        self._room: dict[int, tuple[float, float]] = {}
+        self._capacity: dict[int, tuple[float, float]] = {}
         self._most: dict[int, int] = {}
         self._running = [cost.activation_bytes(i, *held) for i in (0, 1)]  # of the starter, of any other node
 
@@ -115,23 +115,23 @@ class Terms:
         prefix = self.prefix_s(i)
         return self.base_s[i] + prefix[stop] - prefix[start]
 
-    def room(self, i: int) -> tuple[float, float]:
+    def capacity(self, i: int) -> tuple[float, float]:
         """Bytes left for blocks: for their weights with caches, and for their weights while they are loaded."""
-        if i not in self._room:
+        if i not in self._capacity:
             fixed = self._cost.fixed_bytes(i)
             free = self._cost.profile.nodes[i].memory_bytes - fixed
-            self._room[i] = (free - self._running[i > 0], free - self._cost.load_bytes(i))
-        return self._room[i]
+            self._capacity[i] = (free - self._running[i > 0], free - self._cost.load_bytes(i))
+        return self._capacity[i]
 
     def fits(self, i: int, start: int, stop: int) -> bool:
-        running, loading = self.room(i)
+        running, loading = self.capacity(i)
         weights = self._cost.weights[stop] - self._cost.weights[start]
         caches = self._cost.caches[stop] - self._cost.caches[start]
         return weights + caches <= running and weights <= loading
 
     def reach(self, i: int, start: int, stage_s: float) -> int:
         """Where a stage that begins with block `start` has to end, to fit the node and to take at most `stage_s`."""
-        running, loading = self.room(i)
+        running, loading = self.capacity(i)
         weights, held, prefix = self._cost.weights, self._cost.held, self.prefix_s(i)
         if min(running, loading) < 0 or self.base_s[i] > stage_s:
             return start
@@ -142,7 +142,7 @@ class Terms:
     def most_blocks(self, i: int) -> int:
         """How many blocks fit, where all are alike; -1 if not even a stage without blocks does."""
         if i not in self._most:
-            running, loading = self.room(i)
+            running, loading = self.capacity(i)
             block, cache = self._cost.weights[1], self._cost.caches[1]
             most = int(min(running // (block + cache), loading // block)) if min(running, loading) >= 0 else -1
             self._most[i] = min(most, self._cost.shape.n_layer)

@@ -69,8 +69,8 @@ def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
     most = [cost.n_layer] * cost.n_nodes
     while n_used not in looked_at:  # what a frame needs depends on how many nodes are used, and that on what it needs
         looked_at.add(n_used)
-        left, room = left_over(cost, n_used)
-        most = [min(a, b) for a, b in zip(most, room, strict=True)]
+        left, capacity = left_over(cost, n_used)
+        most = [min(a, b) for a, b in zip(most, capacity, strict=True)]
         order = ranked(scores([b / 1e9 for b in left], [node.n_cores for node in cost.profile.nodes]))
         counts = filled(order, most, cost.n_layer)
         _refuse_the_rest(cost, method, counts)
@@ -94,7 +94,7 @@ def left_over(cost: CostModel, n_used: int) -> tuple[list[float], list[int]]:
     weight = max(weight for weight, _ in sizes)
     left, most = [], []
     for i in range(cost.n_nodes):
-        running, loading = terms.room(i)
+        running, loading = terms.capacity(i)
         left.append(running)
         most.append(max(0, int(min(running // block, loading // weight))))
     return left, most

@@ -118,14 +118,18 @@ def misfit(cost: CostModel) -> PlacementError:
             ((nodes[0].name, lack),),
         )
     terms = cost.terms(n_used)
-    rooms = sorted(((max(0.0, min(terms.room(i))), i) for i in range(1, cost.n_nodes)), key=lambda x: (-x[0], x[1]))
-    rooms = [(max(0.0, min(terms.room(0))), 0), *rooms[: n_used - 1]]
+    capacities = sorted(
+        ((max(0.0, min(terms.capacity(i))), i) for i in range(1, cost.n_nodes)), key=lambda x: (-x[0], x[1])
+    )
+    capacities = [(max(0.0, min(terms.capacity(0))), 0), *capacities[: n_used - 1]]
     blocks = cost.weights[-1] + cost.caches[-1]
     each = blocks / cost.n_layer
-    placed = sum(max(0, terms.most_blocks(i)) if cost.is_uniform else int(room // each) for room, i in rooms)
+    placed = sum(
+        max(0, terms.most_blocks(i)) if cost.is_uniform else int(capacity // each) for capacity, i in capacities
+    )
     lack = max(1, round((cost.n_layer - placed) * each))
-    shown = ", ".join(f"{nodes[i].name} has room for {size(room)}" for room, i in rooms[:6])
-    more = f" and {len(rooms) - 6} more" if len(rooms) > 6 else ""
+    shown = ", ".join(f"{nodes[i].name} has room for {size(capacity)}" for capacity, i in capacities[:6])
+    more = f" and {len(capacities) - 6} more" if len(capacities) > 6 else ""
     return PlacementError(
         f"{describe(cost)} does not fit: its {cost.n_layer} blocks with caches take {size(blocks)}, and {size(lack)} of "
         f"that have no place ({shown}{more})",

@@ -1,6 +1,6 @@
 """A model and a run of it as numbers: what blocks, embedding, head and caches take. Knows neither litgpt nor tensors.
 
-`mdi.node.shape` makes a ModelShape from a litgpt config and a weight format.
+`mdi.measure.model_shape` makes a ModelShape from a litgpt config and a weight format.
 """
 
 from __future__ import annotations

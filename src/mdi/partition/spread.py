@@ -199,7 +199,7 @@ class _Different(_Fill):
         """One more node. The window of possible starts only moves on, so its minimum is kept in a deque."""
         n, terms = self._n_layer, self._terms
         prefix, base = terms.prefix_s(i), terms.base_s[i]
-        weights, held, (running, loading) = self._weights, self._held, terms.room(i)
+        weights, held, (running, loading) = self._weights, self._held, terms.capacity(i)
         result, start_of = [_INF] * (n + 1), [0] * (n + 1)
         window: deque[int] = deque()
         limit = stage_s * (1 + 1e-12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdi.blocks import span
+from mdi.block_ranges import span
 from mdi.partition.advice import ms
 from mdi.partition.placement import Placement, size
 from mdi.partition.plan import NodePlan, PlanReport

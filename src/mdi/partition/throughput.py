@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from mdi.partition.cost import CostModel
-from mdi.partition.many import improved, selections
+from mdi.partition.large_rings import improved, selections
 from mdi.partition.spread import TOLERANCE, Ring, Spread, ring_of, spread
 from mdi.partition.tours import best_rings
 

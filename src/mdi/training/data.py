@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
-from mdi.settings import parse_json
+from mdi.settings_file import parse_json
 from mdi.training.encoders import encoded
 from mdi.training.storage import make_folder, missing, sha256_file
 from mdi.training.texts import PIECE_CHARS, pieces

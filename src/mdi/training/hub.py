@@ -78,7 +78,7 @@ def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id:
     if pattern is not None:
         found = sorted(name for name in known if fnmatch(name, pattern))
     else:
-        found = _first_kind([name for name in known if not _NOT_DATA.search(name)])
+        found = _same_type([name for name in known if not _NOT_DATA.search(name)])
         word = re.compile(rf"(^|[^a-z]){re.escape(split.lower())}([^a-z]|$)")
         found = [name for name in found if word.search(name.lower())] or found
     if not found:
@@ -90,7 +90,7 @@ def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id:
     return found
 
 
-def _first_kind(names: Sequence[str]) -> list[str]:
+def _same_type(names: Sequence[str]) -> list[str]:
     for suffix in (*TEXT_SUFFIXES, *ROW_SUFFIXES):
         found = sorted(name for name in names if name.lower().endswith(suffix))
         if found:

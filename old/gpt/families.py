@@ -1,0 +1,134 @@
+"""The two kinds of model, as the nodes of a ring see them: who holds which parts, and which stage is built of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
+from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
+from gpt.tokens import CharCodec, gpt2_codec
+from gpt.turns import WholeTextScheduler
+from gpt.weights import GPTSource, GPTWeights, open_gpt2, open_nano
+from mdi.checkpoint.parts import stage_parts
+from mdi.control.messages import InitRequest
+from mdi.engine.scheduler import Scheduler
+from mdi.errors import ControlError, UsageError
+from mdi.model.cache import TORCH_TYPES
+from mdi.node.model_family import ModelFamily
+from mdi.text import TextCodec
+
+LONGEST_TEXT = 1 << 20  # the context slides, so this is only to end somewhere
+
+
+class WholeTextFamily(ModelFamily):
+    """What the two have in common: no caches, one sample per frame, and a text that may outgrow the context."""
+
+    is_placed = False  # the thesis' tables, or an even cut
+    system: str
+    cuts: dict[tuple[int, int], tuple[int, ...]]
+
+    def open_source(self, path: Path) -> GPTSource:
+        raise NotImplementedError
+
+    def open_weights(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
+        will_be_cut: bool,
+    ) -> GPTWeights:  # fmt: skip
+        if ckpt is None:
+            raise UsageError("give the model: --ckpt DIRECTORY")
+        return GPTWeights(self.open_source(ckpt), n_nodes, layers, self.cuts)
+
+    def config(self, fields: dict[str, Any]) -> GPTConfig:
+        return config_of(fields, f"this model of {self.system}")
+
+    def kernel_config(self, fields: dict[str, Any]) -> None:
+        """These models compute in torch."""
+        return None
+
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
+        return WholeTextStage(self.config(request.config), *request.blocks, check)
+
+    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
+        no_blocks = WholeTextStage(self.config(request.config), 0, 0)
+        return no_blocks.run_bytes(request.max_length, TORCH_TYPES[kv_dtype])
+
+    def check(self, request: InitRequest) -> None:
+        if "qkv_bias" not in request.config:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+        super().check(request)
+
+    def max_length(self, config: GPTConfig) -> int:
+        return LONGEST_TEXT
+
+    def scheduler(self, config: GPTConfig, n_nodes: int) -> Scheduler:
+        return WholeTextScheduler(n_nodes, config.block_size)
+
+
+class GPT2Family(WholeTextFamily):
+    """Two roles: the starter has norm and head, so that all messages are of one size (thesis, section 3.4.1)."""
+
+    system = "GPT-2"
+    cuts = GPT2_CUTS
+
+    def open_source(self, path: Path) -> GPTSource:
+        return open_gpt2(path)
+
+    def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
+        return gpt2_codec(directory, _plain(prompt_style))
+
+    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
+        return GPTStarterStage(config, stop)
+
+
+class NanoFamily(WholeTextFamily):
+    """Three roles: the last node is the finisher, which has norm and head and returns logits (thesis, section 3.3.1).
+
+    Args:
+        role: of this node; a starter alone does everything.
+    """
+
+    system = "NanoGPT"
+    cuts = NANO_CUTS
+
+    def __init__(self, role: str = "starter") -> None:
+        self._role = role
+
+    def open_source(self, path: Path) -> GPTSource:
+        return open_nano(path)
+
+    def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
+        return CharCodec.from_checkpoint(directory, _plain(prompt_style))
+
+    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
+        return GPTStarterStage(config, stop) if n_nodes == 1 else HeadlessStarterStage(config, stop)
+
+    def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
+        parts = stage_parts(0, stop, starter=True)
+        return parts if n_nodes == 1 else parts[:-1]
+
+    def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
+        blocks = stage_parts(start, stop, starter=False)
+        return [*blocks, "head"] if index == n_nodes - 1 else blocks
+
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
+        make = FinisherStage if self._role == "finisher" else WholeTextStage
+        return make(self.config(request.config), *request.blocks, check)
+
+    def check(self, request: InitRequest) -> None:
+        wanted = "finisher" if request.parts[-1].name == "head" else "intermediate"
+        if self._role != wanted:
+            raise ControlError(f"this node was started as {self._role}, but the nodes file has it as {wanted}", 409)
+        if wanted == "intermediate":
+            super().check(request)
+        elif "qkv_bias" not in request.config:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+
+    def widest_row(self, config: GPTConfig) -> int:
+        return max(config.n_embd, config.padded_vocab_size)
+
+
+def _plain(prompt_style: str) -> str:
+    """These models go on from a bare text, unless one asks for a style by name."""
+    return "none" if prompt_style == "auto" else prompt_style

@@ -1,0 +1,274 @@
+"""The commands: `mdi <command>`, and the launchers in src/ that are one command each.
+
+Only the parsing of arguments happens here; torch and litgpt are imported by a command's `run`, so that `--help` is quick
+and a missing library is told in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import mdi
+from mdi.errors import MdiError, UsageError
+from mdi.terminal import LineFormatter, show_error
+
+# command -> (module with add_arguments and run, one line of help)
+COMMANDS = {
+    "starter": ("mdi.cli.starter", "run a model over a ring of nodes, from its first node"),
+    "secondary": ("mdi.cli.secondary", "run a worker node, which waits for a starter"),
+    "key": ("mdi.cli.key", "make the key of a cluster, change it, or invite a board"),
+    "join": ("mdi.cli.join", "make this machine a node of a cluster, with the code of an invitation"),
+    "prepare-model": ("mdi.cli.prepare_model", "download, convert and split a checkpoint"),
+    "doctor": ("mdi.cli.doctor", "examine a cluster before a run, and say what is wrong"),
+    "local-ring": ("mdi.cli.local_ring", "run a whole ring on this machine"),
+    "sample": ("mdi.cli.sample", "generate text on this machine alone"),
+    "chat": ("mdi.cli.chat", "chat with a model, on this machine or over a ring"),
+    "train": ("mdi.cli.train", "train a model from scratch, or a checkpoint further"),
+    "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
+    "prepare-data": ("mdi.cli.prepare_data", "make training data and a tokenizer from text"),
+    "plot-tok-time": ("mdi.cli.plot_tok_time", "draw time over tokens for several node counts"),
+    "mem-monitor": ("mdi.cli.mem_monitor", "run a command and record its memory"),
+}
+
+# Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
+ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "local-ring", "sample", "doctor", "plan")
+
+# How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
+# or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait
+# for as soon as another program computes. Measured with benchmarks/thread_policies.py.
+WAIT_POLICY = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+WAIT_VARIABLES = (*WAIT_POLICY, "OMP_WAIT_POLICY")
+
+# Exit statuses, as shells have them.
+INTERRUPTED, TERMINATED = 130, 143
+
+logger = logging.getLogger("mdi")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run in the same good order as Ctrl-C."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console command `mdi`."""
+    args = sys.argv[1:] if argv is None else argv
+    if args and args[0] in COMMANDS:
+        return launch(args[0], args[1:], prog=f"mdi {args[0]}")
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mdi",
+        description="Model-distributed inference: one language model over a ring of small machines.",
+        epilog=f"commands:\n{lines}\n\n`mdi <command> --help` explains each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="what to do")
+    if not args:
+        parser.print_help()
+        return 2
+    parser.parse_args(args[:1])
+    return 0
+
+
+def program() -> NoReturn:
+    """`main`, as a whole process."""
+    leave(main())
+
+
+def leave(status: int) -> NoReturn:
+    """End this process; what is to be brought to an end has been.
+
+    One that was interrupted goes at once: the interpreter would take seconds to take torch down, and wait for ever for a
+    thread that a library was just running.
+    """
+    if status not in (INTERRUPTED, TERMINATED):
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def launch(command: str, argv: list[str] | None = None, prog: str | None = None, module_name: str = "") -> int:
+    """Parse the arguments of one command and run it; returns the exit status.
+
+    Args:
+        module_name: of a command that is not in COMMANDS: a module with add_arguments and run.
+    """
+    set_wait_policy()
+    module = importlib.import_module(module_name or COMMANDS[command][0])
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    is_debugging = bool(getattr(args, "debug", False))
+    _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    _on_signal(signal.SIGTERM, _raise_terminated)
+    is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
+    if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
+        _on_signal(signal.SIGINT, _raise_interrupted)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
+            stream.reconfigure(errors="replace")
+    try:
+        _open_gguf(args)
+        status: int = module.run(args)
+        return status
+    except MdiError as e:
+        if is_debugging:
+            logger.exception("failed")
+        show_error(e)
+        return 2 if isinstance(e, UsageError) else 1
+    except ModuleNotFoundError as e:
+        if is_debugging or (e.name or "").startswith("mdi"):
+            raise
+        print(
+            f"error: the library {e.name!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            "or `make venv` and then .venv/bin/python",
+            file=sys.stderr,
+        )
+        return 1
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except MemoryError:
+        if is_debugging:
+            raise
+        show_error("out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)")
+        return 1
+    except Exception as e:  # a defect, or a machine at its limits: memory, a driver, a disk
+        if is_debugging:
+            raise
+        reason = (str(e).splitlines() or [""])[0]
+        show_error(f"{type(e).__name__}: {reason} (-d shows where)")
+        return 1
+    except KeyboardInterrupt as e:
+        handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
+        return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+    finally:
+        for number, handler in handlers.items():
+            _on_signal(number, handler)
+        _take_down_logging()
+
+
+def set_wait_policy() -> None:
+    """Let idle compute threads sleep, here and in child processes; what the user has set himself stays.
+
+    OpenMP reads the environment when torch is imported; later it is too late.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAIT_VARIABLES):
+        os.environ.update(WAIT_POLICY)
+
+
+def _open_gguf(args: argparse.Namespace) -> None:
+    """A GGUF file may stand where a checkpoint's directory does: --ckpt becomes the directory that is made for it."""
+    path = getattr(args, "ckpt", None)
+    if isinstance(path, Path) and path.suffix == ".gguf":
+        from mdi.checkpoint.ggufdirectory import gguf_directory
+
+        args.ckpt = gguf_directory(path.expanduser(), default_ckpt_folder())
+
+
+def ignore_interrupts() -> None:
+    """For the end of a command, which is to happen in good order."""
+    _on_signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def heed_interrupts() -> None:
+    """After `ignore_interrupts`, where a command goes on with something else."""
+    _on_signal(signal.SIGINT, _raise_interrupted)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """-v and -d, which every command has."""
+    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="write a debug log to logs/, and show tracebacks of errors"
+    )
+
+
+def output_dir(kind: str) -> Path:
+    """Where files that nobody gave a name for go: src/<kind> in a checkout, else ./<kind>."""
+    src = Path(__file__).resolve().parents[2]
+    return (src if (src / "starter.py").is_file() else Path.cwd()) / kind
+
+
+def default_ckpt_folder() -> Path:
+    return output_dir("checkpoints")
+
+
+def default_nodes_config() -> Path:
+    src = Path(__file__).resolve().parents[2]
+    return src / "settings_distr" / "configuration.json"
+
+
+def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
+    handler.setFormatter(LineFormatter("%(asctime)s %(message)s" if is_verbose else "%(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
+    logger.propagate = False
+    if is_debugging:
+        path = output_dir("logs") / f"logs_{command.replace('-', '_')}_{os.getpid()}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file_handler = logging.FileHandler(path, encoding="utf-8")
+        except OSError as e:
+            logger.warning("no debug log: %s", e)
+            return
+        file_handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+        logger.addHandler(file_handler)
+        logger.info("debug log: %s", path)
+
+
+def _take_down_logging() -> None:
+    """Leave no open file behind, and the logger as it was, for whoever calls `launch` in a program of their own."""
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers = []
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def _on_signal(number: signal.Signals, handler: object) -> None:
+    with contextlib.suppress(ValueError, TypeError):  # not in the main thread, as in tests; not a handler of Python's
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> None:
+    _ignore_both()
+    raise Terminated
+
+
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    _ignore_both()
+    with contextlib.suppress(OSError):  # not by way of a stream: its lock may be held by what was interrupted
+        os.write(2, b"\ninterrupted: ending ...\n")
+    raise KeyboardInterrupt
+
+
+def _ignore_both() -> None:
+    """Once is enough: what comes again while things are brought to an end in good order would break that off."""
+    _on_signal(signal.SIGTERM, signal.SIG_IGN)
+    _on_signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    program()

@@ -1,0 +1,193 @@
+"""Chat with a model, on this machine or over a ring of nodes; what was said before is remembered.
+
+examples:
+  chat.py --ckpt checkpoints/org/chat-model
+  chat.py --ckpt checkpoints/org/chat-model --nodes-config settings_distr/configuration.json
+  echo "Who are you?" | chat.py --ckpt checkpoints/org/chat-model
+
+Ctrl-C ends an answer that takes too long; /help lists what else can be typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.terminal import show, show_error
+
+if TYPE_CHECKING:
+    from mdi.node.starter import StarterNode
+
+HELP = """\
+/new   forget what was said, begin a new chat
+/help  this list
+/quit  end the chat, as an empty line and Ctrl-D do
+Ctrl-C ends an answer that takes too long. Anything else is said to the model."""
+
+CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli.access import add_access_flags
+    from mdi.cli.flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
+
+    add_model_flags(parser)
+    parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
+    add_access_flags(parser)
+    parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
+    add_placement_flags(parser)
+    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
+    parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
+    add_wire_flags(parser)
+    add_generation_flags(parser, n_tokens=500, with_prompt=False)
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli import ignore_interrupts
+    from mdi.cli.access import with_keys
+    from mdi.cli.checks import check_computing, check_model
+    from mdi.cli.starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
+    from mdi.config import load_cluster, standalone
+
+    check_computing(args)
+    params = sampling_params(args)
+    cluster = with_keys(args, load_cluster(args.nodes_config) if args.nodes_config else standalone())
+    check_model(args, cluster.n_nodes)
+    options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
+
+    tell_loading()
+    from mdi.machine.device import set_threads
+    from mdi.machine.neighbours import threads_beside
+    from mdi.node.starter import StarterNode
+
+    set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
+    node = StarterNode(cluster, options)
+    try:
+        node.open()
+        node.place(1, args.sequence_length or CONTEXT_LIMIT)
+        node.prepare(args.sequence_length or CONTEXT_LIMIT)
+        node.start()
+        tell_seed(params)
+        _talk(node, params, args.stop)
+        node.raise_failure()
+        node.end(leave=args.stop_nodes)
+    finally:
+        ignore_interrupts()
+        node.close()
+    return 0
+
+
+def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
+    history: list[tuple[str, str]] = []
+    is_terminal = sys.stdin.isatty()
+    lines = Lines(lambda: node.failed)
+    if is_terminal:
+        nodes = "this machine" if node.cluster.n_nodes == 1 else f"{node.cluster.n_nodes} nodes"
+        show(
+            f"\nHello! This is {node.status(None)['model']} on {nodes}. Say something; /help lists commands, /quit ends.\n"
+        )
+    while not node.failed:
+        if is_terminal:
+            print("You: ", end="", flush=True)
+        line = lines.next().strip()
+        if line in ("", "/quit"):
+            if node.failed:
+                print()
+            break
+        if re.fullmatch(r"/\w+", line):
+            print(_obey(line, history), flush=True)
+            continue
+        reply = _answer(node, history, line, params, stop)
+        history.append((line, reply))
+
+
+def _obey(command: str, history: list[tuple[str, str]]) -> str:
+    """Do what a word with a slash says; the answer."""
+    if command == "/new":
+        history.clear()
+        return "All that was said is forgotten."
+    return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
+
+
+def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
+    """Stream one answer; its text. Raises MdiError if the ring broke."""
+    from mdi.errors import MdiError, UsageError
+
+    ids = _fit(node, history, question, params.n_tokens)
+    if ids is None:
+        show_error(f"this message alone does not fit into {node.max_length} tokens")
+        return ""
+    try:
+        node.check_prompt(ids)
+    except UsageError as e:
+        show_error(e)
+        return ""
+    print("Model: ", end="", flush=True)
+    try:
+        sample = node.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
+    except UsageError as e:  # the nodes' caches could never hold it
+        print()
+        show_error(e)
+        return ""
+    try:
+        node.generate()
+    except KeyboardInterrupt:
+        sample.cancel()
+        node.generate()
+    except MdiError:
+        print()
+        raise
+    return sample.text
+
+
+class Lines:
+    """Lines of stdin, with an eye on something else while none comes.
+
+    Args:
+        is_over: asked twice a second; once it is true, waiting ends.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._read = b""
+
+    def next(self) -> str:
+        """The next line; "" at the end of the input, or when it is over."""
+        try:
+            fd = sys.stdin.fileno()
+        except (OSError, ValueError):  # not a real file
+            return sys.stdin.readline()
+        if sys.platform == "win32":  # which cannot wait for a console and for something else
+            return sys.stdin.readline()
+        while b"\n" not in self._read:
+            if self._is_over():
+                return ""
+            if not select.select([fd], [], [], 0.5)[0]:
+                continue
+            data = os.read(fd, 65536)
+            if not data:
+                break
+            self._read += data
+        line, newline, self._read = self._read.partition(b"\n")
+        return (line + newline).decode(errors="replace")
+
+
+def _fit(node: StarterNode, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
+    """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands."""
+    room = max(node.max_length - n_tokens, node.max_length // 2)
+    while True:
+        ids = node.codec.encode_chat(history, question)
+        if len(ids) <= room or (not history and len(ids) <= node.max_length):
+            return ids
+        if not history:
+            return None
+        history.pop(0)

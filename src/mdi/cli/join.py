@@ -1,0 +1,92 @@
+"""Make this machine a node of a cluster: fetch its key with the code of an invitation, keep it, and wait for a starter.
+
+examples:
+  mdi join 192.168.1.10:8088 ABCD-EFGH-IJKL-MNOP
+      what `mdi key FILE --invite` printed on 192.168.1.10
+  mdi join
+      the next time: the key is here
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import socket
+from pathlib import Path
+
+from mdi.errors import UsageError
+
+N_PORTS_TRIED = 32
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli.secondary import add_node_flags
+
+    parser.add_argument("where", nargs="?", metavar="ADDR:PORT", help="where the invitation waits")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="of the invitation")
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="where the key is kept (default: in your settings folder)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8088, help="control port; the next free one from here (%(default)s)"
+    )
+    parser.add_argument(
+        "--port-in", type=int, default=5088, help="ring port; the next free one from here (%(default)s)"
+    )
+    parser.add_argument("--addr", help="address to listen on (default: the one towards the cluster)")
+    parser.add_argument("--no-start", action="store_true", help="fetch the key and end")
+    add_node_flags(parser)
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli.access import default_key_file, own_address, split_address
+    from mdi.cli.secondary import serve
+    from mdi.config import NodeConfig
+
+    args.key = (args.key or default_key_file()).expanduser()
+    if (args.where is None) != (args.code is None):
+        raise UsageError("give the address and the code that `mdi key FILE --invite` printed, or nothing at all")
+    host = None
+    if args.where is not None:
+        host, port = split_address(args.where, 0)
+        fetch(host, port, args.code, args.key)
+    elif not args.key.exists():
+        raise UsageError(f"there is no key in {args.key} yet: run `mdi key FILE --invite` on a node that has one")
+    if args.no_start:
+        return 0
+    addr = args.addr or own_address(host)
+    port, port_in = free_port(addr, args.port), free_port(addr, args.port_in)
+    entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
+    logger.info("in the starter's nodes file, among the secondaries: %s", json.dumps(entry))
+    return serve(args, NodeConfig(socket.gethostname()[:40] or "secondary", addr, port, port_in))
+
+
+def fetch(addr: str, port: int, code: str, path: Path) -> None:
+    """Get the keys of an invitation and keep them in `path`. Raises MdiError."""
+    from mdi.control.join import ask_to_join
+    from mdi.security.invitation import Guest
+    from mdi.security.keys import parse_keys, write_keys
+
+    guest = Guest(code)
+    keys = parse_keys(guest.open(ask_to_join(addr, port, guest.request)).decode("utf-8", "replace"), f"{addr}:{port}")
+    write_keys(path, keys)
+    logger.info("the cluster's key is in %s", path)
+
+
+def free_port(addr: str, first: int) -> int:
+    """The first free port from here on. UsageError if there is none, or the address is not this machine's."""
+    for port in range(first, min(first + N_PORTS_TRIED, 65536)):
+        try:
+            family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
+            with socket.create_server((addr, port), family=family):
+                return port
+        except OSError:
+            continue
+    raise UsageError(
+        f"no port from {first} on is free on {addr}, or that is not an address of this machine: see --addr, --port"
+    )

@@ -1,0 +1,140 @@
+"""Run a whole ring on this machine: one process per node, on free ports, all gone when the run ends.
+
+Every other flag goes to the starter; see starter.py --help.
+
+examples:
+  local_ring.py --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
+  local_ring.py --nodes 3 --ckpt checkpoints/org/model --compare
+  local_ring.py --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
+  local_ring.py --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mdi.config import ClusterConfig
+    from mdi.metrics import RunMetrics
+    from mdi.node.local import LocalRing
+    from mdi.node.model_family import ModelFamily
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """As that of cli.starter."""
+    from mdi.cli import starter as cli_starter
+
+    parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
+    parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
+    parser.add_argument(
+        "--pin", action="store_true", help="keep each node on cores of its own: its share of --cores, else of all"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
+    )
+    cli_starter.add_arguments(parser, is_litgpt)
+    parser.set_defaults(nodes_config=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.node.local import LocalRing
+
+    return run_ring(args, LocalRing)
+
+
+def run_ring(
+    args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None
+) -> int:
+    """One run on a ring of child processes; `family` makes that of the model, None is litgpt's."""
+    from mdi.errors import UsageError
+
+    if args.nodes_config is not None:
+        raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+    if args.compare and (args.json or args.ckpt is None):
+        raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
+    as_given = copy.copy(args)
+    metrics = _run_ring(args, make_ring, family)
+    if args.compare:
+        as_given.seed = args.seed
+        _compare(as_given, metrics, family)
+    return 0
+
+
+def _run_ring(
+    args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None
+) -> RunMetrics:
+    from mdi.cli import ignore_interrupts
+    from mdi.cli.checks import check_model
+    from mdi.cli.starter import generate_on
+
+    if args.placement is None and args.devices is None:
+        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
+    with contextlib.ExitStack() as stack:
+        rings: list[LocalRing] = []
+
+        def open_ring() -> ClusterConfig:
+            if args.nodes >= 1:
+                check_model(args, args.nodes, is_litgpt=family is None)
+            ring = make_ring(
+                args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args)
+            )  # fmt: skip
+            rings.append(stack.enter_context(ring))
+            stack.callback(ignore_interrupts)
+            args.threads = ring.threads_of_starter
+            args.cores = None  # the nodes file has each node's share
+            _tell_processes(ring)
+            return ring.cluster
+
+        return generate_on(args, open_ring, lambda: rings[0].check(), family)
+
+
+def _tell_processes(ring: LocalRing) -> None:
+    from mdi.machine.neighbours import fair_threads
+
+    nodes = ring.cluster.nodes
+    processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
+    logger.info("starting %s on this machine (CPU cores: %d; threads each: %d)", processes, fair_threads([]),
+                ring.threads_of_starter)  # fmt: skip
+    for node, pid in zip(nodes, [None, *ring.pids], strict=True):
+        what = "this process" if pid is None else f"process {pid}"
+        logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
+
+
+def _compare(args: argparse.Namespace, ring: RunMetrics, family: Callable[[], ModelFamily] | None) -> None:
+    """The same texts on one node with all cores, and the difference in words."""
+    from mdi.cli import heed_interrupts
+    from mdi.cli.starter import generate_on
+    from mdi.config import standalone
+    from mdi.machine.neighbours import fair_threads
+    from mdi.report import format_comparison
+
+    for name in ("layers", "placement", "chunk", "frames"):  # these say how a ring is laid out
+        setattr(args, name, None)
+    print("\nthe same on one node ...", flush=True)
+    heed_interrupts()
+    alone = generate_on(args, standalone, family=family, is_reported=False)
+    print(format_comparison(ring, alone, fair_threads([])))
+
+
+def _cores(args: argparse.Namespace) -> Sequence[int] | None:
+    """Cores to divide among the nodes; None if none is to be kept on any."""
+    from mdi.config import parse_cores
+    from mdi.node.local import pinnable_cores
+
+    if args.cores is not None:
+        return parse_cores(args.cores, "--cores")
+    return pinnable_cores() if args.pin else None
+
+
+def _kv_memory(args: argparse.Namespace) -> int | None:
+    from mdi.config import parse_bytes
+
+    return None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")

@@ -1,0 +1,320 @@
+"""Say beforehand who would hold what, whether it fits, how fast it would be, and what would help. Nothing is loaded or sent.
+
+examples:
+  plan.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model --n-samples 8
+      the nodes measure themselves, and the ways between them (their secondary.py must be running)
+  plan.py --profiles cluster.json --ckpt checkpoints/org/model --n-samples 8
+  plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
+  plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
+      as if the cluster had only these two nodes
+  plan.py --example > cluster.json
+      three single-board computers, to be changed into a cluster of your own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.errors import PlacementError, UsageError
+from mdi.partition.methods import DEFAULT_METHOD, METHODS
+from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
+from mdi.terminal import show
+
+if TYPE_CHECKING:
+    from mdi.partition.model import ModelShape
+    from mdi.partition.plan import PlanReport
+    from mdi.partition.profile import ClusterProfile
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli.access import add_access_flags
+
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links (JSON); no node runs")
+    nodes.add_argument(
+        "--nodes-config",
+        type=Path,
+        metavar="FILE",
+        help="nodes that are running, to measure themselves, instead of profiles",
+    )
+    add_access_flags(nodes)
+    nodes.add_argument("--fresh", action="store_true", help="measure again, whatever the nodes have kept")
+    nodes.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="... for them to appear (%(default)s)"
+    )
+    nodes.add_argument(
+        "--save-profiles", type=Path, metavar="FILE", help="write down what was measured, for --profiles"
+    )
+    nodes.add_argument("--nodes", nargs="+", metavar="NAME", help="only these nodes of the profiles, starter first")
+    nodes.add_argument("--example", action="store_true", help="print profiles to start from, and end")
+    model = parser.add_argument_group("model")
+    model.add_argument("--ckpt", type=Path, metavar="DIR", help="checkpoint made by prepare_model.py")
+    model.add_argument(
+        "--config", metavar="NAME", help="a model that is not here: litgpt's name of it, or a model_config.yaml (default: the "
+        "model that the profiles were measured with)",
+    )  # fmt: skip
+    model.add_argument("--quantize", metavar="FORMAT", help="weight format: fp16, int8 or int4")
+    model.add_argument("--dtype", choices=DTYPES, help="without a weight format: what is stored and computed in")
+    run_group = parser.add_argument_group("run")
+    run_group.add_argument("--n-samples", type=int, default=1, metavar="S", help="sequences at once (%(default)s)")
+    run_group.add_argument(
+        "--sequence-length", type=int, metavar="L", help="tokens that each may reach (default: the model's context)"
+    )
+    add_placement_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_common_flags(parser)
+
+
+def add_placement_flags(parser: argparse.ArgumentParser) -> None:
+    placement = parser.add_argument_group("placement")
+    placement.add_argument(
+        "--placement", choices=METHODS, default=DEFAULT_METHOD, help="throughput: most tokens/s; latency: the shortest way of "
+        "one token; opa and gma: by left-over memory (and cores), as LLaMPS; even (default: %(default)s)",
+    )  # fmt: skip
+    placement.add_argument("--layers", metavar="N,N,...", help="blocks per node by hand, starter first")
+    placement.add_argument(
+        "--prefer-memory", type=float, metavar="X", help="for opa: how much more memory counts than cores, 1/9 to 9 (5)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_model(args)
+    if args.example:
+        from mdi.partition.example import boards
+
+        _print(boards().to_json())
+        return 0
+    try:
+        report = _plan(args)
+    except PlacementError as e:
+        if not args.json:
+            raise
+        _print({"error": str(e), "missing": [{"node": name, "bytes": n} for name, n in e.missing]})
+        return 1
+    report = replace(report, notes=(*report.notes, *_chunks_note(args, report)))
+    if args.json:
+        _print(report.to_json())
+    else:
+        from mdi.partition.table import format_plan
+
+        show(format_plan(report))
+    return 0
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Raises UsageError before anything heavy is imported; the weights need not be here, the settings must."""
+    from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
+    from mdi.cli.checks import found_ckpt
+    from mdi.partition.formats import check_packed
+
+    check_packed(args.quantize)
+    if args.ckpt is not None:
+        args.ckpt = found_ckpt(args.ckpt)
+        if not (args.ckpt / CONFIG_FILE).is_file():
+            raise UsageError(no_checkpoint(args.ckpt))
+
+
+def _chunks_note(args: argparse.Namespace, report: PlanReport) -> list[str]:
+    """That chunks which lie in the checkpoint are cut in another way, and win over this plan."""
+    from mdi.errors import MdiError
+    from mdi.measure.planning import told_blocks
+    from mdi.node.starter_weights import StarterWeights
+
+    n_nodes = len(report.nodes) + len(report.placement.left_out)
+    if args.ckpt is None or args.layers is not None or n_nodes == 1:
+        return []
+    try:
+        weights = StarterWeights(args.ckpt, None, n_nodes, None, args.quantize)
+    except MdiError:  # settings alone, say: then there is nothing that could win
+        return []
+    weights.close()
+    planned = [(node.start, node.stop) for node in report.nodes]
+    if not weights.is_cut_by_chunks or planned == weights.blocks:
+        return []
+    names = ["starter", *(f"secondary{i}" for i in range(n_nodes - 1))]
+    flag = f"--placement {args.placement}"
+    if args.placement == "even":  # which leaves chunks as they are
+        flag = "--layers " + ",".join(str(stop - start) for start, stop in planned)
+    return [
+        f"the checkpoint has chunks for {n_nodes} nodes ({told_blocks(names, weights.blocks)}), and starter.py takes their cut "
+        f"unless it is given {flag}"
+    ]
+
+
+def _plan(args: argparse.Namespace) -> PlanReport:
+    from mdi.partition.profile import read_profile
+
+    if args.profiles is None and args.nodes_config is not None:
+        profile = _live(args)
+        if args.save_profiles is not None:
+            _save(args.save_profiles, profile)
+        return plan_on(args, profile)
+    if args.profiles is None or args.nodes_config is not None:
+        raise UsageError(
+            "give the nodes: --nodes-config FILE for nodes that are running, or --profiles FILE (--example prints one to "
+            "start from)"
+        )
+    try:
+        text = read_limited(args.profiles, TEXT_LIMIT_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"cannot read {args.profiles}: {getattr(e, 'strerror', None) or e}") from None
+    return plan_on(args, read_profile(text, str(args.profiles)))
+
+
+def _live(args: argparse.Namespace) -> ClusterProfile:
+    """What the nodes of a nodes file measure of themselves."""
+    from mdi.cache_dir import default_cache_dir
+    from mdi.cli.access import with_keys
+    from mdi.config import load_cluster
+
+    if not 0 <= args.wait < float("inf"):
+        raise UsageError(f"--wait must be 0 seconds or more, got {args.wait}")
+    cluster = with_keys(args, load_cluster(args.nodes_config))
+    if args.ckpt is None and args.config is None:
+        raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
+
+    from mdi.checkpoint.manifest import config_hash
+    from mdi.machine.device import set_threads
+    from mdi.machine.neighbours import threads_beside
+    from mdi.measure.planning import Model, measure_live
+
+    config = _config(args, None)
+    model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
+    set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
+    return measure_live(cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh)
+
+
+def _stored_dtype(ckpt: Path | None) -> str:
+    """What the weights are stored in; float32 if they are not here."""
+    from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
+    from mdi.checkpoint.source import open_source
+
+    if ckpt is None or not any((ckpt / name).is_file() for name in (*WEIGHT_FILES, GGUF_NOTE)):
+        return "float32"
+    source = open_source(ckpt)
+    source.close()
+    return source.dtype
+
+
+def _save(path: Path, profile: ClusterProfile) -> None:
+    try:
+        path.write_text(json.dumps(profile.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
+    """The plan that the flags ask for, on a cluster whose profile is known."""
+    from mdi.measure.model_shape import model_shape
+    from mdi.partition.model import Workload
+    from mdi.partition.plan import plan
+    from mdi.partition.split import parse_layers
+
+    if args.nodes:
+        profile = _only(profile, args.nodes)
+    config = _config(args, profile)
+    shape = model_shape(config, args.quantize or args.dtype or profile.format)
+    length = args.sequence_length or shape.context_length
+    if not 1 <= length <= shape.context_length:
+        raise UsageError(
+            f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
+        )
+    layers = None if args.layers is None else parse_layers(args.layers, shape.n_layer, len(profile.nodes))
+    return plan(
+        profile,
+        shape,
+        Workload(args.n_samples, length),
+        method=args.placement,
+        layers=layers,
+        preferences=preferences(args),
+        measured=_measured(profile, config, shape),
+        smaller=_smaller(config, shape),
+    )
+
+
+def preferences(args: argparse.Namespace) -> dict[tuple[str, str], float]:
+    from mdi.partition.greedy import PREFERENCES, opa_weights
+
+    chosen = dict(PREFERENCES)
+    if args.prefer_memory is not None:
+        chosen[("memory", "cores")] = args.prefer_memory
+        opa_weights(chosen)
+    return chosen
+
+
+def _only(profile: ClusterProfile, names: list[str]) -> ClusterProfile:
+    known = {node.name: node for node in profile.nodes}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--nodes: there is no node {name!r} in the profiles, only {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise UsageError("--nodes: each node once")
+    links = tuple(link for link in profile.links if link.source in names and link.target in names)
+    return replace(profile, nodes=tuple(known[name] for name in names), links=links)
+
+
+def _config(args: argparse.Namespace, profile: ClusterProfile | None) -> dict[str, Any]:
+    """The whole litgpt Config of the model that is meant."""
+    from mdi.checkpoint.shapes import read_config
+
+    if args.ckpt is not None:
+        return read_config(args.ckpt / "model_config.yaml")
+    if args.config is None:
+        if profile is None or not profile.model:
+            raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
+        return _named(profile.model)
+    path = Path(args.config)
+    if path.is_dir():
+        return read_config(path / "model_config.yaml")
+    return read_config(path) if path.is_file() else _named(args.config)
+
+
+def _named(name: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from litgpt.config import Config, name_to_config
+
+    from mdi.checkpoint.shapes import full_config
+
+    by_hub_name = {f"{c['hf_config']['org']}/{c['hf_config']['name']}": n for n, c in name_to_config.items()}
+    name = by_hub_name.get(name, name)
+    if name not in name_to_config:
+        near = [n for n in name_to_config if name.lower() in n.lower()][:5]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UsageError(f"litgpt knows no model {name!r}, and there is no such file or directory{hint}")
+    return full_config(asdict(Config.from_name(name)), name)
+
+
+def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
+    """What the profile's times belong to; None if that cannot be told."""
+    from mdi.measure.model_shape import model_shape
+
+    if profile.config_hash == shape.config_hash:
+        return model_shape(config, profile.format)
+    try:
+        other = model_shape(_named(profile.model), profile.format)
+    except UsageError:
+        return None
+    return other if other.config_hash == profile.config_hash else None
+
+
+def _smaller(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
+    """The model in the formats that take less and that this version has."""
+    from mdi.measure.model_shape import model_shape
+    from mdi.partition.formats import SMALLER
+
+    others = (model_shape(config, name) for name in SMALLER if name != shape.format)
+    return [other for other in others if other.weight_bytes < shape.weight_bytes]
+
+
+def _print(result: dict[str, Any]) -> None:
+    json.dump(result, sys.stdout, indent=2)
+    sys.stdout.write("\n")

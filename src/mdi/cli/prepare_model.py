@@ -1,0 +1,248 @@
+"""Flags of prepare_model: from a name on the hub or a local directory to one chunk per node."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.errors import UsageError
+from mdi.partition.formats import PACKED
+
+if TYPE_CHECKING:
+    from mdi.checkpoint.weights import WeightSource
+
+DESCRIPTION = """\
+Download a model, convert it to LitGPT's format, and cut it into one chunk per node.
+
+MODEL is a name on the Hugging Face hub (org/name), a local directory in LitGPT's or Hugging Face's format, or a GGUF
+file, whose weights stay where they are. What has been done already is not done again, and needs no connection. Without
+--n-nodes the model is only made ready: a starter that is given it with --ckpt cuts it by itself, and sends the other nodes
+their parts.
+"""
+
+EPILOG = """\
+examples:
+  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3
+  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
+  prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
+  prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
+  prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
+  prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
+  prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
+
+The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
+needs its own only, and can be started without one. Each says what it holds and carries a sha256 of each block. By
+default blocks are spread evenly, where the output head counts as work of the starter. From 1 node to one more than
+the model has blocks: the starter may hold none.
+"""
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="MODEL", help="a directory, a GGUF file, or a name on the hub: org/name")
+    cut = parser.add_argument_group("cut")
+    cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
+    cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
+    cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
+    cut.add_argument(
+        "--quantize", choices=PACKED, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
+        "int4 an eighth (default: what loses nothing of the weights)",
+    )  # fmt: skip
+    cut.add_argument("--quantize-head", choices=PACKED, help="the same for head and embedding (default: as --quantize)")
+    hub = parser.add_argument_group("hub")
+    hub.add_argument(
+        "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"
+    )
+    hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
+    hub.add_argument("--revision", help="branch, tag or commit (default: main)")
+    conversion = parser.add_argument_group("conversion")
+    conversion.add_argument(
+        "--export",
+        choices=("hf",),
+        help="write the model as a Hugging Face directory (config.json, safetensors) instead",
+    )
+    conversion.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the result goes: the model and its chunks, or what --export writes "
+        "(default: a Hugging Face directory that is not in the checkpoints folder gets one of its name there; else MODEL)",
+    )  # fmt: skip
+    conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
+    conversion.add_argument("--device", help="accepted for compatibility; all of this is work for the CPU and the disk")
+    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    parser.add_argument("-d", "--debug", action="store_true", help="write a debug log, and show tracebacks of errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_flags(args)
+    directory = _find(args)
+    _check_cut(directory, args)
+
+    from mdi.checkpoint.cast import CastSource
+    from mdi.checkpoint.packed import PackedSource
+    from mdi.checkpoint.packing import Packing
+    from mdi.checkpoint.source import open_source
+    from mdi.checkpoint.weights import own_packing
+
+    directory, results = _convert(directory, args)
+    source = open_source(directory)
+    if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
+        source = CastSource(source, args.dtype)
+    if args.n_nodes is not None:
+        own = own_packing(source.dtype)
+        head = args.quantize_head or args.quantize or own.head
+        source = PackedSource(source, Packing(args.quantize or own.blocks, head))
+    try:
+        n_bytes = sum(spec.n_bytes for spec in source.specs.values())
+        n_layer = source.config_dict["n_layer"]
+        stored = source.packing.blocks if source.packing else source.dtype
+        print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {_size(n_bytes)}")
+        if args.export is not None:
+            _export(source, directory, args)
+        elif args.n_nodes is None:
+            print(f"run it on this machine: starter.py --ckpt {directory}")
+        else:
+            _cut(source, results, args)
+    finally:
+        source.close()
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.n_nodes is None and args.layers is not None:
+        args.n_nodes = args.layers.count(",") + 1
+    if (args.quantize or args.quantize_head) and args.n_nodes is None:
+        raise UsageError(
+            "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
+        )
+    if args.export is not None and args.out is None:
+        raise UsageError("--export needs --out DIRECTORY, a new one")
+    if args.export is not None and args.n_nodes is not None:
+        raise UsageError("--export writes one directory: leave --n-nodes and --layers out")
+    if args.n_nodes is not None and args.n_nodes < 1:
+        raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
+
+
+def _check_cut(directory: Path, args: argparse.Namespace) -> None:
+    """Raises UsageError if there is no model in the directory, or it has not the blocks for such a cut."""
+    from mdi.checkpoint.folder import check_folder, stated_blocks
+    from mdi.partition.split import check_n_nodes, parse_layers
+
+    if not (directory / "config.json").is_file():
+        check_folder(directory)
+    n_blocks = stated_blocks(directory)
+    if n_blocks is None or args.n_nodes is None:
+        return
+    if args.layers is not None:
+        parse_layers(args.layers, n_blocks, args.n_nodes)
+    else:
+        check_n_nodes(n_blocks, args.n_nodes)
+
+
+def _find(args: argparse.Namespace) -> Path:
+    """The model's directory; downloaded, if MODEL is a name on the hub."""
+    from mdi.checkpoint.folder import is_repo_id
+    from mdi.cli import default_ckpt_folder
+    from mdi.config import nearest_existing
+
+    local = Path(args.model).expanduser()
+    if local.is_dir():
+        return local
+    if local.suffix == ".gguf":
+        from mdi.checkpoint.ggufdirectory import gguf_directory
+
+        return gguf_directory(local, args.ckpt_folder or default_ckpt_folder())
+    if local.exists():
+        raise UsageError(f"MODEL {args.model} is a file: give the directory that it is in, or a .gguf file")
+    looks_local = args.model.startswith((".", "/", "~")) or not is_repo_id(args.model)
+    if looks_local:
+        raise UsageError(
+            f"no such directory: {args.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
+            "is named org/name"
+        )
+    from mdi.checkpoint.download import download
+
+    folder = args.ckpt_folder or default_ckpt_folder()
+    logger.info("looking for %s in %s", args.model, folder)
+    return download(args.model, folder, args.hf_token, args.revision)
+
+
+def _convert(directory: Path, args: argparse.Namespace) -> tuple[Path, Path]:
+    """The folders of the LitGPT checkpoint and of its chunks."""
+    from mdi.checkpoint.destination import ready
+    from mdi.checkpoint.shapes import read_config
+    from mdi.cli import default_ckpt_folder
+
+    out = None if args.export is not None else args.out
+    checkpoint, results = ready(directory, args.ckpt_folder or default_ckpt_folder(), out, args.model_name, args.dtype)
+    if args.model_name is not None:
+        held = read_config(checkpoint / "model_config.yaml")
+        names = {held["name"], (held["hf_config"] or {}).get("name")}
+        if args.model_name not in names:
+            raise UsageError(
+                f"{checkpoint} was converted as {held['name']!r}, not {args.model_name!r}: remove its lit_model.pth to "
+                "convert it again"
+            )
+    return checkpoint, results
+
+
+def _export(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+    from mdi.checkpoint.export import export_hf
+
+    with _bar("exporting") as progress:
+        export_hf(source, directory, args.out, progress)
+    print(f"written as a Hugging Face model: {args.out}")
+
+
+def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+    from mdi.block_ranges import block_span
+    from mdi.checkpoint.chunks import node_names, write_chunks
+    from mdi.partition.split import default_split, parse_layers, ranges
+
+    n_layer = source.config_dict["n_layer"]
+    if args.layers is not None:
+        counts = parse_layers(args.layers, n_layer, args.n_nodes)
+    else:
+        counts = default_split(source.config_dict, args.n_nodes)
+    with _bar("cutting") as progress:
+        paths = write_chunks(source, directory, counts, progress)
+    rows = zip(node_names(args.n_nodes), ranges(counts), paths, strict=True)
+    for node, (start, stop), path in rows:
+        extra = "embedding and head, " if node == "starter" else ""
+        print(f"  {node:<12} {extra}{block_span(start, stop)}, {_size(path.stat().st_size)}: {path}")
+    if args.n_nodes == 1:
+        print(f"run it on this machine: starter.py --chunk {paths[0]}")
+    else:
+        print(
+            "take each secondary's chunk to its node, or let the starter send it; then, with the addresses in NODES.json:"
+        )
+        print(f"  on each secondary:  secondary.py --nodes-config NODES.json INDEX --chunk {paths[1].name}")
+        print(f"  here:               starter.py --chunk {paths[0]} --nodes-config NODES.json")
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, which appears when the work takes more than two seconds."""
+    from tqdm import tqdm
+
+    bar: Any = tqdm(desc=what, unit="B", unit_scale=True, delay=2, file=sys.stderr)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with bar:
+        yield progress
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,0 +1,171 @@
+"""Run a secondary (worker) node: it waits to be configured by a starter, runs its blocks, and waits for the next run.
+
+examples:
+  secondary.py --nodes-config settings_distr/configuration.json 0
+      the first secondary of that file; its weights come from the starter, and are kept for the next time
+  secondary.py --nodes-config settings_distr/configuration.json 1 --chunk model_secondary1.safetensors
+      the second one, with the chunk that prepare_model.py made and that was copied here
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mdi.config import NodeConfig
+    from mdi.node.model_family import ModelFamily
+
+
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """As that of cli.starter."""
+    from mdi.cli import add_common_flags, default_nodes_config
+    from mdi.cli.access import add_access_flags
+
+    parser.add_argument(
+        "--nodes-config",
+        nargs="+",
+        metavar=("FILE", "INDEX"),
+        default=[str(default_nodes_config()), "0"],
+        help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX for a file that describes "
+        "one secondary alone); default: settings_distr/configuration.json 0",
+    )
+    add_access_flags(parser)
+    add_node_flags(parser, is_litgpt)
+    add_common_flags(parser)
+
+
+def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+    """What a node computes with, and where its weights are."""
+    from mdi.cli.flags import add_weight_memory_flags
+
+    weights = parser.add_mutually_exclusive_group()
+    if is_litgpt:
+        weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
+    weights.add_argument("--ckpt", type=Path, metavar="DIR", help="the whole checkpoint, if it is on this machine")
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
+    )
+    parser.add_argument(
+        "--cache-size",
+        metavar="SIZE",
+        help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
+    )
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
+    )
+    parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
+    )
+    parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    add_weight_memory_flags(parser, is_litgpt)
+    if is_litgpt:
+        parser.add_argument(
+            "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the "
+            "nodes file, else what is free)",
+        )  # fmt: skip
+    else:
+        parser.set_defaults(chunk=None, kv_memory=None)
+    parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+    # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.
+    parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.config import load_nodes, load_secondary
+
+    path, index = place_of(args)
+    return serve(args, load_secondary(path, index), nodes=load_nodes(path))
+
+
+def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
+    """File and index of --nodes-config. Raises UsageError."""
+    from mdi.errors import UsageError
+
+    if len(args.nodes_config) > 2:
+        raise UsageError(f"--nodes-config takes a file and an index, got {' '.join(args.nodes_config)}")
+    index = None
+    if len(args.nodes_config) == 2:
+        if not args.nodes_config[1].isdigit():
+            raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {args.nodes_config[1]!r}")
+        index = int(args.nodes_config[1])
+    return args.nodes_config[0], index
+
+
+def serve(
+    args: argparse.Namespace,
+    config: NodeConfig,
+    family: Callable[[], ModelFamily] | None = None,
+    nodes: Sequence[NodeConfig] = (),
+) -> int:
+    """Be this node until told to end.
+
+    Args:
+        family: makes that of the models that it runs; None is litgpt's.
+        nodes: of the ring, as far as they are known: some may be on this machine.
+    """
+    from mdi.cache_dir import default_cache_dir
+    from mdi.cli import ignore_interrupts
+    from mdi.cli.access import open_keys, refuse_exposure
+    from mdi.cli.checks import check_chunk, check_computing, found_ckpt
+    from mdi.cli.starter import chosen_cores
+    from mdi.config import WeightMemory, parse_bytes
+
+    keys = open_keys(args)
+    refuse_exposure(args, keys, config)
+    check_computing(args)
+    check_chunk(args.chunk)
+    path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
+    kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
+    cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
+    cores = chosen_cores(args.cores, config)
+
+    from mdi.machine.neighbours import threads_beside
+    from mdi.machine.threads import choose_threads
+    from mdi.node.model_family import ModelFamily
+    from mdi.node.secondary import SecondaryNode
+    from mdi.node.temporary import sweep
+
+    choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
+    model = ModelFamily() if family is None else family()
+    weights = model.open_source(path) if path is not None else None
+    cache_dir = args.cache_dir or default_cache_dir()
+    node = SecondaryNode(
+        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
+        args.threads or config.threads or (len(cores) if cores else None), WeightMemory(args.weights, args.mlock), keys,
+    )  # fmt: skip
+    try:
+        node.open()
+        if args.until_stdin_closes:
+            threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
+        node.run()
+    finally:
+        ignore_interrupts()
+        node.close()
+        if weights is not None:
+            weights.close()
+        if args.until_stdin_closes:
+            sweep()  # of its starter, if that was killed
+    return 0
+
+
+def _leave_with_stdin() -> None:
+    import signal
+
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

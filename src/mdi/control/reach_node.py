@@ -1,0 +1,59 @@
+"""Waiting for a node that may be started later than the one that asks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mdi
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION
+from mdi.errors import ControlError, NodeLostError, RingError
+
+BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
+
+logger = logging.getLogger("mdi")
+
+
+def reach_node(
+    client: ControlClient, wait_s: float, cancelled: threading.Event, check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The status of a node, waited for; a starter may well be started before its secondaries.
+
+    Raises:
+        NodeLostError: it does not answer in time.
+        RingError: it is of another version.
+        ControlError: something else answers there.
+    """
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
+        check()
+        try:
+            status = client.status()
+            break
+        except ControlError as e:
+            if e.status is not None:
+                raise
+            if e.problem == "silent":  # there is a process, but it hangs or was stopped
+                raise NodeLostError(
+                    client.node.name, f"{e}: look at what {client.node.name} prints, end it, and start it again"
+                ) from None
+            if time.monotonic() > deadline or cancelled.is_set():
+                raise NodeLostError(
+                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
+                    "doctor.py looks closer",
+                ) from None  # fmt: skip
+            if attempt == 6:  # three seconds: what is just starting is not worth a word
+                logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
+            cancelled.wait(0.5)
+    if status.get("control_version") != CONTROL_VERSION:
+        raise RingError(
+            f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
+            f"{status.get('control_version')}), this machine version {mdi.__version__} (control protocol {CONTROL_VERSION}): "
+            "install the same version on both"
+        )
+    return status

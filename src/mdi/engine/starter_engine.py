@@ -1,0 +1,224 @@
+"""The loop of the starter: schedule, compute, send; receive, draw, update. It knows token ids, not text."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from mdi.engine.cache_memory import CacheMemory
+from mdi.engine.requests import FAILED, Ends, Events, Inbox, Request
+from mdi.engine.sampling import sample
+from mdi.engine.scheduler import Event, Plan, Scheduler
+from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.tensors import frame_of, logit_rows, rows_of
+from mdi.errors import EngineError, RingEndedError, UsageError
+from mdi.model.stage import StarterStage
+from mdi.model.tensor_stage import TensorStage
+from mdi.net.ring import Ring
+from mdi.net.wire import Frame, Slice
+
+_DROPPED = SamplingParams(temperature=0)
+
+logger = logging.getLogger(__name__)
+
+
+class StarterEngine:
+    """Drives the generation of all sequences over one ring after the other, rings of one node included.
+
+    `run` belongs to one thread. `submit`, `cancel` and `close` may be called from any, at any time, and never wait for it.
+
+    Args:
+        stage: the starter's own part of the model, loaded and prepared.
+        scheduler: decides what goes into the frames; knows what the nodes' caches can hold.
+        max_length: tokens that a sequence may reach, prompt included.
+        wire: what the rows travel as (net.wire.WIRE_DTYPES).
+
+    Attributes:
+        memory: what the nodes of the next ring can hold; to be set between two runs.
+    """
+
+    def __init__(
+        self, stage: StarterStage | TensorStage, scheduler: Scheduler, max_length: int, device: torch.device,
+        dtype: torch.dtype, wire: str = "auto",
+    ) -> None:  # fmt: skip
+        self._stage = stage
+        self._scheduler = scheduler
+        self._max_length = max_length
+        self._device = device
+        self._dtype = dtype
+        self._wire = wire
+        self._inbox = Inbox()
+        self._live: dict[int, Request] = {}
+        self._ids = itertools.count()
+        self._ring: Ring | None = None  # the one that was run last
+        self._closing = False
+        self.memory: CacheMemory | None = scheduler.memory
+        self.compute_s = 0.0
+
+    def submit(
+        self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None
+    ) -> Request:
+        """Queue a sequence.
+
+        Args:
+            ends: sees each token and may end the sequence, see `Ends`.
+            events: where its events go; None makes a queue of its own.
+
+        Raises:
+            UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
+            EngineError: the engine has ended.
+        """
+        prompt = tuple(prompt_ids)
+        if not prompt:
+            raise UsageError("a prompt without any token cannot be continued")
+        if len(prompt) > self._max_length:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
+            )
+        sequence = Sequence(next(self._ids), prompt, params, self._max_length)
+        if (reason := self._scheduler.refusal(sequence)) is not None:
+            raise UsageError(reason)
+        request = Request(sequence, events, ends, self.cancel)
+        if not self._inbox.put(partial(self._take, request)):
+            raise EngineError("no more texts are generated: the run is over")
+        self._wake()
+        return request
+
+    def cancel(self, seq_id: int, reason: str = "cancelled") -> None:
+        """Have a sequence ended; its last event carries `reason`. One that has ended already is left alone."""
+        if self._inbox.put(partial(self._end, seq_id, reason)):
+            self._wake()
+
+    def close(self) -> None:
+        """Let `run` return; the sequences in flight stay unfinished."""
+        self._closing = True
+        self._wake()
+
+    def run(self, ring: Ring, until_idle: bool = True) -> None:
+        """Generate until nothing is left to do, or, with `until_idle` false, until `close`.
+
+        Over another ring than the last time, all sequences go on from the token ids that they have.
+
+        Args:
+            ring: formed; a LoopbackRing if there are no other nodes.
+
+        Raises:
+            NodeLostError, RingError: the ring broke; the sequences can go on over another one.
+            EngineError: the ring was stopped by another node, or gave back what cannot be.
+        """
+        if ring is not self._ring:
+            self._ring = ring
+            self._tell(self._scheduler.rewind(ring.capacity, self.memory))
+            self._stage.caches.clear()
+        try:
+            while not self._closing:
+                for command in self._inbox.take():
+                    command()
+                if until_idle and not self._scheduler.has_work:
+                    return
+                self._step(ring)
+        except RingEndedError:
+            if not self._closing:
+                raise EngineError("the run was stopped before its sequences were finished") from None
+
+    def end_all(self, reason: str = FAILED) -> None:
+        """End what is left, after the last run: everybody who waits for an event gets a last one, and nobody new comes."""
+        self._inbox.close()
+        for command in self._inbox.take():
+            command()
+        for seq_id in list(self._live):
+            self._end(seq_id, reason)
+
+    def _step(self, ring: Ring) -> None:
+        for plan in iter(self._scheduler.schedule, None):
+            ring.send(self._compute(plan, ring))
+        frame = ring.recv()
+        if frame is not None:
+            self._tell(self._scheduler.update(frame.number, self._draw(frame, ring)))
+
+    def _compute(self, plan: Plan, ring: Ring) -> Frame:
+        """Embed the rows of a plan, and run the starter's own blocks over them."""
+        begin = time.perf_counter()
+        for seq_id in plan.freed:
+            self._stage.caches.free(seq_id)
+        slices = tuple(Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices)
+        ids = [token for s in plan.slices for token in s.ids]
+        if ids:
+            x = self._stage.embed(torch.tensor(ids, device=self._device))
+            x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
+        else:
+            x = torch.empty(0, self._stage.n_embd, dtype=self._dtype)
+        is_alone = ring.n_nodes == 1  # nothing travels
+        if is_alone:
+            x = logit_rows(x, slices)
+        frame = frame_of(x, ring.epoch, plan.number, slices, plan.freed, "auto" if is_alone else self._wire)
+        self.compute_s += time.perf_counter() - begin
+        return frame
+
+    def _draw(self, frame: Frame, ring: Ring) -> dict[int, list[int]]:
+        """Final norm, head and sampling for the rows that came back: new tokens by seq_id."""
+        begin = time.perf_counter()
+        wanting = [s.seq_id for s in frame.slices for _ in range(s.n_logits)]
+        tokens: dict[int, list[int]] = {}
+        if wanting:
+            x = rows_of(frame, self._stage.returned_width, self._device, self._dtype)
+            if x.size(0) != len(wanting):
+                raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
+            if not bool(torch.isfinite(x).all()):
+                raise EngineError(
+                    "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
+                    "(--dtype float32 or bfloat16 there), or damaged weights"
+                )
+            drawn = sample(self._stage.head(x), [self._params_of(seq_id) for seq_id in wanting])
+            for seq_id, token in zip(wanting, drawn, strict=True):
+                tokens.setdefault(seq_id, []).append(token)
+        ring.release(frame)
+        self.compute_s += time.perf_counter() - begin
+        return tokens
+
+    def _params_of(self, seq_id: int) -> tuple[SamplingParams, int]:
+        """How the next token is drawn; one that was cancelled on the way is drawn greedily, and the token dropped."""
+        request = self._live.get(seq_id)
+        if request is None:
+            return _DROPPED, 0
+        return request.sequence.params, len(request.sequence.ids) - request.sequence.n_prompt
+
+    # Commands
+
+    def _take(self, request: Request) -> None:
+        self._live[request.seq_id] = request
+        self._scheduler.submit(request.sequence)
+
+    def _end(self, seq_id: int, reason: str) -> None:
+        event = self._scheduler.cancel(seq_id, reason)
+        if event is not None:
+            self._tell([event])
+
+    def _tell(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            request = self._live[event.seq_id]
+            reason = event.finish_reason or self._own_end(request, event.tokens)
+            if reason is not None:
+                self._scheduler.cancel(event.seq_id, reason)  # unless it has ended already
+                del self._live[event.seq_id]
+            request.events.put(replace(event, finish_reason=reason, time_s=now))
+
+    @staticmethod
+    def _own_end(request: Request, tokens: tuple[int, ...]) -> str | None:
+        try:
+            return "stop" if request.is_met_by(tokens) else None
+        except Exception:  # of the reader: its own sequence ends, and no other
+            logger.exception("a sequence is ended, for what looks for its end failed")
+            return FAILED
+
+    def _wake(self) -> None:
+        ring = self._ring
+        if ring is not None:
+            ring.wake()

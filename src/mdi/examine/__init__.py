@@ -1,0 +1,1 @@
+"""Examining a cluster before a run: what is wrong, and what to do about it."""

@@ -1,0 +1,211 @@
+"""Which device and number formats a node computes with. Devices and number types are named as torch names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.block_ranges import block_span
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.safetensors_layout import CODES, TYPES
+from mdi.checkpoint.weights import own_packing
+from mdi.config import DTYPES, check_device, check_dtype
+from mdi.errors import UsageError
+from mdi.kernels import library
+from mdi.kernels.blocks import why_not_in_kernels
+from mdi.kernels.layout import LAYOUTS
+from mdi.kernels.page_sizes import cache_type_named
+from mdi.machine.processor import warn_of_processor
+from mdi.machine.threads import choose_threads
+from mdi.machine.torch_use import load_torch, may_have_gpu
+from mdi.partition.formats import check_packed, weight_format
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What a node computes with: device, numbers, what its caches hold, weight format of its blocks, CPU threads.
+
+    `threads` None leaves them as they are. `packing` is what weights are brought into for the kernels; None: torch computes.
+    """
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    quantize: str | None
+    threads: int | None = None
+    packing: Packing | None = None
+
+    @property
+    def format(self) -> str:
+        """What the weights of the blocks are held in, see partition.formats."""
+        return (self.packing and self.packing.blocks) or self.quantize or self.dtype
+
+
+def check_format(name: str | None, device: str) -> None:
+    """Raises UsageError if a weight format is unknown or not for this device."""
+    check_packed(name)
+    if name is not None and device != "cpu":
+        raise UsageError(f"the weight format {name} needs the CPU's kernels; on {device} use --dtype instead")
+
+
+def choose_device(wanted: str | None) -> str:
+    """The device that was asked for, else a GPU if there is one (cuda, mps), else the CPU.
+
+    Raises:
+        UsageError: this machine does not have it.
+    """
+    if wanted is None or wanted == "auto":
+        return _best_device() if may_have_gpu() else "cpu"
+    check_device(wanted)
+    name, _, index = wanted.partition(":")
+    if name == "cpu":
+        return name
+    load_torch(f"the device {wanted!r}")
+    import torch
+
+    if name == "cuda":
+        n_devices = torch.cuda.device_count()
+        if int(index or 0) >= n_devices:
+            raise UsageError(f"device {wanted!r}: this machine has {n_devices} CUDA devices that torch can use")
+    elif not torch.backends.mps.is_available():
+        raise UsageError(f"device {wanted!r}: torch finds no Apple GPU on this machine")
+    return wanted
+
+
+def _best_device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def devices() -> list[str]:
+    """All that a node on this machine can compute on."""
+    if not may_have_gpu():
+        return ["cpu"]
+    import torch
+
+    found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return [*found, "mps"] if torch.backends.mps.is_available() else found
+
+
+def choose_dtype(wanted: str | None, stored: str, device: str, is_quantized: bool = False) -> str:
+    """The number format to compute in.
+
+    Without a wish: on a GPU what the checkpoint is stored in; on a CPU, bfloat16 where the checkpoint is bfloat16 and the
+    processor multiplies it natively, else float32, which loses nothing and, where float16 is emulated, is faster.
+
+    Args:
+        is_quantized: whether weights are in a format whose kernels take and give float32.
+
+    Raises:
+        UsageError: unknown, or the device cannot compute in it.
+    """
+    name = check_dtype(wanted)
+    if device == "cpu":
+        if name is None and stored == "bfloat16" and not is_quantized and cpu_multiplies_bfloat16():
+            return "bfloat16"
+        return name or "float32"
+    import torch
+
+    is_cuda = device.startswith("cuda")
+    if name is None:
+        if stored == "bfloat16" and is_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return "float16"
+        return stored if stored in DTYPES else "float32"
+    if name == "bfloat16" and is_cuda and not torch.cuda.is_bf16_supported():
+        raise UsageError(f"the device {device} cannot compute in bfloat16: use float16 or float32")
+    return name
+
+
+def why_torch(config: Mapping[str, Any] | None, device: str, dtype: str | None) -> str | None:
+    """Why blocks cannot be computed in the kernels; None if they are.
+
+    Args:
+        config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        dtype: what the user wants to compute in; the kernels compute in float32.
+    """
+    if config is None:
+        return "a model that is not litgpt's"
+    if device != "cpu":
+        return f"the device {device}"
+    if check_dtype(dtype) not in (None, "float32"):
+        return f"--dtype {dtype}"
+    if (unknown := why_not_in_kernels(config)) is not None:
+        return unknown
+    return None if library.load() is not None else f"a node without kernels ({library.why_not()})"
+
+
+def told_path(name: str, start: int, stop: int, why_torch: str | None) -> str:
+    """Whether blocks [start, stop) of a node are computed in the kernels or in torch, and why, for the log."""
+    where = f"the kernels ({library.instruction_set()})" if why_torch is None else f"torch: {why_torch}"
+    return f"{name}: {block_span(start, stop)} in {where}"
+
+
+def choose_packing(
+    config: Mapping[str, Any] | None, device: str, dtype: str | None, stored: str, blocks: str | None, head: str | None
+) -> Packing | None:
+    """What the kernels are to read; None if torch computes (see `why_torch`).
+
+    Args:
+        stored: type of the checkpoint's weights.
+        blocks, head: formats that were asked for; None takes those that lose nothing.
+    """
+    if why_torch(config, device, dtype) is not None:
+        return None
+    own = own_packing(stored)
+    return Packing(blocks or own.blocks, head or own.head)
+
+
+def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:
+    """What caches hold (kernels.page_sizes.CACHE_TYPES): with "auto" what the node computes in.
+
+    Args:
+        why_torch: why the kernels do not compute, see `why_torch`; None if they do.
+
+    Raises:
+        UsageError: unknown, or the device does not have it, or torch computes, which has no caches in int8.
+    """
+    if wanted == "auto":
+        return cache_type_named(computed)
+    if wanted == "int8":
+        if why_torch is not None:
+            raise UsageError(f"--kv-dtype int8 is for the kernels, which do not compute {why_torch}: use bf16 or fp16")
+        return wanted
+    return cache_type_named(choose_dtype(wanted, "float32", device))
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 matrix instructions that torch uses (AVX512-BF16, AMX, Arm BF16)."""
+    load_torch("--dtype auto")
+    import torch
+
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    if check is not None and check():
+        return True
+    arm = getattr(torch.cpu, "_is_arm_bf16_supported", None)  # absent in some releases
+    return bool(arm is not None and arm())
+
+
+def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str | None = None) -> int:
+    """Memory that parts take once they are loaded, and while the last of them is.
+
+    Args:
+        parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
+        held: what they are held in, see partition.formats.
+    """
+    stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * TYPES[CODES.get(stored, "F32")].numpy.itemsize
+    bits = weight_format(held).bits_per_weight
+    # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
+    is_mapped = held == (stored_format or stored)
+    extra = 0 if is_mapped else max(parts, default=0) * 8 * weight_format(held).value_bytes / stored_bits
+    return int(sum(parts) * bits / stored_bits + extra)
+
+
+def set_threads(n_threads: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:
+    """See `choose_threads`; for a process that will compute in torch."""
+    choose_threads(n_threads, cores, beside)
+    load_torch("this command")
+    warn_of_processor()

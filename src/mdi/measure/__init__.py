@@ -1,0 +1,1 @@
+"""Measuring nodes and links, and planning who holds which blocks."""

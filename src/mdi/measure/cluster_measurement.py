@@ -1,0 +1,256 @@
+"""A cluster that is really there, as numbers: every node measures itself, and every link of the ring is tried.
+
+Nodes of one machine measure one after the other, because together each would measure its share; machines work at the same
+time. Then the nodes of each machine compute at the same time, to know what they take from each other. Links are tried last,
+one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import N_SLOTS_LIMIT, ProbeRequest, ProfileRequest, Slots
+from mdi.control.reach import Route, try_node
+from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.errors import ControlError, MdiError, UsageError
+from mdi.machine.neighbours import host_of
+from mdi.measure.contention import LEAD_S, slots_of
+from mdi.partition.profile import LinkProfile, NodeProfile
+from mdi.partition.sharing import level_times, share_memory
+
+REPORT_S = 2.0
+ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
+BROKEN_S = 1e4  # round trip of a way that does not exist: no placement will want it
+
+logger = logging.getLogger("mdi")
+
+
+class ClusterMeasurement:
+    """Asks all secondaries of a cluster for their profiles.
+
+    Args:
+        cluster: with the ports that are really listened on, the starter's too.
+        request: the model that they measure themselves with.
+        own: measures the starter, on the calling thread.
+        wait_s: how long to wait for a node that does not answer yet.
+        check: called again and again meanwhile; what it raises ends the waiting.
+        own_share: what part of its machine the starter takes, on the calling thread; 0 is unknown.
+        own_format: that the starter measures in.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        request: ProfileRequest,
+        own: Callable[[], NodeProfile],
+        wait_s: float,
+        check: Callable[[], None] = lambda: None,
+        own_share: Callable[[Slots], float] = lambda slots: 0.0,
+        own_format: str = "",
+    ) -> None:
+        self._own_format = own_format
+        self._own_share = own_share
+        self._cluster = cluster
+        self._request = request
+        self._own = own
+        self._wait_s = wait_s
+        self._check = check
+        self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
+        self._found: dict[str, NodeProfile] = {}
+        self._formats: dict[str, str] = {}
+        self._error: MdiError | None = None
+        self._ended = threading.Event()
+
+    def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
+        """Profiles of all nodes, starter first, and of the links.
+
+        Raises:
+            MdiError: a node is not there, is busy with another run, or cannot hold even one block.
+        """
+        self._in_threads({node.name: [node] for node in self._cluster.secondaries}, self._reach)
+        hosts: dict[str, list[NodeConfig]] = {}
+        for node in self._cluster.secondaries:
+            hosts.setdefault(host_of(node.addr), []).append(node)
+        beside = hosts.pop(host_of(self._cluster.starter.addr), [])
+        threads = self._start(hosts, self._ask)
+        try:
+            starter = self._own()
+            self._wait(threads)
+            self._in_threads({"starter": beside}, self._ask)
+            shares = self._shares()
+        finally:
+            self._ended.set()
+        found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
+        machines = [host_of(node.addr) for node in self._cluster.nodes]
+        profiles = share_memory(found, machines)
+        tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
+        if tight:
+            logger.info("%s share the memory of their machine: each is counted with a part of it", ", ".join(tight))
+        placed = tuple(
+            replace(profile, machine=machine, machine_share=shares.get(profile.name, 0.0))
+            for profile, machine in zip(profiles, machines, strict=True)
+        )
+        alike = [
+            (p.machine, p.device, p.n_cores, p.n_threads, self._formats.get(p.name, self._own_format)) for p in placed
+        ]
+        return level_times(placed, alike), self._links()
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format that each secondary measured in, by name: its own choice goes before the request's."""
+        return self._formats
+
+    def _in_threads(self, groups: dict[str, list[NodeConfig]], work: Callable[[NodeConfig], None]) -> None:
+        self._wait(self._start(groups, work))
+
+    def _start(self, groups: dict[str, list[NodeConfig]], work: Callable[[NodeConfig], None]) -> list[threading.Thread]:
+        """A thread for each group that does one node after the other."""
+
+        def run(nodes: list[NodeConfig]) -> None:
+            try:
+                for node in nodes:
+                    work(node)
+            except MdiError as e:
+                self._error = self._error or e
+
+        threads = [
+            threading.Thread(target=run, args=(nodes,), name=f"survey-{group}", daemon=True)
+            for group, nodes in groups.items()
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _wait(self, threads: list[threading.Thread]) -> None:
+        next_report = time.monotonic() + REPORT_S
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                self._raise()
+                if time.monotonic() > next_report:
+                    next_report = time.monotonic() + REPORT_S
+                    self._report()
+        self._raise()
+
+    def _raise(self) -> None:
+        self._check()
+        if self._error is not None:
+            raise self._error
+
+    def _reach(self, node: NodeConfig) -> None:
+        reach_node(self._clients[node.name], self._wait_s, self._ended)
+
+    def _ask(self, node: NodeConfig) -> None:
+        deadline = time.monotonic() + BUSY_S
+        request = replace(self._request, device=node.device, threads=node.threads)
+        while not self._ended.is_set():
+            try:
+                answer = self._clients[node.name].profile(request)
+                break
+            except ControlError as e:
+                if e.code != "busy" or time.monotonic() > deadline:
+                    raise
+                self._ended.wait(0.2)
+        else:
+            return
+        try:
+            profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
+        except (KeyError, TypeError, UsageError) as e:
+            raise ControlError(f"{node.name} describes itself in a way that cannot be read: {e}") from None
+        self._formats[node.name] = str(answer.get("format", ""))
+        self._tell_difference(node, profile.device, answer.get("threads"))
+        self._found[node.name] = profile
+
+    def _shares(self) -> dict[str, float]:
+        """What part of its machine each node takes, by name; nothing for a node that has a machine of its own."""
+        hosts: dict[str, list[NodeConfig]] = {}
+        for node in self._cluster.nodes[:N_SLOTS_LIMIT]:
+            hosts.setdefault(host_of(node.addr), []).append(node)
+        found: dict[str, float] = {}
+        own, asked = None, {}
+        begin = time.monotonic() + LEAD_S
+        for nodes in hosts.values():
+            for node, slots in zip(nodes, slots_of(len(nodes), begin) if len(nodes) > 1 else (), strict=False):
+                if node is self._cluster.starter:
+                    own = slots
+                else:
+                    asked[node.name] = slots
+
+        def ask(node: NodeConfig) -> None:
+            request = replace(self._request, device=node.device, threads=node.threads, slots=asked[node.name])
+            try:
+                share = float(self._clients[node.name].profile(request).get("machine_share", 0.0))
+                found[node.name] = share if 0 <= share <= 1 else 0.0
+            except (ControlError, TypeError, ValueError) as e:
+                logger.info("what %s takes of its machine was not measured: %s", node.name, e)
+
+        threads = self._start({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
+        if own is not None:
+            found[self._cluster.starter.name] = self._own_share(own)
+        self._wait(threads)
+        return found
+
+    @staticmethod
+    def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:
+        """What a node was started with goes before the nodes file; then the plan is not quite what the file says."""
+        for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
+            if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
+                logger.info("%s computes with %s %s: that it was started with, not %s", node.name, what, found, named)
+
+    def _report(self) -> None:
+        for name, client in self._clients.items():
+            if name in self._found:
+                continue
+            try:
+                what = client.status(timeout_s=1.0).get("measuring")
+            except ControlError:
+                continue
+            if isinstance(what, dict):
+                logger.info("%s measures %s (%s of %s)", name, what.get("what"), what.get("done"), what.get("total"))
+
+    def _links(self) -> tuple[LinkProfile, ...]:
+        nodes = self._cluster.nodes
+        if len(nodes) <= ALL_PAIRS_LIMIT:
+            pairs = list(itertools.permutations(nodes, 2))
+        else:
+            pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+        links = []
+        next_report = time.monotonic() + REPORT_S
+        for i, (source, target) in enumerate(pairs):
+            self._check()
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("measuring the way from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
+            link = self._link(source, target)
+            if link is not None:
+                links.append(link)
+        return tuple(links)
+
+    def _link(self, source: NodeConfig, target: NodeConfig) -> LinkProfile | None:
+        """None where nothing could be measured, which is not to say that there is no way."""
+        request = ProbeRequest(target.name, target.addr, target.port, target.port_in, measure=True)
+        client = self._clients.get(source.name)
+        try:
+            route = (
+                try_node(request, keys=self._cluster.keys) if client is None else Route.from_json(client.probe(request))
+            )
+        except ControlError as e:
+            logger.info("the way from %s to %s was not measured: %s", source.name, target.name, e)
+            return None
+        if not route.ring.is_well:
+            logger.warning(
+                "%s cannot reach %s's ring port %s:%d (%s): doctor.py says more",
+                *(source.name, target.name, target.addr, target.port_in, route.ring.problem),
+            )
+            return LinkProfile(source.name, target.name, BROKEN_S, 1.0)
+        if not route.control.bytes_s:
+            return None
+        return LinkProfile(source.name, target.name, route.control.round_trip_s, route.control.bytes_s)

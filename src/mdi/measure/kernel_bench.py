@@ -1,0 +1,58 @@
+"""Blocks and head in the kernels, to be measured: see `mdi.measure.profiling`. Torch is not needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mdi.checkpoint.packing import PartWeights
+from mdi.checkpoint.parts import part_of
+from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
+from mdi.kernels.layout import LAYOUTS
+from mdi.machine.threads import n_threads
+from mdi.measure.chance import chance_weights
+from mdi.measure.profiling import Bench
+from mdi.model.array_stage import ArrayStage
+
+
+class KernelBench(Bench):
+    """See `Bench`. The subject has a packing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self._subject.packing is not None
+        self._packing = self._subject.packing
+        self._random = np.random.default_rng(1)
+
+    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> ArrayStage:
+        stage = ArrayStage(KernelStage(self._subject.config, start, stop, n_threads()))
+
+        def weights(part: str) -> PartWeights:
+            check()
+            return self._weights(part)
+
+        stage.load([f"block.{i}" for i in range(start, stop)], weights)
+        stage.prepare(max_length)
+        return stage
+
+    def _weights(self, part: str) -> PartWeights:
+        shapes = {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
+        return chance_weights(shapes, self._packing)
+
+    def head(self) -> Callable[[np.ndarray], object]:
+        stage = KernelStarterStage(self._subject.config, 0, n_threads())
+        stage.load(["embedding", "head"], self._weights)
+        return stage.head
+
+    def rows(self, n: int) -> np.ndarray:
+        return self._random.standard_normal((n, self._subject.config["n_embd"]), dtype=np.float32)
+
+    def synchronize(self) -> None:
+        """Calls of the kernels end when they are done."""
+
+    def bytes_of(self, name: str) -> float:
+        form = self._packing.format_of(name, self._shapes[name])
+        return math.prod(self._shapes[name]) * (LAYOUTS[form].bits / 8 if form else 4)

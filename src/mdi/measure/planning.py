@@ -1,0 +1,179 @@
+"""From nodes that are there to who holds which blocks: measure them, and hand the numbers to `mdi.partition`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mdi.block_ranges import span
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.store import BlockStore
+from mdi.config import ClusterConfig
+from mdi.control.messages import ProfileRequest
+from mdi.control.open_ports import open_ports
+from mdi.errors import CheckpointError
+from mdi.machine.device import check_format, choose_device, choose_dtype, choose_packing
+from mdi.measure.cluster_measurement import ClusterMeasurement
+from mdi.measure.model_shape import model_shape
+from mdi.measure.profiler import Profiler, share_of
+from mdi.measure.profiling import Subject
+from mdi.partition.formats import SMALLER
+from mdi.partition.greedy import PREFERENCES
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.placement import Placement
+from mdi.partition.plan import PlanReport, plan
+from mdi.partition.profile import ClusterProfile, NodeProfile
+from mdi.partition.table import left_out_lines
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is to be placed: name, litgpt Config as a plain dict and its hash, and what it is stored in."""
+
+    name: str
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What the starter computes in and has its weights in, and what it wishes of the others (see `InitRequest`)."""
+
+    device: str
+    dtype: str
+    requested_dtype: str | None
+    quantize: str | None
+    quantize_head: str | None
+    packing: Packing | None = None
+
+
+def profile_cluster(
+    cluster: ClusterConfig,
+    model: Model,
+    requested: Requested,
+    cache_dir: Path | None,
+    wait_s: float,
+    fresh: bool = False,
+    check: Callable[[], None] = lambda: None,
+    run: str | None = None,
+) -> ClusterProfile:
+    """Measure all nodes and the ways between them; see `ClusterMeasurement` for what it raises.
+
+    Args:
+        cluster: with the ports that are really listened on, the starter's too.
+        cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
+        fresh: measure again, whatever is kept.
+        run: id of the run that is to be placed; None is only a plan.
+    """
+    folder = cache_dir or Path.cwd()
+    profiler = Profiler(cluster.starter.name, folder)
+    subject = Subject(
+        model.config,
+        model.config_hash,
+        requested.device,
+        requested.dtype,
+        requested.quantize,
+        requested.quantize_head,
+        with_head=True,
+        packing=requested.packing,
+    )
+
+    def own() -> NodeProfile:
+        try:
+            return profiler.profile(subject, BlockStore(folder), fresh)
+        except CheckpointError as e:
+            raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
+
+    request = ProfileRequest(
+        model.config,
+        model.config_hash,
+        model.stored_dtype,
+        requested.requested_dtype,
+        requested.quantize,
+        fresh,
+        run=run,
+    )
+    survey = ClusterMeasurement(cluster, request, own, wait_s, check, partial(share_of, subject), subject.format)
+    nodes, links = survey.run()
+    for name, other in survey.formats.items():
+        if other != subject.format:
+            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.format)
+    return ClusterProfile(nodes, links, model.name, model.config_hash, subject.format)
+
+
+def measure_live(
+    cluster: ClusterConfig,
+    model: Model,
+    requested_dtype: str | None,
+    quantize: str | None,
+    cache_dir: Path,
+    wait_s: float,
+    fresh: bool,
+) -> ClusterProfile:
+    """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
+    node = cluster.starter
+    device = choose_device(node.device)
+    check_format(quantize, device)
+    wished = requested_dtype or node.dtype
+    packing = choose_packing(model.config, device, wished, model.stored_dtype, quantize, quantize)
+    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None or packing is not None)
+    requested = Requested(device, dtype, requested_dtype, quantize, quantize, packing)
+    with contextlib.ExitStack() as stack:
+        if cluster.secondaries:
+            port, port_in = stack.enter_context(open_ports(node, cluster.keys))
+            cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
+        return profile_cluster(cluster, model, requested, cache_dir, wait_s, fresh)
+
+
+def choose(
+    profile: ClusterProfile, model: Model, method: str, n_sequences: int, length: int, prefer_memory: float | None
+) -> tuple[Placement, int]:
+    """The placement of a run, told in a few lines, and how many frames are to be in flight.
+
+    Raises:
+        PlacementError: the model does not fit.
+    """
+    preferences = dict(PREFERENCES)
+    if prefer_memory is not None:
+        preferences[("memory", "cores")] = prefer_memory
+    shape = model_shape(model.config, profile.format)
+    report = plan(
+        profile,
+        shape,
+        Workload(n_sequences, length),
+        method=method,
+        preferences=preferences,
+        measured=shape,
+        smaller=smaller_shapes(model.config, shape),
+    )
+    for line in told(report):
+        logger.info("%s", line)
+    return report.placement, len(report.nodes) + report.more_frames
+
+
+def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
+    """The model in the formats that take less and that this version has, for advice."""
+    names = [name for name in SMALLER if name != shape.format]
+    others = (model_shape(config, name) for name in names)
+    return [other for other in others if other.weight_bytes < shape.weight_bytes]
+
+
+def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
+    """ "starter 0-3, secondary0 4-11": who holds which."""
+    pairs = zip(names, blocks, strict=True)
+    return ", ".join(f"{name} {span(start, stop)}" for name, (start, stop) in pairs)
+
+
+def told(report: PlanReport) -> list[str]:
+    """What is worth saying of a plan when a run begins."""
+    ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
+    lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
+    return lines + left_out_lines(report.placement)

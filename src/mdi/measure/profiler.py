@@ -1,0 +1,227 @@
+"""A node's profile: what was measured once and is kept, together with what is free at this moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import mdi
+from mdi.checkpoint.files import replacing
+from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.store import BlockStore
+from mdi.config import read_json
+from mdi.control.messages import Slots
+from mdi.errors import CheckpointError, MdiError
+from mdi.kernels import LAYOUT_VERSION, library
+from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
+from mdi.machine.threads import computing_threads, n_threads
+from mdi.measure.contention import machine_share
+from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
+from mdi.partition.formats import weight_format
+from mdi.partition.profile import NodeProfile
+
+FILE = "profiles.json"
+N_KEPT = 64
+REPORT_S = 2.0
+
+logger = logging.getLogger("mdi")
+
+
+class Profiler:
+    """Measures this process' node, one subject at a time, on the thread that calls it.
+
+    Args:
+        name: of the node.
+        folder: its cache folder, where measurements are kept.
+        span_s: how long one thing is measured.
+    """
+
+    def __init__(self, name: str, folder: Path, span_s: float = SPAN_S) -> None:
+        self._name = name
+        self._folder = folder
+        self._span_s = span_s
+        self._lock = threading.Lock()
+        self._progress: dict[str, Any] | None = None
+        self._process_bytes = private_bytes()  # before any weights are here
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """What is being measured just now, how many things are done, and how many there are; None if nothing is."""
+        with self._lock:
+            return self._progress
+
+    def held_bytes_of(self, device: str) -> int:
+        """Memory that came to the process since it began: weights, for the most part, that make place for others."""
+        if device.startswith("cuda"):
+            import torch
+
+            return int(torch.cuda.memory_reserved(device))
+        return max(0, private_bytes() - self._process_bytes)
+
+    def available_bytes(self, device: str) -> int:
+        """Memory of a device for weights and caches: what is free, and what this process would let go of."""
+        return device_free_bytes(device) + self.held_bytes_of(device)
+
+    def profile(
+        self,
+        subject: Subject,
+        store: BlockStore | None,
+        fresh: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> NodeProfile:
+        """This node's profile for a subject; what was measured before is taken from the kept file.
+
+        Args:
+            store: parts that are here already.
+            fresh: measure again in any case.
+            check: called again and again; what it raises goes through.
+
+        Raises:
+            CheckpointError: the model cannot be built, or not even one of its blocks fits.
+        """
+        with computing_threads(subject.threads):
+            key = self._key(subject)
+            speeds = None if fresh else self._kept().get(key)
+            if speeds is None:
+                speeds = self._measure(subject, check)
+                self._keep(key, speeds)
+            threads = n_threads()
+        process_bytes = 0 if subject.device.startswith("cuda") else self._process_bytes
+        return NodeProfile(
+            name=self._name,
+            device=subject.device,
+            n_cores=n_cores(),
+            memory_bytes=self.available_bytes(subject.device) + process_bytes,
+            disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
+            process_bytes=process_bytes,
+            cached_parts=store.parts() if store is not None else (),
+            disk_read_bytes_s=speeds.disk_read_bytes_s,
+            read_bytes_s=speeds.read_bytes_s,
+            block_s=speeds.block_s,
+            head_s=speeds.head_s,
+            shared_bytes=machine_free_bytes(subject.device),
+            held_bytes=self.held_bytes_of(subject.device),
+            n_threads=threads,
+        )
+
+    def is_kept(self, subject: Subject) -> bool:
+        """Whether a profile of this subject needs no measuring."""
+        with computing_threads(subject.threads):
+            return self._key(subject) in self._kept()
+
+    def _measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
+        next_report = time.monotonic() + REPORT_S
+
+        def told(what: str, done: int, total: int) -> None:
+            nonlocal next_report
+            check()
+            with self._lock:
+                self._progress = {"what": what, "done": done, "total": total}
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + REPORT_S
+                logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
+
+        logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
+        try:
+            return bench_of(subject, self._span_s, told).run(self._folder, subject.with_head)
+        finally:
+            with self._lock:
+                self._progress = None
+
+    def _key(self, subject: Subject) -> str:
+        """Everything that the times depend on; a change of it makes what is kept worthless."""
+        parts = {
+            "version": mdi.__version__,
+            "computed by": _computed_by(subject),
+            "cpu": cpu_model(),
+            "cores": n_cores(),
+            "memory": psutil.virtual_memory().total,
+            "device": _device_name(subject.device),
+            "threads": n_threads(),
+            "rows": ROWS,
+            "model": subject.config_hash,
+            "dtype": subject.dtype,
+            "quantize": subject.quantize,
+            "packing": subject.packing and [subject.packing.blocks, subject.packing.head, LAYOUT_VERSION],
+            "head": [subject.with_head, subject.quantize_head],
+        }
+        return json.dumps(parts, sort_keys=True)
+
+    def _kept(self) -> dict[str, Speeds]:
+        """What the file has; a file that is missing or cannot be read is an empty one."""
+        path = self._folder / FILE
+        with contextlib.suppress(MdiError):
+            if path.is_file():
+                return {key: speeds for key, value in read_json(path).items() if (speeds := _speeds(value)) is not None}
+        return {}
+
+    def _keep(self, key: str, speeds: Speeds) -> None:
+        kept = self._kept()
+        kept.pop(key, None)
+        kept[key] = speeds
+        latest = dict(list(kept.items())[-N_KEPT:])
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._folder / FILE) as file:
+                file.write(json.dumps({key: asdict(value) for key, value in latest.items()}, indent=1).encode())
+        except (CheckpointError, OSError) as e:
+            logger.warning("what was measured cannot be kept: %s", e)
+
+
+def share_of(subject: Subject, slots: Slots) -> float:
+    """The part of its machine that this node takes while it computes the subject; see `mdi.measure.contention`."""
+    shapes = model_shapes(subject.config, "the model to be measured")
+    n_values = sum(math.prod(shape) for name, shape in shapes.items() if part_of(name).startswith("block."))
+    n_bytes = int(n_values * weight_format(subject.format).bits_per_weight / 8)
+    with computing_threads(subject.threads):
+        return machine_share(slots, n_bytes, subject.device)
+
+
+def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:
+    """What measures the blocks of a subject: in the kernels, or in torch. CheckpointError if there is no such model."""
+    if subject.packing is not None:
+        from mdi.measure.kernel_bench import KernelBench
+
+        return KernelBench(subject, span_s, progress)
+    from mdi.measure.torch_bench import TorchBench
+
+    return TorchBench(subject, span_s, progress)
+
+
+def _computed_by(subject: Subject) -> str:
+    if subject.packing is not None:
+        return f"kernels {LAYOUT_VERSION} {library.instruction_set()}"
+    import torch
+
+    return f"torch {torch.__version__}"
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _speeds(value: Any) -> Speeds | None:
+    """What the file says of one subject; None if it does not make sense. `NodeProfile` has the checks."""
+    blank = {"name": "x", "device": "x", "n_cores": 1, "memory_bytes": 0, "disk_bytes": 0, "process_bytes": 0}
+    if not isinstance(value, Mapping):
+        return None
+    try:
+        checked = NodeProfile.from_json({**blank, **value})
+    except MdiError:
+        return None
+    return Speeds(checked.disk_read_bytes_s, checked.read_bytes_s, checked.block_s, checked.head_s)

@@ -1,0 +1,242 @@
+"""How fast this node is: memory, disk, and the blocks of one model in one format, measured in a few seconds.
+
+Times are means over a fixed span, not best cases: a node under a CPU quota is halted and let go on in periods of 100 ms, and
+the best case would be that of a node without one. What computes, kernels or torch, has a module of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.shapes import model_shapes
+from mdi.errors import CheckpointError
+from mdi.machine.resources import device_free_bytes
+from mdi.measure.reading import reader
+
+ROWS = (1, 2, 3, 4, 16, 128)  # few rows do not lie on a straight line: kernels differ
+CONTEXT = 64  # positions that a sequence has behind it when its next row is timed
+SPAN_S = 0.35  # how long one thing is measured
+WORKING_SET_BYTES = 128 << 20  # more blocks are built until they no longer fit a processor's cache
+N_BLOCKS_LIMIT = 8
+READ_BYTES = 128 << 20  # far more than a processor's cache, unless memory is short
+DISK_BYTES = 32 << 20
+
+Times = tuple[tuple[int, float], ...]
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be measured: one model in the format that this node would hold it in.
+
+    Attributes:
+        config: litgpt Config as a plain dict; `config_hash` is its hash.
+        quantize, quantize_head: weight formats; None is `dtype`.
+        device, threads: that it would compute with; threads None leaves them as they are.
+        with_head: whether the node would hold embedding, final norm and head as well.
+        packing: what weights are brought into for the kernels; None: torch computes.
+    """
+
+    config: dict[str, Any]
+    config_hash: str
+    device: str
+    dtype: str
+    quantize: str | None
+    quantize_head: str | None = None
+    with_head: bool = False
+    threads: int | None = None
+    packing: Packing | None = None
+
+    @property
+    def format(self) -> str:
+        """Of the blocks, see partition.formats."""
+        return (self.packing and self.packing.blocks) or self.quantize or self.dtype
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What is measured once and kept: see `mdi.partition.profile.NodeProfile`, whose fields these are."""
+
+    disk_read_bytes_s: float
+    read_bytes_s: float
+    block_s: Times
+    head_s: Times
+
+
+class Bench(ABC):
+    """Measures one node.
+
+    Args:
+        span_s: how long each thing is measured.
+        progress: told what is being measured, how many things are done, and how many there are.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        span_s: float = SPAN_S,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> None:
+        self._subject = subject
+        self._shapes = model_shapes(subject.config, "the model to be measured")
+        self._span_s = span_s
+        self._progress = progress
+
+    def run(self, cache_dir: Path, with_head: bool) -> Speeds:
+        """Measure everything.
+
+        Args:
+            cache_dir: on the disk whose speed is asked for.
+            with_head: whether this node is to hold embedding, final norm and head.
+
+        Raises:
+            CheckpointError: one block of the model does not even fit into the memory that is free.
+        """
+        total = 3 + len(ROWS) + (1 if with_head else 0)
+        self._progress("disk", 0, total)
+        disk = disk_read_bytes_s(cache_dir)
+        self._progress("memory", 1, total)
+        memory = self._read_bytes_s()
+        stage = self._blocks(lambda: self._progress("building blocks", 2, total))
+        times = []
+        for i, rows in enumerate(ROWS):
+            self._progress(f"a block at {rows} rows", 3 + i, total)
+            times.append((rows, self._block_s(stage, rows)))
+        del stage
+        head: Times = ()
+        if with_head:
+            self._progress("the head", total - 1, total)
+            head = self._head_s()
+        self._progress("done", total, total)
+        return Speeds(disk, memory, tuple(times), head)
+
+    @abstractmethod
+    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Any:
+        """Blocks of the model, with weights of chance, as a stage: called with rows and slices, and with caches.
+
+        Args:
+            check: called between the blocks.
+        """
+
+    @abstractmethod
+    def head(self) -> Callable[[Any], object]:
+        """Final norm and head, with weights of chance: called with rows."""
+
+    @abstractmethod
+    def rows(self, n: int) -> Any:
+        """(n, n_embd) of the numbers that the stage takes"""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until what was called is done."""
+
+    @abstractmethod
+    def bytes_of(self, name: str) -> float:
+        """What a tensor of the model takes while weights of chance are made."""
+
+    def _read_bytes_s(self) -> float:
+        n_bytes = min(READ_BYTES, device_free_bytes(self._subject.device) // 8)
+        read, n_bytes = reader(n_bytes, self._subject.device)
+        return n_bytes / self._mean_s(read)
+
+    def _blocks(self, check: Callable[[], None]) -> Any:
+        """A stage of blocks from the middle of the model; `check` is called between them."""
+        n_layer, context = self._subject.config["n_layer"], self._subject.config["block_size"]
+        per_block = self._all_bytes(f"transformer.h.{n_layer // 2}.")
+        n_blocks = max(1, min(N_BLOCKS_LIMIT, n_layer, int(WORKING_SET_BYTES // max(per_block, 1))))
+        self._check_capacity(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")
+        start = min(n_layer // 2, n_layer - n_blocks)
+        self._n_blocks = n_blocks
+        return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)), check)
+
+    def _block_s(self, stage: Any, rows: int) -> float:
+        """One row each of so many sequences, or, at the largest number, a piece of one prompt."""
+        room = stage.max_length
+        context = min(CONTEXT, room // 2)
+        if rows == max(ROWS):
+            slices = [(0, 0, min(rows, room))]
+        else:
+            slices = [(seq_id, context, 1) for seq_id in range(rows)]
+            for seq_id in range(rows):
+                stage(self.rows(context), [(seq_id, 0, context)])
+        n_rows = sum(n for _, _, n in slices)
+        x = self.rows(n_rows)
+        seconds = self._mean_s(lambda: stage(x, slices)) * rows / n_rows  # a tiny context has no room for all rows
+        stage.caches.clear()
+        return seconds / self._n_blocks
+
+    def _head_s(self) -> Times:
+        """Final norm and head; the embedding only looks rows up. Nothing if there is no room to build them."""
+        try:
+            self._check_capacity(self._all_bytes("lm_head.", "transformer.ln_f."), "the head")
+        except CheckpointError as e:
+            logger.info("the head is not measured: %s", e)
+            return ()
+        head = self.head()
+        times = []
+        for rows in ROWS[:-1]:  # of a prompt only the last row goes through the head
+            x = self.rows(rows)
+            times.append((rows, self._mean_s(lambda x=x: head(x), self._span_s / 2)))  # type: ignore[misc]
+        return tuple(times)
+
+    def _all_bytes(self, *prefixes: str) -> float:
+        return sum(self.bytes_of(name) for name in self._shapes if name.startswith(prefixes))
+
+    def _check_capacity(self, n_bytes: float, what: str) -> None:
+        free = device_free_bytes(self._subject.device)
+        if n_bytes > free:
+            raise CheckpointError(
+                f"{what} of the model takes {n_bytes / 1e9:.2f} GB to be built and measured, but {free / 1e9:.2f} GB "
+                "of memory are free"
+            )
+
+    def _mean_s(self, call: Callable[[], object], span_s: float | None = None) -> float:
+        """Mean time of a call over the span, after one to warm up; at least two calls are timed."""
+        span_s = self._span_s if span_s is None else span_s
+        call()
+        self.synchronize()
+        n_calls, begin = 0, time.perf_counter()
+        while True:
+            call()
+            n_calls += 1
+            self.synchronize()
+            taken = time.perf_counter() - begin
+            if n_calls >= 2 and taken >= span_s:
+                return taken / n_calls
+
+
+def disk_read_bytes_s(folder: Path, limit_s: float = 0.8) -> float:
+    """How fast the disk under `folder` is read, past the system's cache; 0 if that cannot be told here."""
+    if not hasattr(os, "posix_fadvise"):
+        return 0.0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            piece = os.urandom(1 << 20)
+            begin = time.perf_counter()
+            written = 0
+            while written < DISK_BYTES and time.perf_counter() - begin < limit_s:
+                written += file.write(piece)
+                os.fsync(file.fileno())  # so that a slow card's time is seen, not the memory's
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begin = time.perf_counter()
+            read = 0
+            while (n := len(file.read(1 << 20))) and time.perf_counter() - begin < limit_s:
+                read += n
+            return read / max(time.perf_counter() - begin, 1e-9)
+    except OSError as e:
+        with contextlib.suppress(Exception):
+            logger.debug("the disk under %s cannot be measured: %s", folder, e)
+        return 0.0

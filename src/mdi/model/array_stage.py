@@ -1,0 +1,61 @@
+"""A stage in the kernels as a node has it, for a whole run: its rows are arrays, and torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mdi.kernels.kernel_stage import KernelStage, Weights
+from mdi.kernels.pages import CachePages
+
+
+class ArrayStage:
+    """See the module.
+
+    Attributes:
+        inner: the stage itself.
+    """
+
+    def __init__(self, inner: KernelStage) -> None:
+        self.inner = inner
+        self.start, self.stop = inner.start, inner.stop
+        self.n_embd = self.returned_width = inner.n_embd
+
+    def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
+        """See KernelStage.load."""
+        self.inner.load(parts, weights)
+
+    def run_bytes(self, max_length: int) -> int:
+        return self.inner.run_bytes(max_length)
+
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """What caches hold was decided when the stage was made; see KernelStage.prepare."""
+        self.inner.prepare(max_length, cache_limit)
+
+    def compile(self) -> None:
+        """The kernels are compiled already."""
+
+    @property
+    def max_length(self) -> int:
+        return self.inner.max_length
+
+    @property
+    def caches(self) -> CachePages:
+        return self.inner.caches
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file, which the system counts as free memory, but which must stay."""
+        return self.inner.weight_bytes if self.inner.is_mapped else 0
+
+    @property
+    def gathered_share(self) -> float:
+        """The kernels read keys and values where they lie."""
+        return 0.0
+
+    def __call__(self, x: Any, slices: Sequence[tuple[int, int, int]]) -> Any:
+        """float32 (N, n_embd) -> (N, n_embd), see KernelStage.forward."""
+        found: np.ndarray = self.inner.forward(x, slices)
+        return found

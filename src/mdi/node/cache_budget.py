@@ -1,0 +1,126 @@
+"""How much memory caches may take on this node, and how it tells the starter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mdi.block_ranges import block_span
+from mdi.engine.cache_memory import NodeCaches
+from mdi.errors import ControlError, UsageError
+from mdi.kernels.page_sizes import CacheClass
+from mdi.kernels.pages import CachePages
+from mdi.machine.resources import device_free_bytes
+
+# Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
+MARGIN_SHARE = 0.15
+MARGIN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a node tells of its caches once its stage is loaded.
+
+    Attributes:
+        limit_bytes: what they may take.
+        is_by_hand: whether that was set with --kv-memory; else it is what is free now, and nodes that share a machine share it.
+        classes: what pages take, for each window of its blocks.
+        device: where they lie.
+    """
+
+    limit_bytes: int
+    is_by_hand: bool
+    classes: tuple[CacheClass, ...]
+    device: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "limit_bytes": self.limit_bytes,
+            "is_by_hand": self.is_by_hand,
+            "classes": [[c.window, c.page_bytes] for c in self.classes],
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> CacheReport:
+        """Raises ControlError if it cannot be read."""
+        try:
+            classes = tuple(CacheClass(window, page_bytes) for window, page_bytes in data["classes"])
+            report = cls(data["limit_bytes"], data["is_by_hand"], classes, data["device"])
+        except (KeyError, TypeError, ValueError):
+            raise ControlError(f"{where} does not say in a readable way how much cache it can hold") from None
+        numbers = [report.limit_bytes, *(c.page_bytes for c in classes), *(c.window or 0 for c in classes)]
+        if any(type(n) is not int or n < 0 for n in numbers) or len(classes) > 1000:
+            raise ControlError(f"{where} says of its caches what cannot be: {str(data)[:200]}")
+        return report
+
+
+class CachingStage(Protocol):
+    """Of a stage that is loaded and prepared, what there is to know of its memory."""
+
+    start: int
+    stop: int
+
+    def run_bytes(self, max_length: int) -> int:
+        """Position tables, and the caches of one sequence of full length."""
+
+    @property
+    def caches(self) -> CachePages:
+        """Those of the run that it is prepared for."""
+
+    @property
+    def gathered_share(self) -> float:
+        """What attention takes for a moment beside the caches, as a share of them."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file, which count as free memory, but must stay."""
+
+
+def check_capacity(name: str, stage: CachingStage, max_length: int, device: str) -> None:
+    """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
+    needed, available = stage.run_bytes(max_length), device_free_bytes(device)
+    if needed > available:
+        raise UsageError(
+            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for "
+            f"{block_span(stage.start, stage.stop)} on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer "
+            "tokens, or a smaller --sequence-length"
+        )
+
+
+def report_caches(stage: CachingStage, device: str, by_hand: int | None) -> CacheReport:
+    """What the caches of a stage may take, that is loaded and prepared.
+
+    From a limit that nobody set by hand, what attention takes for a moment beside the caches is taken off. No limit is larger
+    than what the system has reserved.
+
+    Args:
+        by_hand: the limit that the user set.
+    """
+    limit = by_hand
+    if limit is None:
+        limit = int((device_free_bytes(device) - stage.mapped_bytes) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
+        limit = int(limit / (1 + stage.gathered_share))
+    if (reserved := stage.caches.most_bytes) is not None:
+        limit = min(limit, reserved)
+    return CacheReport(max(0, limit), by_hand is not None, tuple(stage.caches.classes), device)
+
+
+def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:
+    """What each node can hold, where nodes on one machine or one GPU do not each believe that all of it is theirs.
+
+    Args:
+        reports: name, address and report of each node.
+    """
+    owners: dict[tuple[str, str], list[int]] = {}
+    for _, addr, report in reports:
+        if not report.is_by_hand and report.classes:
+            owners.setdefault((addr, report.device), []).append(report.limit_bytes)
+    nodes = []
+    for name, addr, report in reports:
+        sharing = owners.get((addr, report.device), []) if not report.is_by_hand else []
+        if len(sharing) > 1:
+            report = replace(report, limit_bytes=min(sharing) // len(sharing))
+        nodes.append(NodeCaches(name, report.limit_bytes, report.classes))
+    return tuple(nodes)

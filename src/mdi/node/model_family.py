@@ -1,0 +1,109 @@
+"""What the nodes of a ring must know of the models that it runs: how weights become stages, and who holds what.
+
+The one here is that of all models that litgpt describes. Others derive from it and are handed to StarterNode and
+SecondaryNode; everything else, from the control plane to the frames, is the same for all.
+Torch and litgpt are imported only where stages of torch are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.weights import WeightSource
+from mdi.control.messages import InitRequest
+from mdi.engine.scheduler import Scheduler
+from mdi.errors import ControlError
+from mdi.text import TextCodec
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
+
+    from mdi.model.stage import Stage, StarterStage
+    from mdi.node.starter_weights import StarterWeights
+
+
+class ModelFamily:
+    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
+
+    Attributes:
+        is_placed: whether nodes can measure themselves with such a model, and a placement decide who holds what.
+    """
+
+    is_placed = True
+
+    def open_source(self, path: Path) -> WeightSource:
+        """A checkpoint or chunk on disk. Raises CheckpointError."""
+        return open_source(path)
+
+    def open_weights(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
+        will_be_cut: bool,
+    ) -> StarterWeights:  # fmt: skip
+        """What the starter can load and send, and the cut; see StarterWeights."""
+        from mdi.node.starter_weights import StarterWeights
+
+        return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
+
+    def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
+        """Raises CheckpointError, UsageError."""
+        return TextCodec.from_checkpoint(directory, prompt_style)
+
+    def config(self, fields: dict[str, Any]) -> Config:
+        """The model's config from its plain form, as it stands in a checkpoint and in /init."""
+        from litgpt.config import Config
+
+        return Config(**fields)
+
+    def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""
+        return fields
+
+    def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
+        """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
+        return stage_parts(start, stop, starter=False)
+
+    def starter_stage(self, config: Config, stop: int, n_nodes: int) -> StarterStage:
+        from mdi.model.stage import StarterStage
+
+        return StarterStage(config, stop)
+
+    def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
+        return stage_parts(0, stop, starter=True)
+
+    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> Stage:
+        """A secondary's stage of torch, empty; `check` is called between its blocks."""
+        from mdi.model.stage import Stage
+
+        return Stage(self.config(request.config), *request.blocks, check)
+
+    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
+        """What that stage takes beside its weights, with the caches of one sequence; nothing is built to tell it."""
+        from mdi.model.cache import TORCH_TYPES
+        from mdi.model.stage import module_bytes, run_bytes
+
+        config = self.config(request.config)
+        caches = run_bytes(config, *request.blocks, request.max_length, TORCH_TYPES[kv_dtype])
+        return caches + module_bytes(config, *request.blocks)
+
+    def check(self, request: InitRequest) -> None:
+        """Raises ControlError if this secondary cannot play the part that it is given."""
+        if [p.name for p in request.parts] != stage_parts(*request.blocks, starter=False):
+            raise ControlError(
+                "this node holds blocks and nothing else, but is to hold the head as well", 409, code="role"
+            )
+
+    def widest_row(self, config: Config) -> int:
+        """Columns that a row on the ring can have."""
+        return int(config.n_embd)
+
+    def max_length(self, config: Config) -> int:
+        """Tokens that a text may reach, prompt included."""
+        return int(config.block_size)
+
+    def scheduler(self, config: Config, n_nodes: int) -> Scheduler | None:
+        """What decides about frames; None is the engine's own."""
+        return None

@@ -1,0 +1,206 @@
+"""Where the starter finds every part of the model, and how the model is cut: chunks on disk, or the checkpoint itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mdi.block_ranges import span
+from mdi.checkpoint.checked import CheckedFiles
+from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import find_chunk, siblings
+from mdi.checkpoint.folder import WEIGHT_FILES
+from mdi.checkpoint.packing import OWN_FORMAT
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.weights import WeightSource, own_packing
+from mdi.control.messages import PartSpec
+from mdi.errors import CheckpointError, UsageError
+from mdi.partition.split import default_split, parse_layers, ranges
+
+logger = logging.getLogger("mdi")
+
+
+class StarterWeights:
+    """All parts that the starter holds or can send, and the cut.
+
+    Args:
+        ckpt: directory of a LitGPT checkpoint, or None.
+        chunk: the starter's chunk, or None; the other nodes' chunks are looked for beside it.
+        n_nodes: length of the ring.
+        layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
+        quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.
+        will_be_cut: another cut will follow (`cut_anew`): a checkpoint is opened though chunks are there.
+
+    Raises:
+        UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
+    """
+
+    def __init__(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None,
+        will_be_cut: bool = False,
+    ) -> None:  # fmt: skip
+        self._wanted = quantize
+        self._sources: list[WeightSource] = []
+        self._chunks: dict[str, ChunkFile] = {}
+        try:
+            self._find(ckpt, chunk, n_nodes, layers, will_be_cut)
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool) -> None:
+        if ckpt is not None and ckpt.is_file():
+            raise UsageError(
+                f"--ckpt {ckpt} is a file: give the directory that it is in (a chunk is given with --chunk)"
+            )
+        if chunk is not None:
+            self._take_chunks(self._starter_chunk(chunk, n_nodes), n_nodes)
+            self.directory = ckpt or Path(chunk).absolute().parent.parent.parent
+        elif ckpt is not None:
+            self.directory = ckpt
+            self._try_chunks(ckpt, n_nodes)
+        else:
+            raise UsageError("give the model: --ckpt DIRECTORY, or --chunk FILE")
+        self.is_cut_by_chunks = self._covers(n_nodes, layers)
+        if ckpt is not None and (will_be_cut or not self.is_cut_by_chunks):
+            self._sources.append(open_source(ckpt))
+        if not self._sources:
+            raise CheckpointError(f"no weights found for {n_nodes} nodes")
+        first = self._sources[0]
+        self.model, self.config, self.config_hash, self.dtype = (
+            first.model,
+            first.config_dict,
+            first.config_hash,
+            first.dtype,
+        )
+        self.stored_format = first.packing.blocks if first.packing else None
+        packing = first.packing or own_packing(first.dtype)
+        lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # a run chooses by itself what it computes them in
+        self.quantize, self.quantize_head = (
+            None if form in lossless else form for form in (packing.blocks, packing.head)
+        )
+        if self._wanted is not None and self.quantize not in (None, self._wanted):
+            raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
+        self._take_cut(self._cut(n_nodes, layers))
+
+    def cut_anew(self, counts: Sequence[int]) -> None:
+        """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
+        self._take_cut(ranges(counts))
+
+    def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
+        self.blocks = blocks
+        for node, (start, stop) in enumerate(self.blocks):
+            for part in stage_parts(start, stop, starter=node == 0):
+                self._source_of(part)  # complain now, not in the middle of a transfer
+
+    def _starter_chunk(self, chunk: Path, n_nodes: int) -> ChunkFile:
+        source = open_source(chunk)
+        self._sources.append(source)
+        if not isinstance(source, ChunkFile):
+            raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
+        manifest = source.manifest
+        if manifest.node != "starter":
+            raise UsageError(f"{chunk} is the chunk of {manifest.node}; the starter needs model_starter.safetensors")
+        if manifest.n_nodes != n_nodes:
+            raise UsageError(
+                f"{chunk} belongs to a cut over {manifest.n_nodes} nodes, but the nodes file lists {n_nodes} "
+                f"(prepare_model.py MODEL --n-nodes {n_nodes} makes the chunks for it)"
+            )
+        return source
+
+    def _take_chunks(self, starter: ChunkFile, n_nodes: int) -> None:
+        self._chunks = {"starter": starter}
+        for node, path in siblings(starter.path).items():
+            if node != "starter":
+                source = ChunkFile(path)
+                self._sources.append(source)
+                if source.config_hash == starter.config_hash and source.manifest.n_nodes == n_nodes:
+                    self._chunks[node] = source
+
+    def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
+        """Use the chunks beside a checkpoint if they are there, whole, and not older than it."""
+        path = find_chunk(ckpt, n_nodes, "starter", self._wanted)
+        if not path.is_file():
+            path = find_chunk(ckpt, n_nodes, "starter")
+        if not path.is_file():
+            return
+        # Each of them: where prepare_model.py was broken off, new chunks lie beside old ones, of other weights.
+        oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
+        if any(file.stat().st_mtime > oldest for name in WEIGHT_FILES if (file := ckpt / name).is_file()):
+            logger.info("the chunks in %s are older than the checkpoint, and not used", path.parent)
+            return
+        try:
+            source = ChunkFile(path)
+            self._sources.append(source)
+            self._take_chunks(source, n_nodes)
+        except CheckpointError as e:
+            logger.warning("the chunks in %s are not used: %s", path.parent, e)
+            self.close()
+            self._chunks, self._sources = {}, []
+
+    def _covers(self, n_nodes: int, layers: str | None) -> bool:
+        return len(self._chunks) == n_nodes and layers is None
+
+    def _cut(self, n_nodes: int, layers: str | None) -> list[tuple[int, int]]:
+        n_layer = self.config["n_layer"]
+        if layers is not None:
+            return ranges(parse_layers(layers, n_layer, n_nodes))
+        names = ["starter"] + [f"secondary{i}" for i in range(n_nodes - 1)]
+        if all(name in self._chunks for name in names):
+            blocks = [self._chunks[name].manifest.blocks for name in names]
+            if [b for pair in blocks for b in pair] != [0, *(b for _, b in blocks[:-1] for b in (b, b)), n_layer]:
+                told = ", ".join(f"{name} {span(*pair)}" for name, pair in zip(names, blocks, strict=True))
+                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not add up: {told}")
+            return blocks
+        return ranges(default_split(self.config, n_nodes))
+
+    def _source_of(self, part: str) -> WeightSource:
+        for source in self._sources:
+            if source.config_hash == self.config_hash and part in source.part_names():
+                return source
+        raise CheckpointError(
+            f"the weights of {part} are in none of the starter's files: give the whole checkpoint with --ckpt, or put all "
+            "chunks of the cut beside the starter's"
+        )
+
+    def spec(self, part: str) -> PartSpec:
+        info = self._source_of(part).info(part)
+        return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def stage_bytes(self, node: int) -> int:
+        """Weights of a node's stage, as they are stored; known without reading them."""
+        start, stop = self.blocks[node]
+        return sum(self.part_bytes(part) for part in stage_parts(start, stop, starter=node == 0))
+
+    def part_bytes(self, part: str) -> int:
+        """A part's bytes, as they are stored; known without reading it."""
+        return self._source_of(part).n_bytes(part)
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, to be sent."""
+        source = self._source_of(part)
+        source.release()
+        return source.pieces(part)
+
+    def source_of(self, part: str) -> WeightSource:
+        """Where a part is read from. CheckpointError if it is in none of the starter's files."""
+        source = self._source_of(part)
+        source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
+        return source
+
+    def verify(self, parts: Sequence[str], check: Callable[[], None]) -> None:
+        """Hash what comes from chunks, where it is not known to be whole. CheckpointError if it is damaged."""
+        sources = {part: self._source_of(part) for part in parts}
+        for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
+            record = CheckedFiles(chunk.path.with_name("checked.json"))
+            chunk.verify([part for part, source in sources.items() if source is chunk], record, check)
+
+    @property
+    def n_layer(self) -> int:
+        return int(self.config["n_layer"])
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
