@@ -52,6 +52,7 @@ ALLOWED = {
     "gpu_memory": set(),
     "process_memory": {"errors", "gpu_memory"},
     "token_times": {"errors"},
+    "tracing": {"block_ranges", "net", "errors"},
 }
 BELOW_NODE = set(ALLOWED)
 ALLOWED["machine"] = BELOW_NODE

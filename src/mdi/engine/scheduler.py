@@ -96,6 +96,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
         self._number = 0
+        self.n_put_out = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
 
     @property
@@ -109,6 +110,11 @@ class Scheduler:
     @property
     def n_running(self) -> int:
         return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that there is no cache memory for now, and those that have just come."""
+        return len(self._waiting)
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -231,6 +237,7 @@ class Scheduler:
         """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
         self._leave(sequence)
         sequence.rewind()
+        self.n_put_out += 1
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

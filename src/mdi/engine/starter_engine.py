@@ -60,6 +60,7 @@ class StarterEngine:
         self._closing = False
         self.memory: CacheMemory | None = scheduler.memory
         self.compute_s = 0.0
+        self.n_tokens = 0  # generated so far, of all sequences
 
     def submit(
         self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None
@@ -94,6 +95,18 @@ class StarterEngine:
         """Have a sequence ended; its last event carries `reason`. One that has ended already is left alone."""
         if self._inbox.put(partial(self._end, seq_id, reason)):
             self._wake()
+
+    def texts(self) -> tuple[int, int, int]:
+        """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
+        scheduler = self._scheduler
+        return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
+
+    @property
+    def cache_use(self) -> list[tuple[str, int, int]]:
+        """Of each node whose caches have a limit: its name, bytes of cache that are used, and the limit."""
+        memory, used = self._scheduler.memory, self._scheduler.used
+        nodes = () if memory is None else memory.nodes
+        return [(node.name, n, node.limit_bytes) for node, n in zip(nodes, used, strict=False)]
 
     def close(self) -> None:
         """Let `run` return; the sequences in flight stay unfinished."""
@@ -208,6 +221,7 @@ class StarterEngine:
             if reason is not None:
                 self._scheduler.cancel(event.seq_id, reason)  # unless it has ended already
                 del self._live[event.seq_id]
+            self.n_tokens += len(event.tokens)
             request.events.put(replace(event, finish_reason=reason, time_s=now))
 
     @staticmethod

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from mdi.errors import WireError
 from mdi.net.channel import Channel
@@ -28,6 +28,16 @@ SLOWEST_BYTES_PER_S = 10_000
 
 
 Allocate = Callable[[int], Any]
+
+
+class Observer(Protocol):
+    """Is told of each frame with rows, by the threads of a link: it must be quick, and must not raise."""
+
+    def sent(self, frame: Frame, begin_s: float, end_s: float) -> None:
+        """From `begin_s` to `end_s` (time.perf_counter) the frame was written to the socket."""
+
+    def arrived(self, frame: Frame) -> None:
+        """The frame has just been read, whole."""
 
 
 class BufferPool:
@@ -165,6 +175,7 @@ class Link:
         self._telling = threading.Lock()
         self._is_told = False
         self.pool = BufferPool((inbox.capacity if inbox is not None else 0) + 2, allocate or bytearray)
+        self.observer: Observer | None = None
         self.send_s = 0.0
         self.bytes_sent = 0
         self.n_frames = 0
@@ -207,8 +218,11 @@ class Link:
                 begin = time.perf_counter()
                 self.bytes_sent += send_frame(self._sock, frame, self._codec, is_patient=True)
                 if frame.type is FrameType.BATCH:
-                    self.send_s += time.perf_counter() - begin
+                    end = time.perf_counter()
+                    self.send_s += end - begin
                     self.n_frames += 1
+                    if self.observer is not None:
+                        self.observer.sent(frame, begin, end)
                 elif frame.type in (FrameType.STOP, FrameType.ERROR):
                     self._sock.shutdown(socket.SHUT_WR)
                     return
@@ -226,6 +240,8 @@ class Link:
                     self._on_last(frame)
                     return self._drain()
                 if frame.type is FrameType.BATCH and self._inbox is not None:
+                    if self.observer is not None:
+                        self.observer.arrived(frame)
                     if not self._inbox.put(frame):
                         return
                 elif frame.type is not FrameType.PING:

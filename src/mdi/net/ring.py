@@ -15,7 +15,7 @@ from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.channel import Channel
 from mdi.net.codec import FrameCodec
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import Allocate, Link
+from mdi.net.link import Allocate, Link, Observer
 from mdi.net.wire import Frame, FrameType, Limits
 from mdi.security.keys import KeyFile
 
@@ -224,6 +224,10 @@ class TcpRing:
         """End the run here, and tell the other nodes why."""
         if self._end(fault):
             self._tell(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
+
+    def observe(self, observer: Observer) -> None:
+        """Have both links tell of their frames from now on."""
+        self._next.observer = self._prev.observer = observer
 
     def wait_end(self, timeout_s: float) -> bool:
         """Wait for the run's end; False after `timeout_s`."""

@@ -9,6 +9,7 @@ from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError, MdiError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.tracing.recorder import Recorder
 
 JOIN_S = 10.0
 
@@ -20,14 +21,18 @@ class EngineThread:
 
     Args:
         name: of the node, as the others know it.
+        recorder: notes what is done with each frame.
 
     Attributes:
         failure: what ended the engine, if that was not `close`; then all its sequences have ended.
     """
 
-    def __init__(self, engine: StarterEngine, ring: LoopbackRing | TcpRing, name: str) -> None:
+    def __init__(
+        self, engine: StarterEngine, ring: LoopbackRing | TcpRing, name: str, recorder: Recorder | None = None
+    ) -> None:
         self._engine = engine
         self._ring = ring
+        self._recorded = ring if recorder is None else recorder.over(ring)
         self._name = name
         self.failure: MdiError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -35,7 +40,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine.run(self._ring, until_idle=False)
+            self._engine.run(self._recorded, until_idle=False)
         except MdiError as e:
             self.failure = e
         except BaseException as e:  # out of memory, say: what the samples have reached is still to be told

@@ -35,6 +35,7 @@ class Job:
         n_looked_for: parts that were looked for on this machine, of those in the request.
         is_loading, n_loaded: whether the stage is being loaded, and parts that it has taken in, of those in the request.
         report_caches: while READY, tells how much cache this node can hold.
+        measure: while RUNNING, what was measured so far.
         metrics: what was measured, once the run is over.
     """
 
@@ -50,6 +51,7 @@ class Job:
         self.is_loading = False
         self.n_loaded = 0
         self.report_caches: Callable[[], CacheReport] | None = None
+        self.measure: Callable[[], dict[str, Any]] | None = None
         self.metrics: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.stopped = False

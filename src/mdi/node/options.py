@@ -13,7 +13,7 @@ class StarterOptions:
     """See the flags of starter.py.
 
     `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
-    keeps what it measured of itself.
+    keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing.
     """
 
     ckpt: Path | None = None
@@ -35,3 +35,4 @@ class StarterOptions:
     weight_memory: WeightMemory = WeightMemory()
     kv_memory: int | None = None
     n_frames: int | None = None
+    n_spans: int = 0

@@ -31,6 +31,7 @@ from mdi.node.setup import REPORT_S, SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
 from mdi.partition.placement import size
+from mdi.tracing.recorder import extensions_of
 
 logger = logging.getLogger("mdi")
 
@@ -143,6 +144,7 @@ class Preparation:
                 n_frames=options.n_frames,
                 device=client.node.device,
                 threads=client.node.threads,
+                extensions=extensions_of(options.n_spans),
             )
             setups.append(SecondarySetup(client, request, weights, options.wait_s))
         return setups

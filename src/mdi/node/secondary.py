@@ -169,6 +169,7 @@ class SecondaryNode:
             state, error, error_code = self._state_now, self._error, self._error_code
             known = last if last is not None and run == last.run else None
             report_caches = known.report_caches if known is not None else None
+            measure = known.measure if known is not None else None
         return {
             "name": self.config.name,
             "version": mdi.__version__,
@@ -191,6 +192,7 @@ class SecondaryNode:
             "disk_free_bytes": self._store.free_bytes(),
             "ring_port": self._listener.port if self._listener is not None else None,
             "clock_s": time.time(),
+            "timer_s": time.perf_counter(),
             "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
             "looking": job.looking if job else None,
@@ -198,6 +200,7 @@ class SecondaryNode:
             # Only who knows the run's id is told more about it: the id is what /stop asks for.
             "missing": self._missing_of(job) if job and known else None,
             "metrics": known.metrics if known else None,
+            "measured": measure() if measure is not None else None,
             "caches": report_caches().to_json() if report_caches is not None else None,
         }
 

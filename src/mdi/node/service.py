@@ -24,6 +24,7 @@ from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.job import Job
 from mdi.node.stage_holder import StageHolder
 from mdi.security.keys import KeyFile
+from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
 
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage
@@ -141,7 +142,10 @@ class Service:
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat) -> None:
         is_last = seat.index == seat.n_nodes - 1
         rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
-        loop = SecondaryLoop(stage, rows, ring, is_last, seat.wire)
+        recorder = recorder_of(self._request.extensions)
+        recorded = ring if recorder is None else recorder.over(ring)
+        loop = SecondaryLoop(stage, rows, recorded, is_last, seat.wire)
+        self._job.measure = lambda: _measured(loop, ring, recorder, LIVE_SPANS)
         try:
             loop.run()
         except RingError:
@@ -154,7 +158,8 @@ class Service:
             ring.fail(Fault(seat.name, "it was told to end", seat.name, "left"))
             raise
         finally:
-            self._job.metrics = _measured(loop, ring)
+            self._job.measure = None
+            self._job.metrics = _measured(loop, ring, recorder)
             logger.info(
                 "%s: %d frames, %.2f s computing, %.2f s waiting",
                 *(seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s),
@@ -176,8 +181,13 @@ def _seat_of(job: Job, process: str, keys: KeyFile | None) -> Seat:
     )
 
 
-def _measured(loop: SecondaryLoop, ring: TcpRing) -> dict[str, Any]:
+def _measured(
+    loop: SecondaryLoop, ring: TcpRing, recorder: Recorder | None, n_spans: int | None = None
+) -> dict[str, Any]:
+    """What a node measured of a run, and the last `n_spans` that it recorded; None is all."""
+    spans = {} if recorder is None else recorder.to_json(n_spans)
     return {
+        **spans,
         "peak_rss_bytes": peak_rss_bytes(),
         "compute_s": loop.compute_s,
         "wait_s": ring.inbox.wait_s,

@@ -40,11 +40,13 @@ from mdi.node.forming import form_ring
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
+from mdi.node.run_trace import RunTrace
 from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss, metrics_of
 from mdi.partition.formats import AUTO
 from mdi.partition.methods import DEFAULT_METHOD
+from mdi.tracing.trace import Trace
 
 logger = logging.getLogger("mdi")
 
@@ -81,8 +83,10 @@ class StarterNode(StatusOnly):
         self._reader = SampleReader()
         self._driver: EngineThread | None = None
         self._memory: CacheMemory | None = None
+        self._own = (0.0, 0.0, 0.0, 0, 0)
         self._begin = 0.0
         self._end = 0.0
+        self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -233,6 +237,8 @@ class StarterNode(StatusOnly):
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
         cluster, wire, n_nodes = self.cluster, self._options.wire_dtype, self.cluster.n_nodes
+        if self.run_trace is not None:
+            self.run_trace.read_clocks(self._clients)
         following = cluster.nodes[1 % n_nodes]
         seat = Seat(
             self._epoch, 0, self.names, self._placement, following.addr, following.port_in, wire, self._process,
@@ -248,7 +254,10 @@ class StarterNode(StatusOnly):
         )
         self._state = "RUNNING"
         self._begin = time.perf_counter()
-        self._driver = EngineThread(self.engine, self._ring, self.cluster.starter.name)
+        recorder = None if self.run_trace is None else self.run_trace.recorder
+        if recorder is not None:
+            recorder.texts = self.engine.texts
+        self._driver = EngineThread(self.engine, self._ring, self.cluster.starter.name, recorder)
 
     def submit(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
@@ -313,9 +322,11 @@ class StarterNode(StatusOnly):
                 self._driver.close()
             ring.stop("the run is over")
             ring.close()
-            self._own = (self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames)
+            self._own = self._measure(ring)
         if self._configured:
             self._configured = False
+            if self.run_trace is not None:
+                self.run_trace.read_clocks(self._clients)
             broken = self._state == "BROKEN"
             self.secondary_metrics = dismiss(self._clients, self._run, leave, patient=not broken)
         if leave:
@@ -346,6 +357,30 @@ class StarterNode(StatusOnly):
         samples = [sample.metrics() for sample in self.samples]
         return RunMetrics.from_parts(model, samples, self._node_metrics(), max(end - self._begin, 1e-9))
 
+    @property
+    def clients(self) -> list[ControlClient]:
+        """Of the secondaries, in ring order."""
+        return list(self._clients)
+
+    @property
+    def run_id(self) -> str:
+        return self._run
+
+    def measured(self) -> NodeMetrics | None:
+        """What this node did in the run so far; None before the ring is closed."""
+        ring, weights = self._ring, self._weights
+        if ring is None or weights is None:
+            return None
+        return NodeMetrics(self.names[0], weights.blocks[0], peak_rss_bytes(), *self._measure(ring))
+
+    def trace(self) -> Trace | None:
+        """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
+        if self.run_trace is None or self._weights is None:
+            return None
+        n_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        measured = self.secondary_metrics or [{}] * len(self._clients)
+        return self.run_trace.trace(self._weights.model, self.names, self._weights.blocks, measured, n_tokens)
+
     def status(self, run: str | None) -> dict[str, Any]:
         return {
             "name": self.cluster.starter.name,
@@ -363,11 +398,14 @@ class StarterNode(StatusOnly):
         if self._state == "RUNNING":
             raise ControlError("the starter is in the middle of a run", 409, code="busy")
 
+    def _measure(self, ring: TcpRing | LoopbackRing) -> tuple[float, float, float, int, int]:
+        """compute_s to frames of NodeMetrics, of this node."""
+        return self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames
+
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._weights is None:
             return []
-        compute_s, wait_s, send_s, bytes_sent, frames = getattr(self, "_own", (0.0, 0.0, 0.0, 0, 0))
         blocks = self._weights.blocks
-        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), compute_s, wait_s, send_s, bytes_sent, frames)
+        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._own)
         measured = self.secondary_metrics or [{}] * len(self._clients)
         return [own, *metrics_of(self.names[1:], blocks[1:], measured)]

@@ -1,0 +1,75 @@
+"""A run's trace, as its starter makes it: its own spans, those that the other nodes hand over, and what their clocks show."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mdi.control.client import ControlClient
+from mdi.errors import ControlError
+from mdi.tracing.clocks import Clock, Reading, read_clock
+from mdi.tracing.recorder import Recorder
+from mdi.tracing.spans import unpack
+from mdi.tracing.trace import NodeTrace, Trace
+
+logger = logging.getLogger("mdi")
+
+
+class RunTrace:
+    """See the module. Clocks are read before the ring is closed and after the run: between the two they may drift.
+
+    Args:
+        n_spans: that each node keeps at most.
+    """
+
+    def __init__(self, n_spans: int) -> None:
+        self.recorder = Recorder(n_spans)
+        self._readings: dict[str, list[Reading]] = {}
+
+    def read_clocks(self, clients: Sequence[ControlClient]) -> None:
+        """Compare the clocks of all nodes with this one's; one that does not answer is left out."""
+        for client in clients:
+            try:
+                reading = read_clock(lambda client=client: timer_of(client.status()))  # type: ignore[misc]
+            except ControlError as e:
+                logger.warning("the clock of %s cannot be read: %s", client.node.name, e)
+            else:
+                self._readings.setdefault(client.node.name, []).append(reading)
+
+    def trace(
+        self, model: str, names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]],
+        n_tokens: int,
+    ) -> Trace:  # fmt: skip
+        """Everything on the starter's time axis.
+
+        Args:
+            names, blocks: of all nodes, the starter first.
+            measured: what each secondary handed over; one that did not has no spans.
+        """
+        own = self.recorder.buffer
+        nodes = [NodeTrace(names[0], blocks[0], tuple(own.last()), is_cut=own.is_full)]
+        for name, held, values in zip(names[1:], blocks[1:], measured, strict=True):
+            nodes.append(self._node(name, held, values))
+        return Trace(model, tuple(nodes), n_tokens)
+
+    def _node(self, name: str, blocks: tuple[int, int], values: Mapping[str, Any]) -> NodeTrace:
+        readings = self._readings.get(name)
+        try:
+            spans = unpack(values.get("spans"), name) if readings else []
+        except ControlError as e:  # a trace without one node is still of use
+            logger.warning("%s", e)
+            spans = []
+        if not readings or not spans:
+            return NodeTrace(name, blocks, ())
+        clock = Clock(readings)
+        moved = (s._replace(begin_ns=clock.here_ns(s.begin_ns), end_ns=clock.here_ns(s.end_ns)) for s in spans)
+        return NodeTrace(name, blocks, tuple(moved), clock.error_s, values.get("spans_cut") is True)
+
+
+def timer_of(status: Mapping[str, Any]) -> float:
+    """What a node's timer showed. Raises ControlError if it does not say."""
+    timer = status.get("timer_s")
+    if isinstance(timer, bool) or not isinstance(timer, int | float) or not abs(timer) < 1e12:
+        raise ControlError(f"{status.get('name')!r:.40} does not say what its timer shows")
+    return float(timer)
