@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,12 +16,19 @@ class Channel(Generic[T]):
 
     `queue.Queue` has no portable way to wake a waiting reader for good, nor to pass the waiting items by; both are what
     the end of a run needs.
+
+    Args:
+        changed: notified of everything that happens here. Several channels may share one, so that one thread reads them all.
+        on_space: called, from the thread of the reader, when a full channel has a free place again.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self, capacity: int, changed: threading.Condition | None = None, on_space: Callable[[], None] | None = None
+    ) -> None:
         self.capacity = capacity
         self._items: deque[T] = deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition() if changed is None else changed
+        self._on_space = on_space
         self._closed = False
         self._woken = False
         self.wait_s = 0.0  # time that get() spent waiting; written by the reader's thread only
@@ -55,6 +63,18 @@ class Channel(Generic[T]):
                 return None
             item = self._items.popleft()
             self._changed.notify_all()
+            was_full = len(self._items) == self.capacity - 1
+        if was_full and self._on_space is not None:  # outside of the lock: who is told may look at this channel
+            self._on_space()
+        return item
+
+    def poll(self) -> T | None:
+        """The next item; None if there is none. Never waits."""
+        with self._changed:
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            self._changed.notify_all()
             return item
 
     def wake(self) -> None:
@@ -73,3 +93,13 @@ class Channel(Generic[T]):
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read. Takes no lock."""
+        return not self._items
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait. Takes no lock."""
+        return not self._closed and len(self._items) >= self.capacity

@@ -74,11 +74,13 @@ def join_ring(
     timeout_s: float = ANSWER_S,
     allocate: Allocate | None = None,
     codec_in: FrameCodec | None = None,
+    arrivals: threading.Condition | None = None,
 ) -> TcpRing:
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
 
     Args:
         codec_in: of the connection that it made, see Expectation.
+        arrivals: see TcpRing.
 
     Raises:
         RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
@@ -90,7 +92,7 @@ def join_ring(
             sock_out, codec_out = _connect(seat)
             _read_answer(sock_out, seat, timeout_s, codec_out)
         send_frame(sock_in, seat.hello, codec_in)
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (codec_in, codec_out))
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (codec_in, codec_out), arrivals)
     except (RingError, OSError) as e:
         node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
         fault = Fault(node, str(e), seat.name, code)

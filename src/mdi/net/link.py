@@ -150,6 +150,8 @@ class Link:
         on_last: called from a thread of the link with the STOP or ERROR frame that ends the run.
         on_lost: called once, from a thread of the link, with the reason when the neighbour is lost.
         allocate: see BufferPool.
+        on_notice: called from a thread of the link with each NOTICE.
+        on_space: called from a thread of the link when `is_full` is over.
     """
 
     def __init__(
@@ -162,14 +164,17 @@ class Link:
         on_last: Callable[[Frame], None],
         on_lost: Callable[[str], None],
         allocate: Allocate | None = None,
+        on_notice: Callable[[Frame], None] = lambda frame: None,
+        on_space: Callable[[], None] | None = None,
     ) -> None:
         self._sock = sock
         self._epoch = epoch
         self._codec = codec
-        self._outbox: Channel[Frame] = Channel(capacity)
+        self._outbox: Channel[Frame] = Channel(capacity, on_space=on_space)
         self._inbox = inbox
         self._on_last = on_last
         self._on_lost = on_lost
+        self._on_notice = on_notice
         self._ending = False
         self._closing = False
         self._telling = threading.Lock()
@@ -188,6 +193,15 @@ class Link:
     def put(self, frame: Frame) -> bool:
         """Queue a frame; False if the link is closed or lost."""
         return self._outbox.put(frame)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait."""
+        return self._outbox.is_full
+
+    def put_notice(self, frame: Frame) -> None:
+        """Send a NOTICE before whatever is queued."""
+        self._outbox.put_first(frame)
 
     def put_last(self, frame: Frame) -> None:
         """Send a STOP or ERROR before whatever is queued, and nothing after it."""
@@ -244,6 +258,8 @@ class Link:
                         self.observer.arrived(frame)
                     if not self._inbox.put(frame):
                         return
+                elif frame.type is FrameType.NOTICE:
+                    self._on_notice(frame)
                 elif frame.type is not FrameType.PING:
                     raise WireError(f"a {frame.type.name} frame in the middle of a run")
             self._lost("it closed the connection")

@@ -143,11 +143,15 @@ class LoopbackRing:
 
 
 class TcpRing:
-    """The links of a node to its two neighbours, and what happens when one of them ends; `codecs` are those of `sock_in`
-    and `sock_out` since the handshake.
+    """The links of a node to its two neighbours, and what happens when one of them ends.
 
-    Rows go from the previous node to the next. STOP and ERROR go both ways, so that they reach the nodes on either side of a
-    lost one, and nobody takes a neighbour that has ended for lost; they end with the first node that has heard already.
+    Rows go from the previous node to the next. STOP, ERROR and NOTICE go both ways, so that they reach the nodes on either
+    side of a lost one, and nobody takes a neighbour that has ended for lost; they end with the first node that has heard
+    already, NOTICE with the starter.
+
+    Args:
+        codecs: those of `sock_in` and `sock_out` since the handshake.
+        arrivals: notified when `poll` may have something new to say; None where nobody polls.
     """
 
     def __init__(
@@ -159,13 +163,16 @@ class TcpRing:
         limits: Limits,
         allocate: Allocate | None = None,
         codecs: tuple[FrameCodec, FrameCodec] | None = None,
+        arrivals: threading.Condition | None = None,
     ) -> None:
         self._seat = seat
         self.capacity = capacity
         self._fault: Fault | None = None
+        self._leaving: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self.inbox: Channel[Frame] = Channel(capacity + 1)
+        self._arrivals = arrivals
+        self.inbox: Channel[Frame] = Channel(capacity + 1, arrivals)
         # A link may be lost before the other one stands: it is told of that, too.
         with self._lock:
             codec_in, codec_out = codecs or (FrameCodec(), FrameCodec())
@@ -177,7 +184,8 @@ class TcpRing:
         self, sock: socket.socket, codec: FrameCodec, inbox: Channel[Frame] | None, name: str, allocate: Allocate | None
     ) -> Link:
         return Link(
-            sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate
+            sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate,
+            on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._tell_space,
         )  # fmt: skip
 
     @property
@@ -209,6 +217,18 @@ class TcpRing:
             raise RingEndedError("the ring was ended") if self._fault is None else _error_of(self._fault)
         return frame
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether `poll` has something to say: a frame that can be sent on without waiting, or that the ring is over."""
+        return self._over.is_set() or not (self.inbox.is_empty or self._next.is_full)
+
+    def poll(self) -> Frame | None:
+        """The next frame, if the next node's link takes one more; never waits. Raises as `recv`."""
+        frame = None if self._next.is_full else self.inbox.poll()
+        if frame is None and self._over.is_set():
+            raise RingEndedError("the ring was ended") if self._fault is None else _error_of(self._fault)
+        return frame
+
     def release(self, frame: Frame) -> None:
         self._prev.pool.give_back(frame.payload)
 
@@ -228,6 +248,21 @@ class TcpRing:
     def observe(self, observer: Observer) -> None:
         """Have both links tell of their frames from now on."""
         self._next.observer = self._prev.observer = observer
+
+    @property
+    def fault(self) -> Fault | None:
+        """What broke the ring; None if nothing did so far."""
+        return self._fault
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Nodes that have said that they are about to leave; `recv` returns None once when there is a new one."""
+        return self._leaving
+
+    def announce_leave(self) -> None:
+        """Tell the starter that this node is about to leave; the ring goes on."""
+        notice = Fault(self._seat.name, "it was told to end", self._seat.name, "leaving")
+        self._hear_notice(Frame.message(FrameType.NOTICE, self._seat.epoch, notice.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:
         """Wait for the run's end; False after `timeout_s`."""
@@ -253,6 +288,22 @@ class TcpRing:
     def _last_frame(self, frame: Frame) -> None:
         if self._end(Fault.from_bytes(frame.payload) if frame.type is FrameType.ERROR else None):
             self._tell(frame)
+
+    def _hear_notice(self, frame: Frame) -> None:
+        node = Fault.from_bytes(frame.payload).node
+        with self._lock:
+            if node in self._leaving or node not in self._seat.names:
+                return
+            self._leaving = (*self._leaving, node)
+        if self._seat.index == 0:
+            return self.inbox.wake()
+        for link in (self._next, self._prev):
+            link.put_notice(frame)
+
+    def _tell_space(self) -> None:
+        assert self._arrivals is not None
+        with self._arrivals:
+            self._arrivals.notify_all()
 
     def _tell(self, frame: Frame) -> None:
         for link in (self._next, self._prev):

@@ -15,6 +15,7 @@ class FrameType(IntEnum):
     ERROR = 4  # a node failed; the payload says which and how; passed on in both directions
     PING = 5  # sign of life of one link, in both directions, never passed on
     CHALLENGE = 6  # before the HELLO, where nodes have a cluster key, and its answer
+    NOTICE = 7  # a node is about to leave; passed on in both directions, past what is queued, up to the starter
 
 
 @dataclass(frozen=True)
