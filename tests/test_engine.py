@@ -296,7 +296,7 @@ def test_texts_go_on_over_another_ring_as_if_nothing_had_happened(params: Sampli
         with pytest.raises(NodeLostError, match="secondary0 is lost"):
             ring.run()
         assert all(text.reason is None for text in texts)
-        ring.engine._stage = following.stages[0]  # type: ignore[assignment]  # its own stage is that of another cut
+        ring.engine.stage = following.stages[0]  # type: ignore[assignment]  # its own stage is that of another cut
         ring.engine.run(following.ring)
         assert following.caches() == [0] * n_after
     assert [text.ids for text in texts] == expected

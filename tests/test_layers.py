@@ -42,6 +42,7 @@ ALLOWED = {
         "config",
         "errors",
     },
+    "recovery": {"control", "net", "partition", "config", "errors"},
     "prompts": {"settings_file", "config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
     "text": {"prompts", "engine", "model", "net", "settings_file", "config", "errors"},

@@ -95,6 +95,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
         self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
+        self._suspects: set[int] = set()
         self._number = 0
         self.n_put_out = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
@@ -102,6 +103,15 @@ class Scheduler:
     @property
     def n_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def in_flight(self) -> dict[int, tuple[int, int]]:
+        """Positions, half-open, of each sequence in the frames that are under way."""
+        spans: dict[int, tuple[int, int]] = {}
+        for part in (part for plan in self._in_flight for part in plan.slices if self._is_current(part)):
+            start, stop = spans.get(part.seq_id, (part.start, part.start))
+            spans[part.seq_id] = (min(start, part.start), max(stop, part.start + part.n_rows))
+        return spans
 
     @property
     def has_work(self) -> bool:
@@ -142,6 +152,10 @@ class Scheduler:
         self._leave(running)
         return Event(seq_id, tokens, reason)
 
+    def isolate(self, seq_ids: Iterable[int]) -> None:
+        """After the next rewind, let no two of these run at the same time before they have their next tokens."""
+        self._suspects.update(seq_ids)
+
     def rewind(self, n_frames: int, memory: CacheMemory | None) -> list[Event]:
         """Go on over another ring, whose nodes have no caches: all that run begin again, each with all its tokens.
 
@@ -154,6 +168,9 @@ class Scheduler:
         self._in_flight.clear()
         for sequence in self._running.values():
             sequence.rewind()
+        if self._suspects:  # all are let in again, of these one by one
+            self._waiting.extendleft(reversed(self._running.values()))
+            self._running.clear()
         self._prefilling = deque(self._running.values())
         self._ready.clear()
         self._take_ring(n_frames, memory)
@@ -199,6 +216,7 @@ class Scheduler:
             if not part.n_logits or not self._is_current(part):
                 continue  # the middle of a prompt; or cancelled or put out meanwhile
             sequence = self._running[part.seq_id]
+            self._suspects.discard(part.seq_id)
             new = sequence.extend(tokens[part.seq_id])
             if new or sequence.finish_reason:
                 events.append(Event(part.seq_id, new, sequence.finish_reason))
@@ -221,6 +239,8 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
+            if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
+                return
             if self.memory is not None and not self.memory.holds(self._ahead([*self._running.values(), sequence])):
                 return  # first come, first served: nobody overtakes
             self._waiting.popleft()
@@ -246,6 +266,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         del self._running[sequence.seq_id]
+        self._suspects.discard(sequence.seq_id)
         self._add(self._used.pop(sequence.seq_id), -1)
         self._freed.append(sequence.seq_id)
 

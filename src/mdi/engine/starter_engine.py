@@ -40,14 +40,15 @@ class StarterEngine:
         wire: what the rows travel as (net.wire.WIRE_DTYPES).
 
     Attributes:
-        memory: what the nodes of the next ring can hold; to be set between two runs.
+        stage, memory: the starter's own part in the next ring, and what its nodes can hold; to be set between two runs.
+        last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
     """
 
     def __init__(
         self, stage: StarterStage | TensorStage, scheduler: Scheduler, max_length: int, device: torch.device,
         dtype: torch.dtype, wire: str = "auto",
     ) -> None:  # fmt: skip
-        self._stage = stage
+        self.stage = stage
         self._scheduler = scheduler
         self._max_length = max_length
         self._device = device
@@ -58,6 +59,9 @@ class StarterEngine:
         self._ids = itertools.count()
         self._ring: Ring | None = None  # the one that was run last
         self._closing = False
+        self._is_left = False
+        self.last_token_s: float | None = None
+        self.first_token_s: float | None = None
         self.memory: CacheMemory | None = scheduler.memory
         self.compute_s = 0.0
         self.n_tokens = 0  # generated so far, of all sequences
@@ -113,8 +117,26 @@ class StarterEngine:
         self._closing = True
         self._wake()
 
+    def leave(self) -> None:
+        """Let `run` return after the frame that it is at, for another ring to be run. From any thread."""
+        self._is_left = True
+        self._wake()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    @property
+    def in_flight(self) -> dict[int, tuple[int, int]]:
+        """Positions of each sequence in the frames that are under way, or were when the ring was over."""
+        return self._scheduler.in_flight
+
+    def isolate(self, seq_ids: Iterable[int]) -> None:
+        """Over the next ring, let no two of these run at the same time before they have their next tokens; between two runs."""
+        self._scheduler.isolate(seq_ids)
+
     def run(self, ring: Ring, until_idle: bool = True) -> None:
-        """Generate until nothing is left to do, or, with `until_idle` false, until `close`.
+        """Generate until nothing is left to do, or, with `until_idle` false, until `close`; in any case until `leave`.
 
         Over another ring than the last time, all sequences go on from the token ids that they have.
 
@@ -127,10 +149,12 @@ class StarterEngine:
         """
         if ring is not self._ring:
             self._ring = ring
+            self.first_token_s = None
             self._tell(self._scheduler.rewind(ring.capacity, self.memory))
-            self._stage.caches.clear()
+            self.stage.caches.clear()
         try:
-            while not self._closing:
+            self._is_left = False
+            while not (self._closing or self._is_left):
                 for command in self._inbox.take():
                     command()
                 if until_idle and not self._scheduler.has_work:
@@ -159,14 +183,14 @@ class StarterEngine:
         """Embed the rows of a plan, and run the starter's own blocks over them."""
         begin = time.perf_counter()
         for seq_id in plan.freed:
-            self._stage.caches.free(seq_id)
+            self.stage.caches.free(seq_id)
         slices = tuple(Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices)
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
-            x = self._stage.embed(torch.tensor(ids, device=self._device))
-            x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
+            x = self.stage.embed(torch.tensor(ids, device=self._device))
+            x = self.stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
         else:
-            x = torch.empty(0, self._stage.n_embd, dtype=self._dtype)
+            x = torch.empty(0, self.stage.n_embd, dtype=self._dtype)
         is_alone = ring.n_nodes == 1  # nothing travels
         if is_alone:
             x = logit_rows(x, slices)
@@ -180,7 +204,7 @@ class StarterEngine:
         wanting = [s.seq_id for s in frame.slices for _ in range(s.n_logits)]
         tokens: dict[int, list[int]] = {}
         if wanting:
-            x = rows_of(frame, self._stage.returned_width, self._device, self._dtype)
+            x = rows_of(frame, self.stage.returned_width, self._device, self._dtype)
             if x.size(0) != len(wanting):
                 raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
             if not bool(torch.isfinite(x).all()):
@@ -188,7 +212,7 @@ class StarterEngine:
                     "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
                     "(--dtype float32 or bfloat16 there), or damaged weights"
                 )
-            drawn = sample(self._stage.head(x), [self._params_of(seq_id) for seq_id in wanting])
+            drawn = sample(self.stage.head(x), [self._params_of(seq_id) for seq_id in wanting])
             for seq_id, token in zip(wanting, drawn, strict=True):
                 tokens.setdefault(seq_id, []).append(token)
         ring.release(frame)
@@ -215,6 +239,9 @@ class StarterEngine:
 
     def _tell(self, events: list[Event]) -> None:
         now = time.perf_counter()
+        if any(event.tokens for event in events):
+            self.last_token_s = now
+            self.first_token_s = self.first_token_s or now
         for event in events:
             request = self._live[event.seq_id]
             reason = event.finish_reason or self._own_end(request, event.tokens)

@@ -1,0 +1,1 @@
+"""A ring that goes on without the nodes that it lost: who takes their blocks, and what becomes of the texts meanwhile."""

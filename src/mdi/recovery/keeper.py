@@ -1,0 +1,272 @@
+"""Keeps a run going when its ring breaks: finds out who is lost, and has the blocks held by others while the texts wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from mdi.control.client import ControlClient
+from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.net.ring import Ring
+from mdi.recovery.absences import Absences
+from mdi.recovery.nodes import Roll, call_roll
+from mdi.recovery.records import Records, Recovery
+from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
+from mdi.recovery.suspects import Span, Suspects
+
+ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
+POLL_S = 0.1
+N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
+# What a node says when it is there, but cannot hold the blocks that it was to have.
+UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
+BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
+
+logger = logging.getLogger("mdi")
+
+
+class Former(Protocol):
+    """Forms rings: the starter's node."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Of the ring that was formed last, starter first."""
+
+    @property
+    def processes(self) -> Mapping[str, str]:
+        """Of the secondaries of that ring, the numbers that their processes drew."""
+
+    def form(self, following: Next) -> Ring:
+        """Another ring of the same run.
+
+        Raises:
+            NodeLostError: of a node that could not take its place; MdiError: it cannot be done at all.
+        """
+
+    def check(self) -> None:
+        """Raises what ends the run meanwhile."""
+
+
+class Texts(Protocol):
+    """What the engine says of its sequences, between two rings."""
+
+    last_token_s: float | None
+    first_token_s: float | None
+
+    @property
+    def in_flight(self) -> dict[int, Span]: ...
+
+    def isolate(self, seq_ids: frozenset[int]) -> None: ...
+
+    def cancel(self, seq_id: int, reason: str) -> None: ...
+
+
+class RingKeeper:
+    """See the module. All but `recoveries` belongs to the engine's thread.
+
+    Args:
+        clients: of all nodes that may take part, those of the ring among them; spares best first.
+        spares: names of those that get blocks only in the place of others.
+        cut: how the model is cut over nodes that are left.
+        silence_s: a node that is not heard of for so long is lost.
+    """
+
+    def __init__(
+        self, former: Former, texts: Texts, clients: Sequence[ControlClient], spares: Sequence[str], cut: Cut,
+        silence_s: float,
+    ) -> None:  # fmt: skip
+        self._former = former
+        self._texts = texts
+        self._clients = list(clients)
+        self._spares = tuple(spares)
+        self._cut = cut
+        self._silence_s = silence_s
+        self._absences = Absences(silence_s)
+        self._suspects = Suspects()
+        self._records = Records()
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        return self._records.told(self._texts.first_token_s)
+
+    def after_loss(self, error: RingError) -> Ring:
+        """Another ring for the texts to go on over.
+
+        Raises:
+            NodeLostError, RingError: the model does not fit those that are left; it names who was lost.
+        """
+        search = _Search(error, time.monotonic())
+        self._begin(search, error)
+        while True:
+            self._former.check()
+            following = self._find(search)
+            if following is None:
+                threading.Event().wait(POLL_S)
+                continue
+            try:
+                ring = self._former.form(following)
+            except MdiError as e:
+                self._note_failure(search, e, following)
+                continue
+            self._end(search, following)
+            return ring
+
+    def _begin(self, search: _Search, error: RingError) -> None:
+        if self._texts.first_token_s is not None:
+            self._records.end(self._texts.first_token_s)
+        self._records.begin([], self._texts.last_token_s or time.perf_counter())
+        search.processes_before = dict(self._former.processes)
+        search.before = {stage.name: stage for stage in self._former.stages}
+        common = self._suspects.take(self._texts.in_flight)
+        if len(common) == 1:
+            (seq_id,) = common
+            logger.warning("warning: a text is ended: two nodes in a row were lost while they computed it")
+            self._texts.cancel(seq_id, BROUGHT_DOWN)
+        elif common:
+            self._texts.isolate(common)
+        logger.warning("warning: %s; the texts wait", error)
+        if isinstance(error, NodeLostError):
+            self._lose(search, error)
+
+    def _lose(self, search: _Search, error: NodeLostError) -> None:
+        """A node was said to be lost: it may be there all the same, if only a connection broke."""
+        search.error = error
+        if error.node != self._former.stages[0].name:
+            search.suspected.add(error.node)
+            if error.code == "left":
+                search.left.add(error.node)
+            self._absences.add(error.node, time.monotonic())
+
+    def _note_failure(self, search: _Search, error: MdiError, tried: Next) -> None:
+        """A ring could not be formed: without the node that was in the way it may be. Raises `error` if that is no node."""
+        logger.debug("the ring could not be formed: %s", error)
+        search.n_failures += 1
+        if not isinstance(error, NodeLostError) or search.n_failures > N_FAILURES:
+            raise error
+        logger.warning("warning: %s", error)
+        blocks = next((stage for stage in tried.stages if stage.name == error.node), None)
+        if error.code == "memory" and tried.is_moved and blocks is not None and blocks.stop - blocks.start > 1:
+            search.most[error.node] = blocks.stop - blocks.start - 1
+            return
+        if error.code in UNFIT:
+            search.unfit.add(error.node)
+        self._lose(search, error)
+        search.since = time.monotonic()
+
+    def _find(self, search: _Search) -> Next | None:
+        """Who takes whose place; None if that has to wait.
+
+        Raises:
+            RingError: nobody can, and nobody is waited for any more.
+        """
+        ring = self._former.stages
+        awaited = frozenset(stage.name for stage in ring[1:]) - search.suspected
+        roll = call_roll(self._clients, awaited, ASK_S)
+        now = time.monotonic()
+        search.processes.update({name: answer.process for name, answer in roll.answers.items()})
+        present = frozenset(stage.name for stage in ring if self._is_present(stage, roll, search, now))
+        lost = [stage for stage in ring if stage.name not in present]
+        if any(self._may_live(stage.name, roll, search, now) for stage in lost):
+            return None
+        spares = self._waiting(ring, roll, search, now)
+        if (found := in_place(ring, present, spares)) is not None:
+            return found
+        if now < search.since + self._patience_s(lost, search):
+            return None  # they may be back
+        if (found := with_the_rest(ring, present, spares, search.most, self._cut)) is not None:
+            return found
+        if any(name not in search.unfit and not self._absences.is_over(name, now) for name in roll.answers):
+            return None  # somebody is there who may be used again later
+        raise self._refusal(search, [stage.name for stage in lost])
+
+    def _is_present(self, stage: Stage, roll: Roll, search: _Search, now: float) -> bool:
+        """Whether a node of the ring can have its place again: it lives, or was started anew."""
+        if stage.name == self._former.stages[0].name:
+            return True
+        answer = roll.answers.get(stage.name)
+        if answer is None or answer.is_leaving or stage.name in search.unfit:
+            return False
+        if stage.name in search.left and answer.process == self._former.processes.get(stage.name):
+            return False
+        return self._absences.is_over(stage.name, now)
+
+    def _may_live(self, name: str, roll: Roll, search: _Search, now: float) -> bool:
+        """Whether a node that does not answer may only be slow to: nobody has said that it is lost."""
+        is_silent = name not in roll.answers and name not in roll.gone
+        return is_silent and name not in search.suspected and now < search.since + self._silence_s
+
+    def _waiting(self, ring: Sequence[Stage], roll: Roll, search: _Search, now: float) -> list[str]:
+        """Nodes outside of the ring that can take blocks, spares first."""
+        used = {stage.name for stage in ring}
+        free = [
+            client.node.name
+            for client in self._clients
+            if client.node.name not in used | search.unfit
+            and (answer := roll.answers.get(client.node.name)) is not None
+            and answer.is_free
+            and self._absences.is_over(client.node.name, now)
+        ]
+        return sorted(free, key=lambda name: name not in self._spares)
+
+    def _patience_s(self, lost: Sequence[Stage], search: _Search) -> float:
+        """How long to wait for lost nodes to be back before their blocks go to others."""
+        is_awaited = any(stage.name not in search.unfit and stage.name not in search.left for stage in lost)
+        return self._silence_s if is_awaited else 0.0
+
+    def _refusal(self, search: _Search, lost: Sequence[str]) -> RingError:
+        names = ", ".join(lost)
+        words = f"{search.error}; no other nodes can hold the blocks of {names}"
+        if isinstance(search.error, NodeLostError):
+            return NodeLostError(search.error.node, words, search.error.code)
+        return RingError(words)
+
+    def _end(self, search: _Search, following: Next) -> None:
+        lost = self._replaced(search, following)
+        last_s = self._texts.last_token_s or time.perf_counter()
+        self._records.begin(lost, last_s)
+        for name in lost:
+            by = takers(search.before[name], following.stages)
+            self._records.replace(name, by)
+            if name not in search.suspected:
+                self._absences.add(name, time.monotonic())
+            logger.info("the blocks of %s are held by %s", name, ", ".join(by))
+        logger.info("the ring goes on after %.1f s", time.monotonic() - search.began)
+
+    def _replaced(self, search: _Search, following: Next) -> list[str]:
+        """Nodes that were lost: said to be, not in the ring any more, or in it with another process."""
+        then, now = search.processes_before, search.processes
+        return [
+            name
+            for name in search.before
+            if name in search.suspected or name not in following.names or now.get(name) != then.get(name)
+        ]
+
+
+class _Search:
+    """What is known while a ring is looked for.
+
+    Attributes:
+        error: the last that was said of a loss.
+        began, since: time.monotonic() of the first loss, and of the last one.
+        before, processes_before: the stages of the ring that broke, and the processes of its secondaries.
+        processes: what nodes have answered since.
+        suspected: nodes that somebody said were lost.
+        unfit: nodes that said they cannot take part.
+        left: nodes that were told to end.
+        most: blocks that nodes have said they can hold at most.
+        n_failures: rings that could not be formed.
+    """
+
+    def __init__(self, error: RingError, now: float) -> None:
+        self.error = error
+        self.began = self.since = now
+        self.before: dict[str, Stage] = {}
+        self.processes_before: dict[str, str] = {}
+        self.processes: dict[str, str] = {}
+        self.suspected: set[str] = set()
+        self.unfit: set[str] = set()
+        self.left: set[str] = set()
+        self.most: dict[str, int] = {}
+        self.n_failures = 0

@@ -1,0 +1,103 @@
+"""How a model is cut anew over nodes that hold parts of it: what they were measured to be, or careful guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from mdi.partition.cost import CostModel
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile
+from mdi.recovery.cut import Holder, cut, round_s
+from mdi.recovery.replacement import Stage
+
+# Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.
+READ_BYTES_S = 5e9
+LOAD_BYTES_S = 5e8
+
+
+class MovingCut:
+    """See the module; the first node is the starter, which has all weights on its disk.
+
+    Args:
+        shape: the model, in the format that it runs in.
+        profile: what was measured of nodes and links; None if nothing was.
+        workload: texts at the same time, and their lengths.
+        part_bytes: of a block, as it is sent.
+        n_rounds: how many rounds the texts still need.
+    """
+
+    def __init__(
+        self, shape: ModelShape, profile: ClusterProfile | None, workload: Workload, part_bytes: float,
+        n_rounds: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._shape = shape
+        self._profile = profile
+        self._cost = None if profile is None else CostModel(profile, shape, workload)
+        self._workload = workload
+        self._part_bytes = part_bytes
+        self._n_rounds = n_rounds
+        self._speeds: dict[str, float] = {}
+
+    def set_pace(self, name: str, factor: float) -> None:
+        """A node was seen to take `factor` times as long as it was measured to."""
+        self._speeds[name] = factor
+
+    def __call__(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
+        """Blocks of each of these nodes, whose stages are what they hold now; None if the model does not fit them.
+
+        Args:
+            most: blocks that a node can hold at most, where it has said so.
+        """
+        return cut(self.holders(stages, most), self._block_bytes, max(1, self._n_rounds()))
+
+    def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
+        """How long a round of these nodes takes, with so many blocks each."""
+        return round_s(self.holders(stages, {}), counts)
+
+    def moving_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
+        """How long it takes to move the weights for such a cut."""
+        seconds, start = 0.0, 0
+        for holder, count in zip(self.holders(stages, {}), counts, strict=True):
+            seconds += holder.move_s * holder.n_moved(start, start + count)
+            start += count
+        return seconds
+
+    def holders(self, stages: Sequence[Stage], most: Mapping[str, int]) -> list[Holder]:
+        return [self._holder(k, stage, len(stages), most.get(stage.name)) for k, stage in enumerate(stages)]
+
+    @property
+    def _block_bytes(self) -> list[float]:
+        n, length = self._workload.n_sequences, self._workload.sequence_length
+        return [block.weight_bytes + n * block.cache_bytes(length) for block in self._shape.blocks]
+
+    def _holder(self, place: int, stage: Stage, n_used: int, most: int | None) -> Holder:
+        block_s, base_s, most_bytes = self._times(place, stage.name, n_used)
+        move_s = self._part_bytes / LOAD_BYTES_S
+        if place:
+            move_s += self._part_bytes / self._link_bytes_s(stage.name)
+        factor = self._speeds.get(stage.name, 1.0)
+        return Holder(
+            stage.name, (stage.start, stage.stop), block_s * factor, base_s * factor, move_s, most_bytes,
+            least=min(place, 1), most=most,
+        )  # fmt: skip
+
+    def _times(self, place: int, name: str, n_used: int) -> tuple[float, float, float]:
+        """Seconds per block and beside blocks, and bytes that there are for blocks."""
+        known = self._index(name)
+        if self._cost is not None and known is not None:
+            terms = self._cost.terms(n_used)
+            return terms.unit_s(known), terms.base_s[known], min(terms.room(known))
+        head_s = 0.0 if place else self._shape.head_bytes / READ_BYTES_S
+        if self._cost is None or self._profile is None:
+            return self._shape.reference.weight_bytes / READ_BYTES_S, head_s, float("inf")
+        terms = self._cost.terms(n_used)
+        return fmean(terms.unit_s(i) for i in range(len(self._profile.nodes))), head_s, float("inf")
+
+    def _link_bytes_s(self, name: str) -> float:
+        known = self._index(name)
+        return DEFAULT_BYTES_S if self._cost is None or known is None else self._cost.links.of(0, known)[1]
+
+    def _index(self, name: str) -> int | None:
+        nodes = () if self._profile is None else self._profile.nodes
+        return next((i for i, node in enumerate(nodes) if node.name == name), None)

@@ -1,0 +1,40 @@
+"""Texts that may have brought a node down.
+
+A text whose rows end a process, by a fault of the kernels, say, or by the memory that they take, would end one node after the
+other. What was under way when a node was lost is suspected if the same positions of it are under way when the next one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# A text's positions that were under way, half-open.
+Span = tuple[int, int]
+
+
+class Suspects:
+    """Pure: what was in flight goes in, who is to run alone and who is to be ended comes out."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Span] = {}
+        self._found: frozenset[int] = frozenset()
+
+    def take(self, in_flight: Mapping[int, Span]) -> frozenset[int]:
+        """Texts that were under way with the same positions at this loss and at the one before.
+
+        One alone has brought two nodes down. Among several nobody knows which it was: they are to run one by one, and the
+        next loss tells more.
+
+        Args:
+            in_flight: positions of each text in the frames that were lost; empty where the ring had not begun.
+        """
+        if not in_flight:
+            return frozenset()  # nothing was computed
+        common = {seq_id for seq_id, span in in_flight.items() if _overlap(span, self._before.get(seq_id, (0, 0)))}
+        self._before = dict(in_flight)
+        self._found = frozenset(common & self._found or common)
+        return self._found
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
