@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 from processes import SOON_S, Process, Spawn, children_of, wait_gone
 
+from mdi.tracing.chrome import read_trace
+from mdi.tracing.explain import explain
+from mdi.tracing.spans import Activity
+from mdi.tracing.stages import summarize
+from mdi.tracing.trace import Trace
 from tiny_checkpoint import TEXT, reference
 
 ENDLESS = ("--nodes", 3, "--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 2, "--temperature", 0)
@@ -34,13 +39,31 @@ def index_of(pid: int) -> int:
 def test_three_nodes(spawn: Spawn, checkpoint: Path, tmp_path: Path) -> None:
     process = spawn(
         "local_ring", "--nodes", 3, "--ckpt", checkpoint, "--prompt", "The ring", "--prompt", TEXT, "--n-tokens", 10,
-        "--temperature", 0, "--prompt-style", "none", "--json", env={"TMPDIR": str(tmp_path)},
+        "--temperature", 0, "--prompt-style", "none", "--json", "--trace", tmp_path / "trace.json",
+        env={"TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.wait() == 0, process.story()
     found = json.loads(process.out)
+    check_trace(read_trace(tmp_path / "trace.json"))
     assert [s["token_ids"] for s in found["samples"]] == [list(reference(p, 10)) for p in ("The ring", TEXT)]
     assert [n["name"] for n in found["nodes"]] == ["starter", "secondary0", "secondary1"]
     assert not list(tmp_path.glob("mdi-ring-*")), "its folder is gone as well"
+
+
+def check_trace(trace: Trace) -> None:
+    """Every frame is on all three nodes, and reaches none before it has left the one before, as far as clocks can tell."""
+    assert [node.name for node in trace.nodes] == ["starter", "secondary0", "secondary1"]
+    assert trace.n_tokens == 20
+    summary = summarize(trace)
+    assert summary is not None and summary.n_frames >= 10 and 0 < summary.in_flight <= 3.1
+    for node, following in zip(trace.nodes, trace.nodes[1:] + trace.nodes[:1], strict=True):
+        sent = {span.frame: span for span in node.of(Activity.SEND)}
+        arrived = {span.frame: span for span in following.of(Activity.ARRIVAL)}
+        error_ns = 1e9 * (node.clock_error_s + following.clock_error_s)
+        assert sent.keys() == arrived.keys() and len(sent) >= 10
+        assert all(arrived[i].begin_ns >= sent[i].begin_ns - error_ns for i in sent)
+        assert {span.frame for span in following.of(Activity.BLOCKS)} >= set(sent) - {0}
+    assert explain(summary).findings
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -34,13 +34,14 @@ COMMANDS = {
     "chat": ("mdi.cli.chat", "chat with a model, on this machine or over a ring"),
     "train": ("mdi.cli.train", "train a model from scratch, or a checkpoint further"),
     "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
+    "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
     "prepare-data": ("mdi.cli.prepare_data", "make training data and a tokenizer from text"),
     "plot-tok-time": ("mdi.cli.plot_tok_time", "draw time over tokens for several node counts"),
     "mem-monitor": ("mdi.cli.mem_monitor", "run a command and record its memory"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "local-ring", "sample", "doctor", "plan")
+ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "local-ring", "sample", "doctor", "plan", "explain")
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
 # or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait

@@ -26,6 +26,24 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)"
     )
     output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
+    add_trace_flag(output)
+
+
+def add_trace_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write down what each node did with each frame, as Chrome trace events; "
+        "`mdi explain FILE` says what limited the run",
+    )  # fmt: skip
+
+
+def write_trace_of(node: StarterNode, path: Path) -> None:
+    """The file of --trace, once the run has ended."""
+    from mdi.tracing.chrome import write_trace
+
+    trace = node.trace()
+    if trace is not None:
+        write_trace(path, trace)
+        logger.info("wrote %s; `mdi explain %s` says what limited the run", path, path)
 
 
 def report(args: argparse.Namespace, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
@@ -47,6 +65,8 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
         if not args.json:
             show("\n" + format_report(metrics))
         _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
+        if getattr(args, "trace", None) is not None:
+            write_trace_of(node, args.trace)
 
 
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:

@@ -185,6 +185,7 @@ def starter_options(args: argparse.Namespace) -> Any:
     from mdi.control.messages import N_FRAMES_LIMIT
     from mdi.errors import UsageError
     from mdi.node.options import StarterOptions
+    from mdi.tracing.spans import N_SPANS
 
     wait_s = getattr(args, "wait", 30.0)
     if not 0 <= wait_s < float("inf"):
@@ -214,6 +215,7 @@ def starter_options(args: argparse.Namespace) -> Any:
         weight_memory=WeightMemory(args.weights, args.mlock),
         kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
         n_frames=n_frames,
+        n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
     )
 
 
