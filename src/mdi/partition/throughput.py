@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from mdi.partition.cost import CostModel
-from mdi.partition.large_rings import improved, selections
+from mdi.partition.large_rings import guessed, improved
 from mdi.partition.spread import TOLERANCE, Ring, Spread, ring_of, spread
 from mdi.partition.tours import best_rings
 
@@ -26,8 +26,7 @@ def fastest(cost: CostModel, also: Iterable[Sequence[int]] = ()) -> Spread | Non
     """
     best: Spread | None = None
     if cost.n_nodes > EXACT_NODES:
-        for ring in selections(cost):
-            best = _better(cost, ring, best)
+        best = guessed(cost)
     else:
         for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
             for ring in _rings(cost, n_used, best):
@@ -72,7 +71,7 @@ def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tupl
         yield from itertools.permutations(chosen)
         return
     nodes = cost.profile.nodes
-    kinds = {
+    classes = {
         i: (
             *(nodes[i].memory_bytes, nodes[i].process_bytes, nodes[i].block_s, nodes[i].read_bytes_s),
             *(nodes[i].machine, nodes[i].machine_share),
@@ -81,7 +80,7 @@ def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tupl
     }
     seen = set()
     for order in itertools.permutations(chosen):
-        key = tuple(kinds[i] for i in order)
+        key = tuple(classes[i] for i in order)
         if key not in seen:
             seen.add(key)
             yield order
