@@ -140,6 +140,6 @@ def test_the_smallest_node_decides() -> None:
     assert memory.needs(33) == (2 * 4000, 2 * 6000, 0)
     assert memory.n_sequences(200) == 2 and CacheMemory(nodes[2:]).n_sequences(200) is None
     assert memory.refusal(500) is None
-    assert "up to 600 tokens needs 0.1 MB of cache on secondary0, which has 0.1 MB" in str(memory.refusal(600))
+    assert "kB of cache on secondary0, which has 80.0 kB" in str(memory.refusal(600))
     assert "--kv-memory" in str(memory.refusal(600))
     assert memory.holds((100_000, 80_000, 0)) and not memory.holds((100_000, 80_001, 0))

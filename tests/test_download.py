@@ -14,7 +14,6 @@ import pytest
 from safetensors.torch import load_file
 
 from hub_server import HubModel, HubServer
-from mdi.checkpoint import download as download_module
 from mdi.checkpoint.download import MARKER, choose_files, download
 from mdi.checkpoint.folder import is_repo_id
 from mdi.errors import DownloadError
@@ -163,8 +162,8 @@ def test_another_revision_than_the_one_that_is_there(hub: HubServer, tmp_path: P
 
 def test_no_room(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(DownloadError, match=r"needs 0.00 GB more .* only 0.00 GB are free.*--ckpt-folder"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    with pytest.raises(DownloadError, match=r"needs .* only .* are free.*--ckpt-folder"):
         download("org/plain", tmp_path, progress=False)
     assert not any("/resolve/" in path for _, path, _ in hub.requests)
 

@@ -201,7 +201,7 @@ def test_the_summary_names_the_peak() -> None:
 
     assert summary([]) == "the command ended before its memory could be looked at"
     found = summary([of(0, 10 * MB), of(1, 2000 * MB, 500 * MB), of(2, 20 * MB)])
-    assert found == "most memory: RSS 2,500 MB at 1.0 s in 2 processes; 3 samples"
+    assert found == "most memory: RSS 2.5 GB at 1.0 s in 2 processes; 3 samples"
 
 
 def test_a_long_command_is_cut_between_words() -> None:

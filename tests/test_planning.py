@@ -17,6 +17,7 @@ import mdi.measure.contention
 import mdi.measure.profiler
 import mdi.model.stage
 import mdi.node.setup
+import mdi.periodic
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
@@ -361,8 +362,7 @@ def test_what_takes_long_is_told(
     tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "REPORT_S", 0.0)
-    monkeypatch.setattr(mdi.measure.profiler, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
     with secondaries(1, tmp_path) as nodes, open_ports(OWN_NODE) as (port, port_in):
         measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
     assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages

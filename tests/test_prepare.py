@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mdi.block_ranges import block_span
-from mdi.checkpoint import convert as convert_module
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.convert import convert, is_hf_dir, needs_conversion
@@ -216,9 +215,9 @@ def test_code_in_a_bin_is_not_run(tmp_path: Path) -> None:
 
 def test_no_room_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = tiny_hf(tmp_path / "m")
-    usage = convert_module.shutil.disk_usage(directory)
-    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"converting needs 0.00 GB in .*0.00 GB are free"):
+    usage = shutil.disk_usage(directory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"converting needs .* in .* are free"):
         convert(directory, progress=False)
 
 

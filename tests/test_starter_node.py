@@ -19,6 +19,7 @@ import mdi.model.stage
 import mdi.node.job
 import mdi.node.preparation
 import mdi.node.setup
+import mdi.periodic
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
@@ -56,8 +57,7 @@ def test_loading_that_takes_long_is_told(
 ) -> None:
     """Each step waits until the starter has said what it waits for."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(mdi.node.setup, "REPORT_S", 0.0)
-    monkeypatch.setattr(mdi.node.preparation, "REPORT_S", 0.0)
+    monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
 
     def told(words: str) -> None:
         for _ in range(1500):

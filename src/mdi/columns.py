@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection, Sequence
 
 from mdi.terminal import one_line
 
@@ -20,6 +21,23 @@ def clip(text: str, columns: int) -> str:
     while width(text) > columns - 3:
         text = text[: min(len(text) - 1, columns)]
     return text + "..."
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> list[str]:
+    """Lines of a table whose columns are as wide as their widest cell; those in `left` begin together, the others end together.
+
+    Args:
+        left: numbers of columns; None is all of them.
+    """
+    widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, (cell, n) in enumerate(zip(row, widths, strict=True)):
+            pad = " " * (n - width(cell))
+            cells.append(cell + pad if left is None or i in left else pad + cell)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def wrapped(line: str, columns: int) -> list[str]:

@@ -55,7 +55,7 @@ def test_sequences_wait_for_cache_memory_and_all_get_their_turn(
     assert refused.status == 2
     assert "of cache on secondary0" in refused.json["error"] and "ask for fewer tokens" in refused.json["error"]
     refused = starter(checkpoint, cluster.path, *flags, "--kv-memory", "1K")
-    assert refused.status == 2 and "of cache on starter, which has 1024 bytes" in refused.json["error"]
+    assert refused.status == 2 and "of cache on starter, which has 1.0 kB" in refused.json["error"]
     half = starter(checkpoint, cluster.path, *flags, "--kv-dtype", "bf16")
     assert half.status == 0
     cluster.wait_states("READY")

@@ -6,14 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from clusters import MB, block, cluster, model, node
+from clusters import block, cluster, model, node
 
 from mdi.errors import PlacementError
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.placement import size
 from mdi.partition.plan import plan
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.partition.table import format_plan
+from mdi.units import size
 
 
 def smaller(shape: ModelShape, by: int = 4, name: str = "int8") -> ModelShape:
@@ -141,10 +141,3 @@ def test_a_large_cluster_is_shown_in_short() -> None:
     nodes = [node("starter", 1, 400), *(node(f"secondary{i}", 0.01, 400) for i in range(30))]
     text = format_plan(plan(cluster(*nodes), model(6), Workload(1, 100)))
     assert "left out: 22 more" in text and len(text.splitlines()) < 25
-
-
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (12 * MB, "12.0 MB"), (-2e9, "-2.0 GB")]
-)
-def test_sizes(n: float, text: str) -> None:
-    assert size(n) == text

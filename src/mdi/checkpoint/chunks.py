@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mdi.checkpoint.packing import OWN_FORMAT
 from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec, alignment, header_bytes, ordered
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import nearest_existing
+from mdi.disk_space import check_disk
 from mdi.errors import CheckpointError
 from mdi.partition.split import ranges
 
@@ -176,11 +175,7 @@ def _check_disk(todo: Sequence[tuple[Path, Manifest]]) -> None:
         n_bytes = sum(part.n_bytes for part in manifest.parts)
         peak = max(peak, held + n_bytes)
         held += n_bytes - (path.stat().st_size if path.is_file() else 0)
-    free = shutil.disk_usage(nearest_existing(todo[0][0].parent)).free
-    if peak > free:
-        raise CheckpointError(
-            f"the chunks need {peak / 1e9:.2f} GB in {todo[0][0].parent}, but only {free / 1e9:.2f} GB are free there"
-        )
+    check_disk(todo[0][0].parent, peak, "cutting the model", CheckpointError)
 
 
 class _Tally:

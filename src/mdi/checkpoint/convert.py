@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,10 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
+from mdi.disk_space import check_disk, free_bytes
 from mdi.errors import CheckpointError, UsageError
 from mdi.settings_file import parse_json
+from mdi.units import size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -120,9 +121,8 @@ def convert(
         _write_config(out, config)
         os.replace(unfinished, weights)
     except (OSError, RuntimeError) as e:  # torch's writer says RuntimeError when the disk is full
-        free = shutil.disk_usage(out).free
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise CheckpointError(f"cannot write {weights} ({free / 1e9:.2f} GB are free): {reason}") from e
+        raise CheckpointError(f"cannot write {weights} ({size(free_bytes(out))} are free): {reason}") from e
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -286,11 +286,7 @@ def _indexed(index: Path) -> list[Path]:
 def _check_disk(directory: Path, reader: _Reader, dtype: str | None) -> None:
     specs = reader.specs.values()
     needed = sum(spec.n_bytes * (DTYPES[dtype].itemsize / spec.itemsize if dtype else 1) for spec in specs)
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise CheckpointError(
-            f"converting needs {needed / 1e9:.2f} GB in {directory}, but only {free / 1e9:.2f} GB are free there"
-        )
+    check_disk(directory, needed, "converting", CheckpointError)
 
 
 def _write_config(directory: Path, config: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from mdi.checkpoint.convert import is_hf_dir, weight_files
 from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import is_lit_dir, is_repo_id
-from mdi.config import nearest_existing
+from mdi.disk_space import check_disk
 from mdi.errors import DownloadError
 from mdi.settings_file import parse_json
 
@@ -152,12 +151,7 @@ def _check_disk(directory: Path, wanted: dict[str, int], repo_id: str) -> None:
     partial = directory / ".cache" / "huggingface" / "download"
     here = sum(path.stat().st_size for path in partial.rglob("*.incomplete")) if partial.is_dir() else 0
     needed = sum(size for name, size in wanted.items() if not _has(directory, name, size)) - here
-    free = shutil.disk_usage(nearest_existing(directory)).free
-    if needed > free:
-        raise DownloadError(
-            f"{repo_id} needs {needed / 1e9:.2f} GB more in {directory}, but only {free / 1e9:.2f} GB are free there: "
-            "make room, or choose another disk with --ckpt-folder"
-        )
+    check_disk(directory, needed, repo_id, DownloadError, "free some space, or choose another disk with --ckpt-folder")
 
 
 @contextlib.contextmanager

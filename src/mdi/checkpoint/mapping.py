@@ -35,7 +35,7 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
     except OSError as e:
         if e.errno == errno.ENOMEM:
             raise MemoryShortError(
-                f"there is too little memory to map {(stop - first) / 1e6:.0f} MB of {path}: free some, or raise the limit "
+                f"there is too little memory to map {size(stop - first)} of {path}: free some, or raise the limit "
                 "of this process (ulimit -v)"
             ) from None
         raise CheckpointError(f"cannot map {path} into memory: {e.strerror or e}") from None

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any, BinaryIO
 from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
 from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.parts import Part
-from mdi.config import nearest_existing
+from mdi.disk_space import free_bytes
 from mdi.errors import CheckpointError
+from mdi.units import size
 
 PIECE_BYTES = 1 << 20
 ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
@@ -117,7 +117,7 @@ class BlockStore:
             return ()
 
     def free_bytes(self) -> int:
-        return shutil.disk_usage(nearest_existing(self.directory)).free
+        return free_bytes(self.directory)
 
     def free_space(self, n_bytes: int, keep: Collection[str]) -> int:
         """Let `n_bytes` more fit under the limit: remove what was used longest ago.
@@ -134,21 +134,21 @@ class BlockStore:
         if self.limit_bytes is None:
             return 0
         files = self._files()
-        kept = sum(size for path, size, _ in files if path.stem in keep)
+        kept = sum(n for path, n, _ in files if path.stem in keep)
         if kept + n_bytes > self.limit_bytes:
             raise CheckpointError(
-                f"the weights of this run take {(kept + n_bytes) / 1e6:.1f} MB in {self.directory}, which may hold "
-                f"{self.limit_bytes / 1e6:.1f} MB: allow more with --cache-size, or give this node fewer blocks"
+                f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold "
+                f"{size(self.limit_bytes)}: allow more with --cache-size, or give this node fewer blocks"
             )
-        excess = sum(size for _, size, _ in files) + n_bytes - self.limit_bytes
+        excess = sum(n for _, n, _ in files) + n_bytes - self.limit_bytes
         removed = 0
-        for path, size, _ in sorted(files, key=lambda file: file[2]):
+        for path, n, _ in sorted(files, key=lambda file: file[2]):
             if removed >= excess:
                 break
             if path.stem not in keep:
                 with contextlib.suppress(OSError):  # Windows keeps what is mapped
                     path.unlink()
-                    removed += size
+                    removed += n
         return removed
 
     def _files(self) -> list[tuple[Path, int, float]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mdi.errors import UsageError
+from mdi.units import size
 
 if TYPE_CHECKING:
     from mdi.process_memory import Sample
@@ -102,11 +103,11 @@ def summary(samples: Sequence[Sample]) -> str:
     if not samples:
         return "the command ended before its memory could be looked at"
     peak = max(samples, key=lambda sample: sample.rss_bytes)
-    parts = [f"most memory: RSS {_mb(peak.rss_bytes)} at {peak.time_s:.1f} s in {len(peak.usages)} processes"]
+    parts = [f"most memory: RSS {size(peak.rss_bytes)} at {peak.time_s:.1f} s in {len(peak.usages)} processes"]
     for name in ("pss", "uss", "gpu"):
-        sizes = [size for sample in samples if (size := getattr(sample, f"{name}_bytes")) is not None]
+        sizes = [n for sample in samples if (n := getattr(sample, f"{name}_bytes")) is not None]
         if sizes:
-            parts.append(f"{name.upper()} {_mb(max(sizes))}")
+            parts.append(f"{name.upper()} {size(max(sizes))}")
     return ", ".join(parts) + f"; {len(samples)} samples"
 
 
@@ -143,7 +144,3 @@ def _table(stack: contextlib.ExitStack, path: Path | None, columns: Sequence[str
         raise UsageError(f"cannot write {path}: {e.strerror or e}") from e
     csv.writer(table).writerow(columns)
     return table
-
-
-def _mb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:,.0f} MB"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
 from mdi.partition.formats import PACKED
+from mdi.units import size
 
 if TYPE_CHECKING:
     from mdi.checkpoint.weights import WeightSource
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.config_dict["n_layer"]
         stored = source.packing.blocks if source.packing else source.dtype
-        print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {_size(n_bytes)}")
+        print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {size(n_bytes)}")
         if args.export is not None:
             _export(source, directory, args)
         elif args.n_nodes is None:
@@ -218,7 +219,7 @@ def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> Non
     rows = zip(node_names(args.n_nodes), ranges(counts), paths, strict=True)
     for node, (start, stop), path in rows:
         extra = "embedding and head, " if node == "starter" else ""
-        print(f"  {node:<12} {extra}{block_span(start, stop)}, {_size(path.stat().st_size)}: {path}")
+        print(f"  {node:<12} {extra}{block_span(start, stop)}, {size(path.stat().st_size)}: {path}")
     if args.n_nodes == 1:
         print(f"run it on this machine: starter.py --chunk {paths[0]}")
     else:
@@ -242,7 +243,3 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
     with bar:
         yield progress
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdi.kernels.page_sizes import CHUNK_ROWS, CacheClass
+from mdi.units import size
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class CacheMemory:
         for node, needed in zip(self.nodes, self.needs(length), strict=True):
             if needed > node.limit_bytes:
                 return (
-                    f"a sequence of up to {length} tokens needs {_megabytes(needed)} of cache on {node.name}, which has "
-                    f"{_megabytes(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
+                    f"a sequence of up to {length} tokens needs {size(needed)} of cache on {node.name}, which has "
+                    f"{size(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
                     "per token (--kv-dtype bf16), or give it fewer blocks (--layers)"
                 )
         return None
@@ -58,7 +59,3 @@ class CacheMemory:
         """How many sequences of `length` positions fit at once; None if any number does."""
         fits = [node.limit_bytes // n for node, n in zip(self.nodes, self.needs(length), strict=True) if n]
         return min(fits) if fits else None
-
-
-def _megabytes(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 50_000 else f"{n_bytes} bytes"

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mdi
+from mdi.columns import table
 from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.reach import PROBLEMS, Reach, Route
+from mdi.units import duration, size
 
 CLOCK_LIMIT_S = 5.0
 MEMORY_LIMIT_BYTES = 256 << 20  # with less, no model of any use fits beside the libraries
@@ -92,10 +94,10 @@ class Report:
     def __str__(self) -> str:
         """Tables of nodes and links, then a line for each problem."""
         head = ("node", "control, ring", "state", "version", "control", "ring", "memory", "disk", "clock")
-        lines = _table([head, *(_node_row(finding) for finding in self.nodes)])
+        lines = table([head, *(_node_row(finding) for finding in self.nodes)])
         rows = [_link_row(link) for link in self.links if link.in_ring]
         if rows:
-            lines += ["", *_table([("link", "round trip", "bandwidth"), *rows])]
+            lines += ["", *table([("link", "round trip", "bandwidth"), *rows])]
         lines.append("")
         lines += [str(problem) for problem in self.problems] or ["All is well."]
         return "\n".join(lines)
@@ -145,7 +147,7 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
         found.append(Problem(node.name, what, "Wait for its end, or end it at its starter"))
     if abs(route.clock_skew_s) > CLOCK_LIMIT_S:
         way = "ahead of" if route.clock_skew_s > 0 else "behind"
-        what = f"its clock is {abs(route.clock_skew_s):.0f} s {way} this machine's"
+        what = f"its clock is {duration(abs(route.clock_skew_s))} {way} this machine's"
         found.append(Problem(node.name, what, "Let both set their clocks by NTP (timedatectl set-ntp true)"))
     return found + _setting_problems(finding) + _capacity_problems(finding)
 
@@ -182,10 +184,10 @@ def _capacity_problems(finding: NodeFinding) -> list[Problem]:
         if have is None:
             continue
         if finding.needed_bytes and have < finding.needed_bytes:
-            told = f"has {_size(have)} of {what} free, but {_size(finding.needed_bytes)} of weights would come"
+            told = f"has {size(have)} of {what} free, but {size(finding.needed_bytes)} of weights would come"
             found.append(Problem(finding.node.name, told, advice))
         elif have < least:
-            found.append(Problem(finding.node.name, f"has only {_size(have)} of {what} free", advice))
+            found.append(Problem(finding.node.name, f"has only {size(have)} of {what} free", advice))
     return found
 
 
@@ -263,8 +265,8 @@ def _node_row(finding: NodeFinding) -> tuple[str, ...]:
         str(status.get("version") or "-"),
         _reach(route.control),
         _reach(route.ring),
-        "-" if finding.memory_bytes is None else _size(finding.memory_bytes),
-        "-" if finding.disk_bytes is None else _size(finding.disk_bytes),
+        "-" if finding.memory_bytes is None else size(finding.memory_bytes),
+        "-" if finding.disk_bytes is None else size(finding.disk_bytes),
         "here" if node.name == "starter" else f"{route.clock_skew_s:+.1f} s" if status else "-",
     )
 
@@ -281,16 +283,7 @@ def _link_row(link: LinkFinding) -> tuple[str, ...]:
 def _reach(reach: Reach) -> str:
     if not reach.is_well:
         return reach.problem
-    return f"{reach.round_trip_s * 1e3:.2f} ms" if reach.round_trip_s else "ok"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
+    return duration(reach.round_trip_s) if reach.round_trip_s else "ok"
 
 
 def _count(value: Any) -> int | None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mdi
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import PROBE_ANSWER_S, ControlClient
+from mdi.control.fan_out import FanOut
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.open_ports import open_ports
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
@@ -79,7 +77,7 @@ def _reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str,
         return NodeFinding(node, route, route.status or {}, needed.get(node.name, 0))
 
     calls = {node.name: lambda node=node: reach(node) for node in cluster.secondaries}
-    return at_once(calls, 12 * deadline_s)
+    return FanOut(calls).wait(timeout_s=12 * deadline_s)
 
 
 def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) -> list[LinkFinding]:
@@ -93,7 +91,7 @@ def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) ->
         return [_way(nodes, index, configs[(index + step) % len(nodes)], step == 1, cluster.keys) for step in steps]
 
     calls = {node.name: lambda i=i: ways_of(i) for i, node in enumerate(configs)}
-    found = at_once(calls, 4 * PROBE_ANSWER_S)
+    found = FanOut(calls).wait(timeout_s=4 * PROBE_ANSWER_S)
     return [link for links in found for link in links]
 
 
@@ -140,32 +138,3 @@ def link_bandwidth(source: NodeConfig, target: NodeConfig, keys: KeyFile | None 
 
 def _request(node: NodeConfig, measure: bool = False) -> ProbeRequest:
     return ProbeRequest(node.name, node.addr, node.port, node.port_in, measure)
-
-
-def at_once(calls: Mapping[str, Callable[[], Any]], timeout_s: float) -> list[Any]:
-    """The results of all calls, by the name of the node that each asks, in order; each is made in a thread of its own.
-
-    Raises:
-        ControlError: some were not done in time, or the first error of one of them.
-    """
-    results: dict[str, Any] = {}
-    errors: list[Exception] = []
-
-    def work(name: str) -> None:
-        try:
-            results[name] = calls[name]()
-        except Exception as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=work, args=(name,), name=f"ask-{name}", daemon=True) for name in calls]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    late = [name for name in calls if name not in results]
-    if late:
-        raise ControlError(f"{', '.join(late)} did not answer within {timeout_s:.0f} s")
-    return [results[name] for name in calls]

@@ -11,22 +11,24 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
+from mdi.control.fan_out import FanOut
 from mdi.control.messages import N_SLOTS_LIMIT, ProbeRequest, ProfileRequest, Slots
 from mdi.control.reach import Route, try_node
 from mdi.control.reach_node import BUSY_S, reach_node
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import ControlError, UsageError
 from mdi.machine.neighbours import host_of
 from mdi.measure.contention import LEAD_S, slots_of
 from mdi.partition.profile import LinkProfile, NodeProfile
 from mdi.partition.sharing import level_times, share_memory
+from mdi.periodic import Periodic
 
-REPORT_S = 2.0
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
 BROKEN_S = 1e4  # round trip of a way that does not exist: no placement will want it
 
@@ -66,7 +68,6 @@ class ClusterMeasurement:
         self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
-        self._error: MdiError | None = None
         self._ended = threading.Event()
 
     def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
@@ -75,16 +76,16 @@ class ClusterMeasurement:
         Raises:
             MdiError: a node is not there, is busy with another run, or cannot hold even one block.
         """
-        self._in_threads({node.name: [node] for node in self._cluster.secondaries}, self._reach)
+        self._wait(self._all({node.name: [node] for node in self._cluster.secondaries}, self._reach))
         hosts: dict[str, list[NodeConfig]] = {}
         for node in self._cluster.secondaries:
             hosts.setdefault(host_of(node.addr), []).append(node)
         beside = hosts.pop(host_of(self._cluster.starter.addr), [])
-        threads = self._start(hosts, self._ask)
+        elsewhere = self._all(hosts, self._ask)
         try:
             starter = self._own()
-            self._wait(threads)
-            self._in_threads({"starter": beside}, self._ask)
+            self._wait(elsewhere)
+            self._wait(self._all({"starter": beside}, self._ask))
             shares = self._shares()
         finally:
             self._ended.set()
@@ -108,42 +109,24 @@ class ClusterMeasurement:
         """The format that each secondary measured in, by name: its own choice goes before the request's."""
         return self._formats
 
-    def _in_threads(self, groups: dict[str, list[NodeConfig]], work: Callable[[NodeConfig], None]) -> None:
-        self._wait(self._start(groups, work))
-
-    def _start(self, groups: dict[str, list[NodeConfig]], work: Callable[[NodeConfig], None]) -> list[threading.Thread]:
+    def _all(self, groups: Mapping[str, Sequence[NodeConfig]], work: Callable[[NodeConfig], None]) -> FanOut[None]:
         """A thread for each group that does one node after the other."""
 
-        def run(nodes: list[NodeConfig]) -> None:
-            try:
-                for node in nodes:
-                    work(node)
-            except MdiError as e:
-                self._error = self._error or e
+        def run(nodes: Sequence[NodeConfig]) -> None:
+            for node in nodes:
+                work(node)
 
-        threads = [
-            threading.Thread(target=run, args=(nodes,), name=f"survey-{group}", daemon=True)
-            for group, nodes in groups.items()
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
+        return FanOut({group: partial(run, nodes) for group, nodes in groups.items()})
 
-    def _wait(self, threads: list[threading.Thread]) -> None:
-        next_report = time.monotonic() + REPORT_S
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)
-                self._raise()
-                if time.monotonic() > next_report:
-                    next_report = time.monotonic() + REPORT_S
-                    self._report()
-        self._raise()
+    def _wait(self, asked: FanOut[None]) -> None:
+        report = Periodic()
 
-    def _raise(self) -> None:
-        self._check()
-        if self._error is not None:
-            raise self._error
+        def check() -> None:
+            self._check()
+            if report.is_due():
+                self._report()
+
+        asked.wait(check)
 
     def _reach(self, node: NodeConfig) -> None:
         reach_node(self._clients[node.name], self._wait_s, self._ended)
@@ -192,10 +175,10 @@ class ClusterMeasurement:
             except (ControlError, TypeError, ValueError) as e:
                 logger.info("what %s takes of its machine was not measured: %s", node.name, e)
 
-        threads = self._start({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
+        others = self._all({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
         if own is not None:
             found[self._cluster.starter.name] = self._own_share(own)
-        self._wait(threads)
+        self._wait(others)
         return found
 
     @staticmethod
@@ -223,11 +206,10 @@ class ClusterMeasurement:
         else:
             pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
         links = []
-        next_report = time.monotonic() + REPORT_S
+        report = Periodic()
         for i, (source, target) in enumerate(pairs):
             self._check()
-            if time.monotonic() > next_report:
-                next_report = time.monotonic() + REPORT_S
+            if report.is_due():
                 logger.info("measuring the way from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
             link = self._link(source, target)
             if link is not None:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -30,10 +29,10 @@ from mdi.measure.contention import machine_share
 from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
 from mdi.partition.formats import weight_format
 from mdi.partition.profile import NodeProfile
+from mdi.periodic import Periodic
 
 FILE = "profiles.json"
 N_KEPT = 64
-REPORT_S = 2.0
 
 logger = logging.getLogger("mdi")
 
@@ -121,15 +120,13 @@ class Profiler:
             return self._key(subject) in self._kept()
 
     def _measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
-        next_report = time.monotonic() + REPORT_S
+        report = Periodic()
 
         def told(what: str, done: int, total: int) -> None:
-            nonlocal next_report
             check()
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
-            if time.monotonic() > next_report:
-                next_report = time.monotonic() + REPORT_S
+            if report.is_due():
                 logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
 
         logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)

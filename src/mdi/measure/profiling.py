@@ -22,6 +22,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.machine.resources import device_free_bytes
 from mdi.measure.reading import reader
+from mdi.units import size
 
 ROWS = (1, 2, 3, 4, 16, 128)  # few rows do not lie on a straight line: kernels differ
 CONTEXT = 64  # positions that a sequence has behind it when its next row is timed
@@ -197,8 +198,7 @@ class Bench(ABC):
         free = device_free_bytes(self._subject.device)
         if n_bytes > free:
             raise CheckpointError(
-                f"{what} of the model takes {n_bytes / 1e9:.2f} GB to be built and measured, but {free / 1e9:.2f} GB "
-                "of memory are free"
+                f"{what} of the model takes {size(n_bytes)} to be built and measured, but {size(free)} of memory are free"
             )
 
     def _mean_s(self, call: Callable[[], object], span_s: float | None = None) -> float:

@@ -12,6 +12,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.kernels.page_sizes import CacheClass
 from mdi.kernels.pages import CachePages
 from mdi.machine.resources import device_free_bytes
+from mdi.units import size
 
 # Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
 MARGIN_SHARE = 0.15
@@ -83,8 +84,8 @@ def check_capacity(name: str, stage: CachingStage, max_length: int, device: str)
     needed, available = stage.run_bytes(max_length), device_free_bytes(device)
     if needed > available:
         raise UsageError(
-            f"a sequence of {max_length} tokens needs {needed / 1e9:.1f} GB of caches and tables for "
-            f"{block_span(stage.start, stage.stop)} on {name}, but {available / 1e9:.1f} GB are left there: ask for fewer "
+            f"a sequence of {max_length} tokens needs {size(needed)} of caches and tables for "
+            f"{block_span(stage.start, stage.stop)} on {name}, but {size(available)} are left there: ask for fewer "
             "tokens, or a smaller --sequence-length"
         )
 

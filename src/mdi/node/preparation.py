@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +26,12 @@ from mdi.node.cache_budget import check_capacity, report_caches, share_out
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.setup import REPORT_S, SecondarySetup
+from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
-from mdi.partition.placement import size
+from mdi.periodic import Periodic
 from mdi.tracing.recorder import extensions_of
+from mdi.units import duration, size
 
 logger = logging.getLogger("mdi")
 
@@ -153,13 +153,12 @@ class Preparation:
         """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
         weights = self._weights
         parts: list[list[PartSpec]] = []
-        next_report = time.monotonic() + 2
+        report = Periodic()
         for index, (start, stop) in enumerate(weights.blocks[1:], 1):
             parts.append([])
             for name in self._family.secondary_parts(index, self._cluster.n_nodes, start, stop):
                 parts[-1].append(weights.spec(name))
-                if time.monotonic() > next_report:
-                    next_report += 2
+                if report.is_due():
                     logger.info(
                         "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
                     )
@@ -192,16 +191,14 @@ class Preparation:
         loaded: TorchStage | TensorStage
         parts = self._family.starter_parts(stop, self._cluster.n_nodes)
 
-        begin = last_report = time.monotonic()
+        report = Periodic()
 
         def source(part: str) -> WeightSource:
-            nonlocal last_report
             check()
-            if time.monotonic() - last_report > REPORT_S:
-                last_report = time.monotonic()
+            if report.is_due():
                 name, done = self._cluster.starter.name, parts.index(part)
                 logger.info(
-                    "%s loads its weights: %d of %d parts (%.0f s)", name, done, len(parts), last_report - begin
+                    "%s loads its weights: %d of %d parts (%s)", name, done, len(parts), duration(report.passed_s)
                 )
             return weights.source_of(part)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from mdi.units import duration, size
+
 WINDOW_S = 10.0  # the rate is that of the last seconds: what a slow start took says nothing about the rest
 
 
@@ -40,27 +42,17 @@ class Progress:
     def __str__(self) -> str:
         """ "secondary0: 120.0 of 400.0 MB (30 %), 40.0 MB/s, 7 s left" """
         share = 100 * self._done // self._total if self._total else 100
-        line = f"{self._name}: {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB ({share} %)"
+        line = f"{self._name}: {size(self._done)} of {size(self._total)} ({share} %)"
         if self._done == self._total:
             return line
         rate = self.bytes_s
         if not rate:
             return line + ", nothing comes at the moment"
-        return line + f", {rate / 1e6:.1f} MB/s, {_time((self._total - self._done) / rate)} left"
+        return line + f", {size(rate)}/s, {duration((self._total - self._done) / rate)} left"
 
     def summary(self, now_s: float) -> str:
         """The last line, when everything has arrived and was checked."""
         taken = max(now_s - self._begin_s, 1e-9)
         sent = self._total - self._had
-        rest = f" ({self._had / 1e6:.1f} MB were there)" if self._had else ""
-        return (
-            f"{self._name} has its weights: {sent / 1e6:.1f} MB in {_time(taken)}, {sent / 1e6 / taken:.1f} MB/s{rest}"
-        )
-
-
-def _time(seconds: float) -> str:
-    if seconds < 99.5:
-        return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02} min"
+        rest = f" ({size(self._had)} were there)" if self._had else ""
+        return f"{self._name} has its weights: {size(sent)} in {duration(taken)}, {size(sent / taken)}/s{rest}"

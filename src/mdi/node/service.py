@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,10 @@ from mdi.node.cache_budget import check_capacity, report_caches
 from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.job import Job
 from mdi.node.stage_holder import StageHolder
+from mdi.periodic import Periodic
 from mdi.security.keys import KeyFile
 from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
+from mdi.units import size
 
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage
@@ -95,17 +96,16 @@ class Service:
             job.missing = {part.sha256: part for part in missing}
         if missing:
             to_come = job.total_bytes - job.received_bytes
-            logger.info("%s gets %.1f MB of weights from its starter", self._name, to_come / 1e6)
-        next_report = time.monotonic() + 2
+            logger.info("%s gets %s of weights from its starter", self._name, size(to_come))
+        report = Periodic()
         while True:
             with job.changed:
                 job.changed.wait_for(lambda: not job.missing or job.stopped or job.failure is not None, 0.5)
             job.check()
             if not job.missing:
                 return
-            if time.monotonic() > next_report:
-                next_report += 2
-                logger.info("%s: %.1f of %.1f MB", self._name, job.received_bytes / 1e6, job.total_bytes / 1e6)
+            if report.is_due():
+                logger.info("%s: %s of %s", self._name, size(job.received_bytes), size(job.total_bytes))
 
     def _part_looked_for(self) -> None:
         self._job.n_looked_for += 1

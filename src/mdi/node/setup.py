@@ -20,9 +20,10 @@ from mdi.node.cache_budget import CacheReport
 from mdi.node.patience import Patience
 from mdi.node.progress import Progress
 from mdi.node.starter_weights import StarterWeights
+from mdi.periodic import Periodic
+from mdi.units import size
 
 POLL_S = 0.2
-REPORT_S = 2.0
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")
@@ -128,12 +129,11 @@ class SecondarySetup:
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
-        next_report = time.monotonic() + REPORT_S
+        report = Periodic()
         patience = self._patience()
         while (missing := (status := self._loading_status()).get("missing")) is None:
             patience.look(status, time.monotonic())
-            if time.monotonic() > next_report:
-                next_report += REPORT_S
+            if report.is_due():
                 logger.info("%s looks through the weights that it has", self.name)
             self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
@@ -149,7 +149,7 @@ class SecondarySetup:
         if not missing:
             return
         total, had = sum(part.n_bytes for part, _ in missing), sum(have for _, have in missing)
-        logger.info("sending %.1f MB of weights to %s", (total - had) / 1e6, self.name)
+        logger.info("sending %s of weights to %s", size(total - had), self.name)
         self._progress = progress = Progress(self.name, total, had, time.monotonic())
         for part, have in missing:
             pieces = self._pieces(part, have)
@@ -204,14 +204,13 @@ class SecondarySetup:
 
         A node that is ready before the others must not take its starter for dead while those still load.
         """
-        last_report = time.monotonic()
+        report = Periodic()
         while not self._cancelled.is_set() and self.error is None:
             try:
                 status = self._status()
             except MdiError as e:
                 return self._fail(e)
-            if time.monotonic() - last_report > REPORT_S:
-                last_report = time.monotonic()
+            if report.is_due():
                 self._report(status)
             self._cancelled.wait(1.0)
 

@@ -33,7 +33,7 @@ from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
-from mdi.partition.placement import size
+from mdi.units import size
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage
@@ -186,11 +186,11 @@ class StageHolder:
         if needed:
             removed = self.store.free_space(needed, {part.sha256 for part in request.parts})
             if removed:
-                logger.info("%s removed %.1f MB of weights of earlier runs", self._name, removed / 1e6)
+                logger.info("%s removed %s of weights of earlier runs", self._name, size(removed))
         free = self.store.free_bytes()
         if needed > free:
             raise ControlError(
-                f"{self._name} has {free / 1e6:.0f} MB free on the disk of its cache, but {needed / 1e6:.0f} MB of "
+                f"{self._name} has {size(free)} free on the disk of its cache, but {size(needed)} of "
                 "weights would come: free some space, or choose another place with --cache-dir",
                 507,
                 code="disk",

@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mdi.control.client import ControlClient
+from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 from mdi.metrics import NodeMetrics
 
@@ -27,20 +29,9 @@ def dismiss(clients: Sequence[ControlClient], run: str, leave: bool, patient: bo
         leave: end their processes as well.
         patient: wait until they have noticed the end by themselves; else they are told, and not waited for.
     """
-    measured: list[dict[str, Any]] = [{} for _ in clients]
-
-    def one(i: int) -> None:
-        measured[i] = _dismiss(clients[i], run, leave, patient)
-
-    threads = [
-        threading.Thread(target=one, args=(i,), name=f"dismiss-{client.node.name}", daemon=True)
-        for i, client in enumerate(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(METRICS_DEADLINE_S * 3)
-    return measured
+    asked = FanOut({client.node.name: partial(_dismiss, client, run, leave, patient) for client in clients})
+    asked.join(METRICS_DEADLINE_S * 3)
+    return [asked.results.get(client.node.name, {}) for client in clients]
 
 
 def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dict[str, Any]:

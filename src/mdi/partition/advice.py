@@ -10,8 +10,9 @@ from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel, Prediction
 from mdi.partition.methods import place
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.placement import Placement, excess_bytes, size
+from mdi.partition.placement import Placement, excess_bytes
 from mdi.partition.spread import ring_of, spread
+from mdi.units import duration, size
 
 WORTH = 1.05  # what makes less difference is not worth a word
 ENOUGH = 4  # pieces of advice
@@ -26,18 +27,16 @@ def limit_of(placement: Placement, prediction: Prediction) -> str:
         return f"{name}, which does all the work"
     if prediction.limit == "stage":
         own = " with embedding and head" if prediction.slowest == 0 else ""
-        return f"the stage of {name} ({count} blocks{own}, {ms(max(prediction.stage_s))} per frame)"
+        return f"the stage of {name} ({count} blocks{own}, {duration(max(prediction.stage_s))} per frame)"
     if prediction.limit == "link":
         target = placement.names[(prediction.slowest + 1) % len(placement.names)]
-        return f"the link from {name} to {target}, busy for {ms(max(prediction.busy_s))} per frame"
+        return f"the link from {name} to {target}, busy for {duration(max(prediction.busy_s))} per frame"
     if prediction.limit == "machine":
-        return (
-            f"cores and memory of the machine that several nodes share, busy for {ms(prediction.machine_s)} per frame"
-        )
+        return f"cores and memory of the machine that several nodes share, busy for {duration(prediction.machine_s)} per frame"
     links = sum(prediction.link_s)
     return (
-        f"the way round the ring, {ms(prediction.round_s)}: stages {ms(sum(prediction.stage_s))} and links {ms(links)} "
-        "one after the other"
+        f"the way round the ring, {duration(prediction.round_s)}: stages {duration(sum(prediction.stage_s))} and links "
+        f"{duration(links)} one after the other"
     )
 
 
@@ -152,7 +151,3 @@ def _tight(cost: CostModel, placement: Placement) -> Iterator[str]:
         if left < 0.05 * node.memory_bytes:
             yield f"{node.name} will have only {size(left)} of memory left: another program may make it fail"
             return
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.ahp import CONSISTENT, comparison_matrix, consistency_ratio, weights
 from mdi.partition.cost import CostModel
-from mdi.partition.placement import Placement, check_fits, describe, size
+from mdi.partition.placement import Placement, check_fits, describe
+from mdi.units import size
 
 CRITERIA = ("memory", "cores")
 # The paper gives no number, only that memory is preferred; 5 is "clearly more". Its Table 3 comes out with anything from 4 on.

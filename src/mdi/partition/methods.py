@@ -8,11 +8,12 @@ from functools import partial
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.cost import CostModel
 from mdi.partition.greedy import PREFERENCES, by_score, gma_scores, opa_scores
-from mdi.partition.placement import Placement, check_counts, check_fits, describe, size
+from mdi.partition.placement import Placement, check_counts, check_fits, describe
 from mdi.partition.preference import preferred, useful_nodes
 from mdi.partition.split import split_layers
 from mdi.partition.spread import ring_of, spread
 from mdi.partition.throughput import fastest
+from mdi.units import size
 
 METHODS = ("throughput", "latency", "opa", "gma", "even")
 DEFAULT_METHOD = "throughput"

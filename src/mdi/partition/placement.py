@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
 from mdi.partition.profile import ClusterProfile
+from mdi.units import size
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,3 @@ def describe(cost: CostModel) -> str:
     n, length = cost.workload.n_sequences, cost.workload.sequence_length
     sequences = "one sequence" if n == 1 else f"{n} sequences"
     return f"{cost.shape.name or 'the model'} in {cost.shape.format} with {sequences} of {length} tokens"
-
-
-def size(n_bytes: float) -> str:
-    """1234567890 -> "1.2 GB"; powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(n_bytes) >= scale:
-            return f"{n_bytes / scale:.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mdi.block_ranges import span
-from mdi.partition.advice import ms
-from mdi.partition.placement import Placement, size
+from mdi.columns import table
+from mdi.partition.placement import Placement
 from mdi.partition.plan import NodePlan, PlanReport
+from mdi.units import duration, size
 
 MOST_LEFT_OUT = 8  # nodes that are named
 _HEADS = ("node", "device", "blocks", "weights", "caches", "other", "free", "left", "stage", "link")
@@ -21,7 +20,7 @@ def format_plan(report: PlanReport) -> str:
         f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
         f"tokens, placement {report.placement.method}",
         "",
-        *_table([_HEADS, *(_row(node) for node in report.nodes)]),
+        *table([_HEADS, *(_row(node) for node in report.nodes)], left=range(3)),
         "",
     ]
     lines += left_out_lines(report.placement)
@@ -56,20 +55,9 @@ def _row(node: NodePlan) -> tuple[str, ...]:
         size(memory.activations + memory.process),
         size(node.free_bytes),
         size(node.left_bytes),
-        ms(node.stage_s),
-        ms(node.link_s) if node.link_s else "-",
+        duration(node.stage_s),
+        duration(node.link_s) if node.link_s else "-",
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = (
-        "  ".join(
-            f"{cell:<{w}}" if k < 3 else f"{cell:>{w}}" for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return [text.rstrip() for text in texts]
 
 
 def _rate(tokens_s: float) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 from mdi.checkpoint.download import explained
-from mdi.config import nearest_existing
+from mdi.disk_space import check_disk
 from mdi.errors import DownloadError
 from mdi.training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
@@ -109,9 +108,5 @@ def _has(folder: Path, name: str, size: int) -> bool:
 
 
 def _check_disk(folder: Path, n_bytes: int, repo_id: str) -> None:
-    free = shutil.disk_usage(nearest_existing(folder)).free
-    if n_bytes > free:
-        raise DownloadError(
-            f"{repo_id} needs {n_bytes / 1e9:.2f} GB more in {folder}, but only {free / 1e9:.2f} GB are free there: "
-            "make room, choose another disk with --out, or fewer files with --files"
-        )
+    advice = "free some space, choose another disk with --out, or fewer files with --files"
+    check_disk(folder, n_bytes, repo_id, DownloadError, advice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mdi.config import nearest_existing
+from mdi.disk_space import check_disk
 from mdi.errors import UsageError
 from mdi.training.begin import Beginning
 from mdi.training.checkpoint import (
@@ -92,12 +91,8 @@ class Session:
         # Best and last weights, the state (float32 weights, two moments), and the largest of them once more in the making.
         needed = 2 * stored + 12 * trained + max(stored, 12 * trained)
         here = sum(path.stat().st_size for path in self.out.glob("**/*.pth")) if self.out.is_dir() else 0
-        free = shutil.disk_usage(nearest_existing(self.out)).free
-        if needed > free + here:
-            raise UsageError(
-                f"the checkpoints need {needed / 1e9:.2f} GB in {self.out}, but only {free / 1e9:.2f} GB are free there: "
-                "make room, or choose another disk with --out"
-            )
+        advice = "free some space, or choose another disk with --out"
+        check_disk(self.out, needed - here, "keeping the checkpoints", UsageError, advice)
 
     def _record(self) -> LossRecord | nullcontext[None]:
         if not self._is_first:

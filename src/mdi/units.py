@@ -1,0 +1,29 @@
+"""How sizes, times and counts are written for a person: one way for all of them."""
+
+from __future__ import annotations
+
+
+def size(n_bytes: float) -> str:
+    """1234567890 -> "1.2 GB"; powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n_bytes) >= scale:
+            return f"{n_bytes / scale:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def duration(time_s: float | None) -> str:
+    """0.0042 -> "4.2 ms", 12.34 -> "12.3 s", 150 -> "2:30 min", 3662 -> "1:01:02 h"; None is a time that is not known."""
+    if time_s is None:
+        return "-"
+    if time_s < 0.9995:
+        return f"{time_s * 1e3:.3g} ms"
+    if time_s < 99.95:
+        return f"{time_s:.1f} s"
+    minutes, seconds = divmod(round(time_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} h" if hours else f"{minutes}:{seconds:02} min"
+
+
+def counted(n: int, noun: str) -> str:
+    """ "1 node", "3 nodes"."""
+    return f"{n} {noun}" + ("" if n == 1 else "s")

@@ -1,0 +1,59 @@
+"""Several nodes asked at the same time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mdi.control.fan_out import FanOut
+from mdi.errors import ControlError
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    first = threading.Event()
+
+    def one() -> int:
+        assert first.wait(20)
+        return 1
+
+    def two() -> int:
+        first.set()
+        return 2
+
+    assert FanOut({"a": one, "b": two}).wait(timeout_s=20) == [1, 2]
+    assert FanOut({}).wait() == []
+
+
+def test_an_error_ends_the_waiting_for_the_others() -> None:
+    ended = threading.Event()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            FanOut({"a": lambda: ended.wait(20), "b": lambda: 1 / 0}).wait(timeout_s=20)
+    finally:
+        ended.set()
+
+
+def test_who_does_not_answer_is_named() -> None:
+    ended = threading.Event()
+    try:
+        asked = FanOut({"a": lambda: True, "b": lambda: ended.wait(20)})
+        with pytest.raises(ControlError, match="^b did not answer within 100 ms"):
+            asked.wait(timeout_s=0.1)
+        asked.join(0.0)
+        assert asked.results == {"a": True}
+    finally:
+        ended.set()
+
+
+def test_what_is_checked_meanwhile_ends_the_waiting() -> None:
+    ended = threading.Event()
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            FanOut({"a": lambda: ended.wait(20)}).wait(check)
+    finally:
+        ended.set()

@@ -1,0 +1,21 @@
+"""Saying something every two seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+import mdi.periodic
+from mdi.periodic import REPORT_S, Periodic
+
+
+def test_it_is_due_once_in_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(mdi.periodic.time, "monotonic", lambda: now)
+    report = Periodic()
+    assert not report.is_due() and report.passed_s == 0.0
+    now += REPORT_S + 0.1
+    assert report.is_due() and not report.is_due()
+    now += REPORT_S - 0.1
+    assert not report.is_due()
+    now += 0.2
+    assert report.is_due() and report.passed_s == pytest.approx(2 * REPORT_S + 0.2)
