@@ -37,6 +37,7 @@ class NodeConfig:
         cores: numbers of the cores to compute on; None leaves that to the system.
         kv_memory: bytes that caches may take; None is what is free after loading, less a margin.
         bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
+        is_spare: whether it gets blocks only when another node is lost.
     """
 
     name: str
@@ -51,6 +52,7 @@ class NodeConfig:
     bind: str | None = None
     cores: tuple[int, ...] | None = None
     kv_memory: int | None = None
+    is_spare: bool = False
 
     @property
     def listen_addr(self) -> str:
@@ -59,11 +61,15 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """All nodes of a ring, in ring order: the starter, then the secondaries; `keys` is the cluster's, if it has one."""
+    """All nodes of a ring, in ring order: the starter, then the secondaries; `keys` is the cluster's, if it has one.
+
+    `spares` are nodes beside the ring, which take the places of lost ones.
+    """
 
     starter: NodeConfig
     secondaries: tuple[NodeConfig, ...] = ()
     keys: KeyFile | None = field(default=None, repr=False)
+    spares: tuple[NodeConfig, ...] = ()
 
     @property
     def nodes(self) -> tuple[NodeConfig, ...]:
@@ -94,8 +100,11 @@ def load_cluster(path: str | Path) -> ClusterConfig:
         raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_type_name(listed)}")
     if len(listed) >= N_NODES_LIMIT:
         raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
-    secondaries = tuple(node_of(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed))
-    cluster = ClusterConfig(starter, secondaries)
+    if starter.is_spare:
+        raise UsageError(f"{where}.starter.spare: the starter always takes part; only a secondary can be a spare")
+    others = [node_of(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed)]
+    secondaries = tuple(node for node in others if not node.is_spare)
+    cluster = ClusterConfig(starter, secondaries, spares=tuple(node for node in others if node.is_spare))
     refuse_shared_ports(cluster, str(path))
     return cluster
 
@@ -109,7 +118,8 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
     data = read_json(path)
     if "nodes" not in data:
         return node_of(data, f"secondary{index or 0}", str(path))
-    secondaries = load_cluster(path).secondaries
+    cluster = load_cluster(path)
+    secondaries = sorted((*cluster.secondaries, *cluster.spares), key=lambda node: _number(node.name))
     if not secondaries:
         raise UsageError(f"{path} lists no secondary node: it describes a standalone starter")
     if index is None and len(secondaries) == 1:
@@ -124,7 +134,10 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
 
 def load_nodes(path: str | Path) -> tuple[NodeConfig, ...]:
     """All nodes that a nodes file lists; none where it describes one secondary alone. Raises UsageError."""
-    return load_cluster(path).nodes if "nodes" in read_json(path) else ()
+    if "nodes" not in read_json(path):
+        return ()
+    cluster = load_cluster(path)
+    return (*cluster.nodes, *cluster.spares)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -174,6 +187,7 @@ def node_of(entry: Any, name: str, where: str) -> NodeConfig:
         bind=_optional(entry, "bind", str, where),
         cores=_cores(entry, where),
         kv_memory=_kv_memory(entry, where),
+        is_spare=_is_spare(entry, where),
     )
 
 
@@ -198,6 +212,18 @@ def _port(data: dict[str, Any], key: str, where: str) -> int:
     if not 0 <= port <= 65535:
         raise UsageError(f"{where}.{key}: a port is a number from 0 to 65535, found {port}")
     return port
+
+
+def _is_spare(entry: dict[str, Any], where: str) -> bool:
+    spare = entry.get("spare", False)
+    if not isinstance(spare, bool):
+        raise UsageError(f"{where}.spare: expected true or false, found {_type_name(spare)}")
+    return spare
+
+
+def _number(name: str) -> int:
+    """12 of "secondary12"."""
+    return int(name.removeprefix("secondary"))
 
 
 def _threads(entry: dict[str, Any], where: str) -> int | None:
@@ -270,7 +296,7 @@ def check_device(name: str | None) -> None:
 def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
     """Raises UsageError if two nodes of one address want the same port."""
     seen: dict[tuple[str, int], str] = {}
-    for node in cluster.nodes:
+    for node in (*cluster.nodes, *cluster.spares):
         for port, what in ((node.port, "communication port"), (node.port_in, "port_in")):
             other = seen.setdefault((node.addr, port), f"{node.name}'s {what}")
             if port and other != f"{node.name}'s {what}":

@@ -96,6 +96,20 @@ def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParse
     )
 
 
+def add_recovery_flags(group: argparse._ActionsContainer) -> None:
+    """What becomes of a run whose nodes are lost; also of chat.py."""
+    from mdi.net.link import SILENCE_S
+
+    group.add_argument(
+        "--fixed", action="store_true", help="end the run when a node is lost (default: others take its blocks, and the texts "
+        "go on)",
+    )  # fmt: skip
+    group.add_argument(
+        "--silence-s", type=float, default=SILENCE_S, metavar="S", help="a node that is not heard of for so many seconds is "
+        "lost (%(default)g)",
+    )  # fmt: skip
+
+
 def add_wire_flags(group: argparse._ActionsContainer, with_frames: bool = True) -> None:
     """How rows travel over a ring; also of chat.py."""
     from mdi.net.wire import WIRE_DTYPES

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     from mdi.cli import starter as cli_starter
 
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="nodes more, which take the places of lost ones (%(default)s)"
+    )  # fmt: skip
     parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
     parser.add_argument(
         "--pin", action="store_true", help="keep each node on cores of its own: its share of --cores, else of all"
@@ -84,7 +87,8 @@ def _run_ring(
             if args.nodes >= 1:
                 check_model(args, args.nodes, is_litgpt=family is None)
             ring = make_ring(
-                args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args)
+                args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args),
+                args.spares,
             )  # fmt: skip
             rings.append(stack.enter_context(ring))
             stack.callback(ignore_interrupts)
@@ -99,12 +103,12 @@ def _run_ring(
 def _tell_processes(ring: LocalRing) -> None:
     from mdi.machine.neighbours import fair_threads
 
-    nodes = ring.cluster.nodes
+    nodes = (*ring.cluster.nodes, *ring.cluster.spares)
     processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
     logger.info("starting %s on this machine (CPU cores: %d; threads each: %d)", processes, fair_threads([]),
                 ring.threads_of_starter)  # fmt: skip
     for node, pid in zip(nodes, [None, *ring.pids], strict=True):
-        what = "this process" if pid is None else f"process {pid}"
+        what = "this process" if pid is None else f"process {pid}" + (", a spare" if node.is_spare else "")
         logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
 
 

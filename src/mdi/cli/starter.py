@@ -35,7 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
-    from mdi.cli.flags import add_generation_flags, add_model_flags, add_placement_flags, add_wire_flags
+    from mdi.cli.flags import (
+        add_generation_flags,
+        add_model_flags,
+        add_placement_flags,
+        add_recovery_flags,
+        add_wire_flags,
+    )
     from mdi.cli.output import add_output_flags
 
     add_model_flags(parser, is_litgpt)
@@ -55,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     if is_litgpt:
         nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
         add_placement_flags(nodes)
+        add_recovery_flags(nodes)
     nodes.add_argument(
         "--wait",
         type=float,
@@ -184,6 +191,7 @@ def starter_options(args: argparse.Namespace) -> Any:
     from mdi.config import WeightMemory, parse_bytes
     from mdi.control.messages import N_FRAMES_LIMIT
     from mdi.errors import UsageError
+    from mdi.net.link import PING_INTERVAL_S, SILENCE_S
     from mdi.node.options import StarterOptions
     from mdi.tracing.spans import N_SPANS
 
@@ -192,6 +200,12 @@ def starter_options(args: argparse.Namespace) -> Any:
         raise UsageError(f"--wait must be 0 seconds or more, got {wait_s}")
     if args.sequence_length is not None and args.sequence_length < 1:
         raise UsageError(f"--sequence-length must be at least 1, got {args.sequence_length}")
+    silence_s = getattr(args, "silence_s", SILENCE_S)
+    if not PING_INTERVAL_S < silence_s < float("inf"):
+        raise UsageError(
+            f"--silence-s must be more than {PING_INTERVAL_S:g}, for that is how often nodes are heard of; "
+            f"got {silence_s}"
+        )
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
         raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")
@@ -215,6 +229,8 @@ def starter_options(args: argparse.Namespace) -> Any:
         weight_memory=WeightMemory(args.weights, args.mlock),
         kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
         n_frames=n_frames,
+        fixed=getattr(args, "fixed", True),
+        silence_s=silence_s,
         n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
     )
 

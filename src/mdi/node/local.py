@@ -36,6 +36,7 @@ class LocalRing:
         ckpt: read by the secondaries themselves, so that nothing has to be sent.
         cores: divided among the nodes, each of which stays on its own; None pins nothing.
         kv_memory: bytes for caches on each node.
+        n_spares: nodes beside those of the ring, which take the places of lost ones.
     """
 
     def __init__(
@@ -48,9 +49,14 @@ class LocalRing:
         debug: bool,
         cores: Sequence[int] | None = None,
         kv_memory: int | None = None,
+        n_spares: int = 0,
     ) -> None:
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
+        if n_spares < 0:
+            raise UsageError(f"--spares must be 0 or more, got {n_spares}")
+        self._n_in_ring = n_nodes
+        n_nodes += n_spares
         names = [None] * n_nodes if devices is None else _named_devices(devices, n_nodes)
         if n_threads is not None and n_threads < 1:
             raise UsageError(f"--threads must be at least 1, got {n_threads}")
@@ -59,7 +65,7 @@ class LocalRing:
         self._cores = cores
         self._kv_memory = kv_memory
         self.threads_of_starter = n_threads or fair_threads(
-            [None] * (n_nodes - 1), None if cores is None else len(cores)
+            [None] * (self._n_in_ring - 1), None if cores is None else len(cores)
         )
         self._ckpt = ckpt
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
@@ -106,7 +112,7 @@ class LocalRing:
 
     def check(self) -> None:
         """Raises NodeLostError if a child has ended (what it has printed itself says why), or does not run any more."""
-        for node, child in zip(self.cluster.secondaries, self._children, strict=True):
+        for node, child in zip(self.cluster.secondaries, self._children, strict=False):  # spares come last
             status = child.poll()
             if status is not None:
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
@@ -137,10 +143,12 @@ class LocalRing:
                 "inference": {"port_in": next(ports)},
                 "threads": self.threads_of_starter,
             }
+            if index >= self._n_in_ring:
+                entry["spare"] = True
             if device:
                 entry["device"] = device
             if self._cores is not None:
-                entry["cores"] = list(cores_of_node(self._cores, index, self._n_nodes))
+                entry["cores"] = list(cores_of_node(self._cores, index % self._n_in_ring, self._n_in_ring))
             if self._kv_memory is not None:
                 entry["kv_memory"] = self._kv_memory
             entries.append(entry)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdi.config import WeightMemory
+from mdi.net.link import SILENCE_S
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class StarterOptions:
     """See the flags of starter.py.
 
     `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
-    keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing.
+    keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing;
+    `fixed` ends the run when a node is lost; `silence_s` is how long a node may be unheard of before it counts as lost.
     """
 
     ckpt: Path | None = None
@@ -36,3 +38,5 @@ class StarterOptions:
     kv_memory: int | None = None
     n_frames: int | None = None
     n_spans: int = 0
+    fixed: bool = False
+    silence_s: float = SILENCE_S
