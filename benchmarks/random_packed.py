@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.packing import EMBEDDING, EMBEDDING_SCALE, Packing, int8_rows, stored_bytes
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, int8_rows, stored_bytes
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.measure.chance import chance_weights
+from mdi.weight_formats import EMBEDDING
 
 SCALE = np.float32(0.02)  # of a weight
 

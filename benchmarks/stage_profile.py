@@ -32,9 +32,10 @@ from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import model_of  # noqa: E402
 from mdi.kernels.context import Context, linear  # noqa: E402
 from mdi.kernels.kernel_stage import KernelStage, Weights  # noqa: E402
-from mdi.kernels.layout import LAYOUTS, Matrix  # noqa: E402
+from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.measure.chance import chance_weights  # noqa: E402
+from mdi.weight_formats import LAYOUTS  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
 from random_checkpoint import CONTEXT, SHAPES, config_of  # noqa: E402

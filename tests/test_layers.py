@@ -21,15 +21,17 @@ ALLOWED = {
     "block_ranges": set(),
     "settings_file": {"limits", "errors"},
     "units": set(),
+    "weight_formats": {"errors"},
     "periodic": set(),
     "columns": {"terminal"},
     "security": {"errors"},
     "config": {"security", "settings_file", "errors"},
     "disk_space": {"config", "units", "errors"},
     "net": {"security", "config", "errors", "terminal"},
-    "kernels": {"cache_dir", "errors"},
+    "kernels": {"weight_formats", "cache_dir", "errors"},
     "model": {"kernels", "config", "errors"},
     "checkpoint": {
+        "weight_formats",
         "units",
         "disk_space",
         "block_ranges",
@@ -40,7 +42,7 @@ ALLOWED = {
         "config",
         "errors",
     },
-    "partition": {"units", "columns", "block_ranges", "kernels", "config", "errors"},
+    "partition": {"weight_formats", "units", "columns", "block_ranges", "kernels", "config", "errors"},
     "training": {"units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
     "engine": {"units", "kernels", "model", "net", "config", "errors"},
     "control": {
@@ -96,6 +98,7 @@ LIGHT = [
     "mdi.process_memory",
     "mdi.token_times",
     "mdi.partition.profile",
+    "mdi.weight_formats",
     "mdi.node.local",
 ]
 

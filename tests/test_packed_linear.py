@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from families import FAMILIES, config_of, random_gpt
-from mdi.checkpoint.packing import EMBEDDING, Packing, plain
+from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import part_of, stage_parts
 from mdi.checkpoint.torch_tensors import as_array, spec_of
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
+from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.model import packed_linear
 from mdi.model.packed_linear import PackedLinear, Weights, kernel_context
 from mdi.model.stage import StarterStage
+from mdi.weight_formats import EMBEDDING, LAYOUTS
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(3)

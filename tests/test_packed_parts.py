@@ -41,7 +41,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import LAYOUTS, Matrix, pack, unpack
+from mdi.kernels.layout import Matrix, pack, unpack
+from mdi.weight_formats import LAYOUTS
 from tiny_checkpoint import write_checkpoint
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 

@@ -20,11 +20,11 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
-from mdi.kernels.layout import LAYOUTS
 from mdi.measure.profiler import FILE, Profiler, bench_of
 from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import NodeProfile
+from mdi.weight_formats import LAYOUTS
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 

@@ -11,12 +11,11 @@ import torch
 from families import DEEPSEEK_V3, config_of
 from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.page_sizes import cache_classes
 from mdi.measure.model_shape import model_shape
 from mdi.model.stage import StarterStage
-from mdi.partition.formats import FORMATS, PACKED
 from mdi.partition.split import head_cost_blocks
+from mdi.weight_formats import FORMATS, LAYOUTS, PACKED
 
 FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qwen3-30B-A3B"]
 
@@ -79,7 +78,7 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
         assert block.page_bytes == plain.page_bytes
     assert set(FORMATS) >= {"float32", "bfloat16", "float16", *PACKED}
     assert tuple(LAYOUTS) == PACKED
-    assert all(FORMATS[name].bits_per_weight == layout.bits for name, layout in LAYOUTS.items())
+    assert all(FORMATS[name].bits == layout.bits for name, layout in LAYOUTS.items())
 
 
 def test_what_litgpt_cannot_build_is_refused() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.packed import PackedSource
-from mdi.checkpoint.packing import OWN_FORMAT, Packing
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.shapes import read_config
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import MdiError
 from mdi.partition.split import default_split
+from mdi.weight_formats import OWN_FORMAT
 from random_checkpoint import DTYPE, make_checkpoint
 from random_packed import RandomPacked
 from side_by_side.runner import say

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.packing import OWN_FORMAT
-from mdi.kernels.layout import LAYOUTS
 from mdi.partition.split import default_split
+from mdi.weight_formats import LAYOUTS, OWN_FORMAT
 from peers.protocol import Case
 from random_checkpoint import DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need

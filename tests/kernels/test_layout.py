@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mdi.kernels.layout import LAYOUTS, bf16_from_float32, float32_from_bf16, matrix_bytes, pack, unpack
+from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, matrix_bytes, pack, unpack
+from mdi.weight_formats import LAYOUTS
 
 SHAPES = [(1, 1), (16, 128), (17, 130), (48, 64), (300, 257)]
 

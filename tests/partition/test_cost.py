@@ -9,7 +9,6 @@ from clusters import MB, block, cluster, model, node
 
 from mdi.errors import UsageError
 from mdi.partition.cost import CostModel, time_of
-from mdi.partition.formats import FORMATS, weight_format
 from mdi.partition.links import HOP_S
 from mdi.partition.model import Workload
 from mdi.partition.profile import LinkProfile
@@ -120,16 +119,6 @@ def test_loading_may_need_more_than_running() -> None:
     assert terms.fits(0, 0, 1) and terms.most_blocks(0) >= 1
     tight = replace(node("a"), memory_bytes=use.total - 1)
     assert not CostModel(cluster(tight), shape, Workload(1, 10)).terms(1).fits(0, 0, 1)
-
-
-def test_formats() -> None:
-    assert [FORMATS[f].linear_bytes(100, 320) for f in ("float32", "bfloat16", "fp16")] == [128_000, 64_000, 64_000]
-    assert (
-        FORMATS["int8"].linear_bytes(100, 320) == 32_000 + 2 * 32_000 / 64
-    )  # a scale of half precision for 64 weights
-    assert 4 / 8 * 32_000 < FORMATS["int4"].linear_bytes(100, 320) <= 5 / 8 * 32_000
-    with pytest.raises(UsageError, match="int3"):
-        weight_format("int3")
 
 
 def test_rows_and_frames_follow_the_scheduler() -> None:

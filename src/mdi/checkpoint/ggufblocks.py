@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mdi.kernels.layout import LAYOUTS, PANEL, Matrix, aligned_bytes, int4_bytes, matrix_bytes
+from mdi.kernels.layout import Matrix, aligned_bytes, int4_bytes, matrix_bytes
+from mdi.weight_formats import LAYOUTS, PANEL
 
 CARRIED_OVER = {"Q4_0": "int4"}  # ggml's name -> the kernels'
 

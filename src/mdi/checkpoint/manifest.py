@@ -17,8 +17,8 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import LAYOUTS
 from mdi.limits import excess
+from mdi.weight_formats import LAYOUTS
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"

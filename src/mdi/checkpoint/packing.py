@@ -17,12 +17,11 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import ALIGN_BYTES, LAYOUTS, Matrix, floats, matrix_bytes, pack, unpack
+from mdi.kernels.layout import ALIGN_BYTES, Matrix, floats, matrix_bytes, pack, unpack
+from mdi.weight_formats import EMBEDDING, LAYOUTS, is_packable
 
-EMBEDDING = "transformer.wte.weight"
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
-OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
 
 _TABLE_TYPES = ("F32", "BF16", "F16")
 _FORMAT_KEY, _VERSION_KEY = "format", "layout_version"
@@ -32,16 +31,6 @@ _TINY = 1e-12  # the smallest scale
 # A packed weight; else float32 in its own shape; of the embedding (vocabulary, n_embd) float32, float16, uint16 (the bits of
 # bfloat16) or int8, the last with EMBEDDING_SCALE beside it.
 PartWeights = dict[str, Matrix | np.ndarray]
-
-
-def is_packable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether this is the weight of a linear layer that a format is for.
-
-    Routers of experts are not: they are small, and a wrong choice of expert costs more than rounding. Nor is the up-projection
-    of latent attention, whose weights are read in pieces.
-    """
-    path = name.removesuffix(".weight")
-    return path != name and len(shape) == 2 and not path.endswith((".wte", ".wpe", ".gate", "kv_b_proj"))
 
 
 @dataclass(frozen=True)

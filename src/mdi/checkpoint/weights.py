@@ -13,12 +13,13 @@ import numpy as np
 
 from mdi.checkpoint.folding import folded
 from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.packing import EMBEDDING_SCALE, OWN_FORMAT, Packing, PartWeights, plain
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
+from mdi.weight_formats import OWN_FORMAT
 
 if TYPE_CHECKING:
     import torch

@@ -58,7 +58,7 @@ def check_chunk(chunk: Path | None) -> None:
 def check_computing(args: argparse.Namespace) -> None:
     """--device, --dtype, --threads and the weight formats. Raises UsageError; what this machine lacks is told later."""
     from mdi.config import check_device, check_dtype
-    from mdi.partition.formats import AUTO, check_packed
+    from mdi.weight_formats import AUTO, check_packed
 
     check_device(args.device)
     check_dtype(args.dtype)

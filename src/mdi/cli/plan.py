@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.config import DTYPES
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.methods import DEFAULT_METHOD, METHODS
 from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from mdi.partition.model import ModelShape
     from mdi.partition.plan import PlanReport
     from mdi.partition.profile import ClusterProfile
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +112,7 @@ def _check_model(args: argparse.Namespace) -> None:
     """Raises UsageError before anything heavy is imported; the weights need not be here, the settings must."""
     from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
     from mdi.cli.checks import found_ckpt
-    from mdi.partition.formats import check_packed
+    from mdi.weight_formats import check_packed
 
     check_packed(args.quantize)
     if args.ckpt is not None:
@@ -309,7 +308,7 @@ def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape
 def _smaller(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
     """The model in the formats that take less and that this version has."""
     from mdi.measure.model_shape import model_shape
-    from mdi.partition.formats import SMALLER
+    from mdi.weight_formats import SMALLER
 
     others = (model_shape(config, name) for name in SMALLER if name != shape.format)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.config import DTYPES
 from mdi.errors import UsageError
-from mdi.partition.formats import PACKED
 from mdi.units import size
+from mdi.weight_formats import PACKED
 
 if TYPE_CHECKING:
     from mdi.checkpoint.weights import WeightSource
@@ -42,7 +43,6 @@ default blocks are spread evenly, where the output head counts as work of the st
 the model has blocks: the starter may hold none.
 """
 
-DTYPES = ("float32", "float16", "bfloat16")
 
 logger = logging.getLogger("mdi")
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PANEL = 16  # outputs that lie side by side
+from mdi.weight_formats import LAYOUTS, PANEL
+
 LINE_BYTES = 64
 ALIGN_BYTES = 64
 
@@ -33,37 +34,6 @@ _ROWS_AT_ONCE = 256  # of a weight that is packed, so that what is computed mean
 
 Bytes = np.ndarray  # of uint8
 Floats = np.ndarray  # of float32
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one format lies.
-
-    Attributes:
-        number: what the kernels call the format.
-        record_inputs: inputs to which n_in is padded.
-        record_bytes: of these inputs in one panel.
-        group: inputs that share a scale; 0 without scales.
-    """
-
-    number: int
-    record_inputs: int
-    record_bytes: int
-    group: int
-
-    @property
-    def bits(self) -> float:
-        """Per weight, scales included."""
-        return 8 * self.record_bytes / (PANEL * self.record_inputs)
-
-
-LAYOUTS = {
-    "float32": Layout(0, 1, 64, 0),
-    "bf16": Layout(1, 2, 64, 0),
-    "fp16": Layout(2, 2, 64, 0),
-    "int8": Layout(3, 128, 33 * 64, 64),
-    "int4": Layout(4, 64, 9 * 64, 32),
-}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import KernelError
-from mdi.kernels.layout import LAYOUTS, Matrix, matrix_bytes, pack
+from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.structures import MdiMatrix, MdiMlp, MdiNorm
+from mdi.weight_formats import LAYOUTS
 
 Tensors = Mapping[str, Matrix | np.ndarray]
 

@@ -7,7 +7,8 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import numpy as np
 
-from mdi.kernels.layout import LAYOUTS, Matrix
+from mdi.kernels.layout import Matrix
+from mdi.weight_formats import LAYOUTS
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}

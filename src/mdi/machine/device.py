@@ -8,18 +8,16 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.safetensors_layout import CODES, TYPES
 from mdi.checkpoint.weights import own_packing
 from mdi.config import DTYPES, check_device, check_dtype
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.page_sizes import cache_type_named
 from mdi.machine.processor import warn_of_processor
 from mdi.machine.threads import choose_threads
 from mdi.machine.torch_use import load_torch, may_have_gpu
-from mdi.partition.formats import check_packed, weight_format
+from mdi.weight_formats import check_packed
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Computing:
 
     @property
     def format(self) -> str:
-        """What the weights of the blocks are held in, see partition.formats."""
+        """What the weights of the blocks are held in, see weight_formats."""
         return (self.packing and self.packing.blocks) or self.quantize or self.dtype
 
 
@@ -187,21 +185,6 @@ def cpu_multiplies_bfloat16() -> bool:
         return True
     arm = getattr(torch.cpu, "_is_arm_bf16_supported", None)  # absent in some releases
     return bool(arm is not None and arm())
-
-
-def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str | None = None) -> int:
-    """Memory that parts take once they are loaded, and while the last of them is.
-
-    Args:
-        parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
-        held: what they are held in, see partition.formats.
-    """
-    stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * TYPES[CODES.get(stored, "F32")].numpy.itemsize
-    bits = weight_format(held).bits_per_weight
-    # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
-    is_mapped = held == (stored_format or stored)
-    extra = 0 if is_mapped else max(parts, default=0) * 8 * weight_format(held).value_bytes / stored_bits
-    return int(sum(parts) * bits / stored_bits + extra)
 
 
 def set_threads(n_threads: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING, Packing, PartWeights
-from mdi.kernels.layout import PANEL, Matrix, aligned_bytes, matrix_bytes, pack
+from mdi.checkpoint.packing import Packing, PartWeights
+from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
+from mdi.weight_formats import EMBEDDING, PANEL
 
 SIZE = 0.02  # of a weight
 

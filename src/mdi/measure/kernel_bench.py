@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
-from mdi.kernels.layout import LAYOUTS
 from mdi.machine.threads import n_threads
 from mdi.measure.chance import chance_weights
 from mdi.measure.profiling import Bench
 from mdi.model.array_stage import ArrayStage
+from mdi.weight_formats import weight_format
 
 
 class KernelBench(Bench):
@@ -54,5 +53,4 @@ class KernelBench(Bench):
         """Calls of the kernels end when they are done."""
 
     def bytes_of(self, name: str) -> float:
-        form = self._packing.format_of(name, self._shapes[name])
-        return math.prod(self._shapes[name]) * (LAYOUTS[form].bits / 8 if form else 4)
+        return weight_format(self._packing.of_part(part_of(name))).tensor_bytes(name, self._shapes[name])

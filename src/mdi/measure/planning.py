@@ -22,13 +22,13 @@ from mdi.measure.cluster_measurement import ClusterMeasurement
 from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler, share_of
 from mdi.measure.profiling import Subject
-from mdi.partition.formats import SMALLER
 from mdi.partition.greedy import PREFERENCES
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.placement import Placement
 from mdi.partition.plan import PlanReport, plan
 from mdi.partition.profile import ClusterProfile, NodeProfile
 from mdi.partition.table import left_out_lines
+from mdi.weight_formats import SMALLER
 
 logger = logging.getLogger("mdi")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -27,9 +26,9 @@ from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_byt
 from mdi.machine.threads import computing_threads, n_threads
 from mdi.measure.contention import machine_share
 from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
-from mdi.partition.formats import weight_format
 from mdi.partition.profile import NodeProfile
 from mdi.periodic import Periodic
+from mdi.weight_formats import weight_format
 
 FILE = "profiles.json"
 N_KEPT = 64
@@ -179,8 +178,8 @@ class Profiler:
 def share_of(subject: Subject, slots: Slots) -> float:
     """The part of its machine that this node takes while it computes the subject; see `mdi.measure.contention`."""
     shapes = model_shapes(subject.config, "the model to be measured")
-    n_values = sum(math.prod(shape) for name, shape in shapes.items() if part_of(name).startswith("block."))
-    n_bytes = int(n_values * weight_format(subject.format).bits_per_weight / 8)
+    form = weight_format(subject.format)
+    n_bytes = int(sum(form.tensor_bytes(n, shape) for n, shape in shapes.items() if part_of(n).startswith("block.")))
     with computing_threads(subject.threads):
         return machine_share(slots, n_bytes, subject.device)
 

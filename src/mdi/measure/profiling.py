@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def format(self) -> str:
-        """Of the blocks, see partition.formats."""
+        """Of the blocks, see weight_formats."""
         return (self.packing and self.packing.blocks) or self.quantize or self.dtype
 
 

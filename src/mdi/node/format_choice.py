@@ -10,17 +10,14 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
 from mdi.errors import PlacementError
-from mdi.kernels.layout import LAYOUTS
-from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, held_bytes, why_torch
+from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, why_torch
 from mdi.machine.resources import device_free_bytes
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.formats import AUTO
+from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 
 logger = logging.getLogger("mdi")
-
-SMALLER_FORMATS = ("int8", "int4")  # that lose something, the larger first
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def formats_to_try(weights: StarterWeights) -> list[str | None]:
     if weights.quantize is not None:
         return [weights.quantize]
     own = LAYOUTS[own_packing(weights.dtype).blocks].bits
-    return [None, *(form for form in SMALLER_FORMATS if LAYOUTS[form].bits < own)]
+    return [None, *(form for form in ROUNDED if LAYOUTS[form].bits < own)]
 
 
 def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:

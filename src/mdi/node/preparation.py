@@ -17,7 +17,7 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.cache_memory import CacheMemory
 from mdi.errors import UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage
-from mdi.machine.device import Computing, held_bytes, told_path, why_torch
+from mdi.machine.device import Computing, told_path, why_torch
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_spins, n_threads
 from mdi.model.stage import StarterStage
@@ -32,6 +32,7 @@ from mdi.node.torch_stage import TorchStage
 from mdi.periodic import Periodic
 from mdi.tracing.recorder import extensions_of
 from mdi.units import duration, size
+from mdi.weight_formats import held_bytes
 
 logger = logging.getLogger("mdi")
 

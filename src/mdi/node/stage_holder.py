@@ -24,7 +24,6 @@ from mdi.machine.device import (
     choose_dtype,
     choose_kv_dtype,
     choose_packing,
-    held_bytes,
     told_path,
     why_torch,
 )
@@ -34,6 +33,7 @@ from mdi.model.array_stage import ArrayStage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.units import size
+from mdi.weight_formats import held_bytes
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage

@@ -44,9 +44,9 @@ from mdi.node.run_trace import RunTrace
 from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss, metrics_of
-from mdi.partition.formats import AUTO
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.tracing.trace import Trace
+from mdi.weight_formats import AUTO
 
 logger = logging.getLogger("mdi")
 

@@ -11,13 +11,13 @@ from mdi.checkpoint.checked import CheckedFiles
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.chunks import find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
-from mdi.checkpoint.packing import OWN_FORMAT
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.partition.split import default_split, parse_layers, ranges
+from mdi.weight_formats import OWN_FORMAT
 
 logger = logging.getLogger("mdi")
 

@@ -1,0 +1,140 @@
+"""What weights take in each format: all who reckon with their memory ask here, as for caches in `kernels.page_sizes`.
+
+Numbers alone; neither numpy nor torch is needed. To add a format: a line in LAYOUTS, its bytes in `kernels.layout`, and its
+products in the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdi.errors import UsageError
+
+PANEL = 16  # outputs of a packed weight that lie side by side
+AUTO = "auto"  # the largest format that fits
+EMBEDDING = "transformer.wte.weight"
+PACKING_SHARE = 0.75  # measured (docs/placement.md): what packing a part takes, of the bytes of the plain one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one packed format lies, see `kernels.layout`.
+
+    Attributes:
+        number: what the kernels call the format.
+        record_inputs: inputs to which n_in is padded.
+        record_bytes: of these inputs in one panel.
+        group: inputs that share a scale; 0 without scales.
+    """
+
+    number: int
+    record_inputs: int
+    record_bytes: int
+    group: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight, scales included."""
+        return 8 * self.record_bytes / (PANEL * self.record_inputs)
+
+
+# What weights can be packed in, the most precise first.
+LAYOUTS = {
+    "float32": Layout(0, 1, 64, 0),
+    "bf16": Layout(1, 2, 64, 0),
+    "fp16": Layout(2, 2, 64, 0),
+    "int8": Layout(3, 128, 33 * 64, 64),
+    "int4": Layout(4, 64, 9 * 64, 32),
+}
+PACKED = tuple(LAYOUTS)
+SMALLER = ("fp16", "int8", "int4")  # that a model can be brought into to take less, the most precise first
+ROUNDED = ("int8", "int4")  # that lose something, the larger first
+
+NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the linear layers of blocks and head are held, and what is computed in.
+
+    Attributes:
+        bits: of a weight of a linear layer, scales included.
+        value_bytes: of everything else: norms, biases, activations, rows on the wire.
+    """
+
+    name: str
+    bits: float
+    value_bytes: int
+
+    @property
+    def is_packed_smaller(self) -> bool:
+        """Whether plain weights stand beside the packed ones while they are packed."""
+        return self.bits < 8 * self.value_bytes
+
+    def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
+        """What a tensor of the model takes. An embedding is never in 4 bits, for one row of it is read per token."""
+        bits = 8.0 * self.value_bytes
+        if name == EMBEDDING:
+            bits = FORMATS["int8"].bits if self.name == "int4" else self.bits
+        elif is_packable(name, shape):
+            bits = self.bits
+        return math.prod(shape) * bits / 8
+
+    def load_bytes(self, n_values: int) -> int:
+        """What a part takes beside the weights that it becomes, while it is loaded.
+
+        A plain one is mapped from its file, and stays there or can be read again. One that is to be packed stands there in
+        plain numbers, for it may come from a checkpoint, and is packed beside them.
+        """
+        return round((1 + PACKING_SHARE) * n_values * self.value_bytes) if self.is_packed_smaller else 0
+
+
+# Types that torch computes in, and packed formats, whose kernels compute in float32.
+FORMATS = {
+    **{
+        name: WeightFormat(name, 8 * NUMBER_BYTES[name], NUMBER_BYTES[name])
+        for name in ("float32", "bfloat16", "float16")
+    },
+    **{name: WeightFormat(name, layout.bits, 4) for name, layout in LAYOUTS.items()},
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Raises UsageError: there is no such format."""
+    if name not in FORMATS:
+        raise UsageError(f"unknown weight format {name!r}: expected {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def check_packed(name: str | None) -> None:
+    """Raises UsageError if a name is not one of `PACKED`; None is no format."""
+    if name is not None and name not in PACKED:
+        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(PACKED)}")
+
+
+def is_packable(name: str, shape: Sequence[int]) -> bool:
+    """Whether this is the weight of a linear layer that a format is for.
+
+    Routers of experts are not: they are small, and a wrong choice of expert costs more than rounding. Nor is the up-projection
+    of latent attention, whose weights are read in pieces.
+    """
+    path = name.removesuffix(".weight")
+    return path != name and len(shape) == 2 and not path.endswith((".wte", ".wpe", ".gate", "kv_b_proj"))
+
+
+def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str | None = None) -> int:
+    """Memory that parts take once they are loaded, and while the last of them is, by what they take in their files.
+
+    Args:
+        parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
+        held: what they are held in, a name in FORMATS.
+    """
+    stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * NUMBER_BYTES.get(stored, 4)
+    form = weight_format(held)
+    # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
+    is_mapped = held == (stored_format or stored)
+    extra = 0 if is_mapped else max(parts, default=0) * 8 * form.value_bytes / stored_bits
+    return int(sum(parts) * form.bits / stored_bits + extra)
