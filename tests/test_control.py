@@ -36,6 +36,7 @@ DATA = bytes(range(256)) * 8192  # 2 MiB
 PART = PartSpec("block.1", hashlib.sha256(DATA).hexdigest(), len(DATA))
 RUN = "0123456789abcdef"
 REQUEST = InitRequest(
+    run=RUN,
     epoch=RUN,
     index=1,
     names=("starter", "secondary0", "secondary1"),
@@ -361,9 +362,9 @@ OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads
 # What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
 FIELDS_OF_VERSION = {
     3: (
-        "blocks compile config config_hash control_version device dtype epoch extensions index kv_dtype layout_version "
-        "max_length model n_frames names next_addr next_port parts placement quantize stored_dtype stored_format threads "
-        "wire_dtype",
+        "blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over index "
+        "keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts placement "
+        "quantize run stored_dtype stored_format threads wire_dtype",
         "config config_hash device dtype fresh quantize run slots stored_dtype threads",
     )
 }

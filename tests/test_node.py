@@ -400,7 +400,7 @@ def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ri
 
 def request(**changes: Any) -> InitRequest:
     fields: dict[str, Any] = {
-        "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p", "next_addr": "127.0.0.1",
+        "run": "0" * 16, "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p", "next_addr": "127.0.0.1",
         "next_port": 1, "model": "m", "config": {"n_layer": 1}, "config_hash": "h", "stored_dtype": "float32",
         "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
     }  # fmt: skip
@@ -430,7 +430,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
         secondary.receive_part("0" * 16, "a" * 64, 0, 100, lambda n: b"")
     secondary.init(request())
     with pytest.raises(ControlError, match="busy with another run") as busy:
-        secondary.init(request(epoch="1" * 16))
+        secondary.init(request(run="1" * 16, epoch="1" * 16))
     assert (busy.value.status, busy.value.code) == (409, "busy")
     while secondary.status("0" * 16)["missing"] is None:
         threading.Event().wait(0.01)

@@ -148,7 +148,7 @@ REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
 
 def init_request(**changes: Any) -> InitRequest:
     return InitRequest(
-        "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
+        "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
         (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10, **changes,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ class Transfer:
         run = f"{self._run:016x}"
         client = ControlClient(entry_of(node))
         request = InitRequest(
-            epoch=run, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
+            run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
             stored_dtype="float32", max_length=10, **self.fields,
         )  # fmt: skip
         client.init(request)

@@ -7,8 +7,8 @@ from typing import Any
 
 import cherrypy
 
+from mdi.control.fields import parse_json
 from mdi.control.gate import Asker
-from mdi.control.messages import parse_json
 from mdi.errors import ControlError
 
 JSON_LIMIT_BYTES = 4 << 20

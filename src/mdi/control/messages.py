@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.block_ranges import block_span
+from mdi.control.fields import Fields, shown
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.page_sizes import CACHE_TYPES
@@ -17,7 +17,7 @@ from mdi.net.wire import WIRE_DTYPES
 CONTROL_VERSION = 3
 # What a node may answer as "code" beside the words of an error; a peer's may be others.
 CODES = {
-    "busy": "with another run, or measuring itself: ask again in a moment",
+    "busy": "with another run that does not share the node, or measuring itself: ask again in a moment",
     "control": "the request is not as it must be",
     "leaving": "the process is ending",
     "memory": "the stage and its caches do not fit into the node's memory",
@@ -51,13 +51,18 @@ class PartSpec:
     sha256: str
     n_bytes: int
 
+    @classmethod
+    def of(cls, get: Fields) -> PartSpec:
+        return cls(get.string("name"), get.hex("sha256", 64), get.integer("n_bytes", 1, 1 << 45))
+
 
 @dataclass(frozen=True)
 class InitRequest:
     """Body of `POST /init`: everything that a secondary has to know about a run.
 
     Attributes:
-        epoch: random 64-bit id of the run, as 16 hex digits.
+        run: random 64-bit id of the run, as 16 hex digits; whoever knows it may end it.
+        epoch: the same of this ring: a run whose ring broke goes on over another one.
         index: the receiver's place in the ring; names[0] is the starter.
         placement: hash of model, cut and ring.
         next_addr, next_port: ring port of the next node.
@@ -72,8 +77,13 @@ class InitRequest:
         kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
         device, threads: what the starter's nodes file says of the receiver; what it was started with goes first.
+        n_sequences: of the run at the same time, at most: the receiver's caches need hold no more. None: as many as fit.
+        exclusive: no other run is to be there.
+        keep_caches: go on with the caches of the run's last ring, if they are still there.
+        hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
+    run: str
     epoch: str
     index: int
     names: tuple[str, ...]
@@ -96,6 +106,10 @@ class InitRequest:
     n_frames: int | None = None
     device: str | None = None
     threads: int | None = None
+    n_sequences: int | None = None
+    exclusive: bool = False
+    keep_caches: bool = False
+    hand_over: bool = False
     layout_version: int = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
@@ -111,12 +125,12 @@ class InitRequest:
         version = data.get("control_version")
         if type(version) is not int or version != CONTROL_VERSION:
             raise ControlError(
-                f"the starter speaks version {_shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
+                f"the starter speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
                 "install the same version of MDI-LLM on both",
                 409,
                 code="version",
             )
-        get = _Fields(data)
+        get = Fields(data)
         if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
             raise ControlError(
                 f"the starter packs weights in version {data['layout_version']} of their layout, this node in version "
@@ -127,6 +141,7 @@ class InitRequest:
         names = tuple(get.strings("names"))
         start, stop = get.pair("blocks")
         request = cls(
+            run=get.hex("run", 16),
             epoch=get.hex("epoch", 16),
             index=get.integer("index", 1, len(names) - 1),
             names=names,
@@ -138,7 +153,7 @@ class InitRequest:
             config_hash=get.string("config_hash"),
             stored_dtype=get.string("stored_dtype"),
             blocks=(start, stop),
-            parts=tuple(get.parts("parts")),
+            parts=tuple(PartSpec.of(entry) for entry in get.objects("parts")),
             max_length=get.integer("max_length", 1, 1 << 30),
             dtype=None if data.get("dtype") is None else get.string("dtype"),
             compile=get.boolean("compile"),
@@ -149,6 +164,10 @@ class InitRequest:
             n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
             device=None if data.get("device") is None else get.string("device"),
             threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
+            n_sequences=None if data.get("n_sequences") is None else get.integer("n_sequences", 1, 1 << 30),
+            exclusive=get.boolean("exclusive"),
+            keep_caches=get.boolean("keep_caches"),
+            hand_over=get.boolean("hand_over"),
             extensions=get.object("extensions"),
         )
         _check_counts(request.config)
@@ -179,7 +198,7 @@ class Slots:
     @classmethod
     def from_json(cls, data: Any) -> Slots:
         """Raises ControlError (400): a node must not wait for as long as a peer likes."""
-        get = _Fields.of(data)
+        get = Fields.of(data)
         n_nodes = get.integer("n_nodes", 2, N_SLOTS_LIMIT)
         return cls(get.integer("after_ms", 0, AFTER_MS_LIMIT), get.integer("place", 0, n_nodes - 1), n_nodes)
 
@@ -213,7 +232,7 @@ class ProfileRequest:
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = _Fields.of(data)
+        get = Fields.of(data)
         _check_counts(get.object("config"))
         return cls(
             config=get.object("config"),
@@ -251,7 +270,7 @@ class ProbeRequest:
     @classmethod
     def from_json(cls, data: Any) -> ProbeRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = _Fields.of(data)
+        get = Fields.of(data)
         return cls(
             name=get.string("name"),
             addr=get.string("addr"),
@@ -261,95 +280,6 @@ class ProbeRequest:
         )
 
 
-def parse_json(body: bytes) -> Any:
-    """JSON from a peer; ControlError (400) if it is none."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as e:
-        raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
-
-
 def _check_counts(config: dict[str, Any]) -> None:
     if too_much := excess(config):
         raise ControlError(f"field 'config': {too_much}", 400)
-
-
-def _shown(value: Any) -> str:
-    """A JSON value in an error message; what is nested, without its content, which may be nested without end."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    return repr(value)[:100]
-
-
-class _Fields:
-    """Typed access to the fields of an object that came from a peer."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
-
-    @classmethod
-    def of(cls, data: Any) -> _Fields:
-        if not isinstance(data, dict):
-            raise ControlError(f"expected a JSON object, got {_shown(data)}", 400)
-        return cls(data)
-
-    def _get(self, key: str, kind: type, what: str) -> Any:
-        if key not in self._data:
-            raise ControlError(f"field {key!r} is missing: expected {what}", 400)
-        value = self._data[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ControlError(f"field {key!r}: expected {what}, got {_shown(value)}", 400)
-        return value
-
-    def boolean(self, key: str) -> bool:
-        return self._get(key, bool, "true or false")
-
-    def string(self, key: str) -> str:
-        value: str = self._get(key, str, "a string")
-        if len(value) > 1000:
-            raise ControlError(f"field {key!r}: a string of {len(value)} characters", 400)
-        return value
-
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.string(key)
-        if value not in allowed:
-            raise ControlError(f"field {key!r}: expected one of {', '.join(allowed)}, got {_shown(value)}", 400)
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        values = self._get(key, list, "a list of strings")
-        if not values or not all(isinstance(v, str) and len(v) <= 1000 for v in values):
-            raise ControlError(f"field {key!r}: expected a list of strings", 400)
-        return values
-
-    def integer(self, key: str, low: int, high: int) -> int:
-        value: int = self._get(key, int, "a whole number")
-        if not low <= value <= high:
-            raise ControlError(f"field {key!r}: {value} is not from {low} to {high}", 400)
-        return value
-
-    def hex(self, key: str, n_digits: int) -> str:
-        value = self.string(key)
-        if len(value) != n_digits or any(c not in "0123456789abcdef" for c in value):
-            raise ControlError(f"field {key!r}: expected {n_digits} hex digits", 400)
-        return value
-
-    def pair(self, key: str) -> tuple[int, int]:
-        values = self._get(key, list, "[start, stop]")
-        if len(values) != 2 or not all(type(v) is int for v in values):
-            raise ControlError(f"field {key!r}: expected [start, stop]", 400)
-        return values[0], values[1]
-
-    def object(self, key: str) -> dict[str, Any]:
-        return self._get(key, dict, "an object")
-
-    def parts(self, key: str) -> list[PartSpec]:
-        parts = []
-        for entry in self._get(key, list, "a list of parts"):
-            if not isinstance(entry, dict):
-                raise ControlError(f"field {key!r}: expected objects", 400)
-            fields = _Fields(entry)
-            parts.append(
-                PartSpec(fields.string("name"), fields.hex("sha256", 64), fields.integer("n_bytes", 1, 1 << 45))
-            )
-        return parts

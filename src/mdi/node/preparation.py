@@ -123,6 +123,7 @@ class Preparation:
                 assert self._ring_port is not None
                 port_in = self._ring_port
             request = InitRequest(
+                run=self._run_id,
                 epoch=self._run_id,
                 index=index,
                 names=names,

@@ -154,7 +154,7 @@ class SecondarySetup:
         for part, have in missing:
             pieces = self._pieces(part, have)
             try:
-                self._client.send_part(part, self._request.epoch, have, pieces)
+                self._client.send_part(part, self._request.run, have, pieces)
             except ControlError as e:
                 if e.status is None:
                     raise NodeLostError(
@@ -196,7 +196,9 @@ class SecondarySetup:
         self._check()
         status = self._status()
         if status["state"] not in ("LOADING", "READY"):
-            raise RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
+            error = RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
+            error.code = str(status.get("error_code") or RingError.code)
+            raise error
         return status
 
     def _watch_node(self) -> None:
@@ -226,7 +228,7 @@ class SecondarySetup:
 
     def _status(self) -> dict[str, Any]:
         try:
-            return self._client.status(self._request.epoch)
+            return self._client.status(self._request.run)
         except ControlError as e:
             raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None
 
