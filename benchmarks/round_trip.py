@@ -74,8 +74,8 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     from mdi.errors import RingEndedError
     from mdi.machine.device import set_threads
     from mdi.net.codec import PLAIN
+    from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import join_ring
-    from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits
 
     set_threads(1)
@@ -125,8 +125,8 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     from mdi.engine.tensors import frame_of, rows_of
     from mdi.machine.device import set_threads
     from mdi.net.codec import PLAIN
+    from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import close_starter_ring
-    from mdi.net.link import read_frame, send_frame, tune
     from mdi.net.wire import Limits, Slice
 
     set_threads(1)

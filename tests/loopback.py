@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,9 +25,9 @@ from mdi.engine.tensors import TensorRows
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
-from mdi.net.listener import RingListener, open_socket
+from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import Limits
+from mdi.net.wire import SILENCE_S, Limits
 from mdi.security.keys import KeyFile
 
 CPU = torch.device("cpu")
@@ -77,20 +76,25 @@ class Nodes:
     """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close."""
 
     def __init__(
-        self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, keys: KeyFile | None = None
-    ) -> None:
+        self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, keys: KeyFile | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:  # fmt: skip
         self.epoch = secrets.randbits(64) if epoch is None else epoch
         self.listeners = [listener(name, keys) for name in names_of(n_nodes)]
-        self.seats = [replace(seat, keys=keys) for seat in seats_of([one.port for one in self.listeners], self.epoch)]
+        seats = seats_of([one.port for one in self.listeners], self.epoch)
+        self.seats = [replace(seat, keys=keys, silence_s=silence_s) for seat in seats]
         self.rings: list[TcpRing] = []
         joined: queue.Queue[tuple[int, TcpRing | BaseException]] = queue.Queue()
 
-        def join(seat: Seat, expectation: object) -> None:
+        def join(seat: Seat, expectation: Expectation) -> None:
             try:
-                sock = expectation.wait(DEADLINE_S)  # type: ignore[attr-defined]
+                sock = expectation.wait(DEADLINE_S)
                 assert sock is not None
-                codec = expectation.codec  # type: ignore[attr-defined]
-                joined.put((seat.index, join_ring(sock, seat, capacity or n_nodes, Limits(), codec_in=codec)))
+                ring = join_ring(
+                    sock, seat, capacity or n_nodes, Limits(), codec_in=expectation.codec,
+                    listener=self.listeners[seat.index], caller=expectation.caller,
+                )  # fmt: skip
+                joined.put((seat.index, ring))
             except BaseException as e:  # handed to the thread that waits
                 joined.put((seat.index, e))
 
@@ -116,12 +120,14 @@ class Nodes:
     def kill(self, index: int) -> None:
         """What becomes of a process that was killed: it says nothing any more, and the kernel closes its sockets."""
         ring = self.rings[index]
+        self.listeners[index].close()
         ring._end(None)
         for link in (ring._prev, ring._next):
-            link._closing = True
-            link._outbox.close()
-            with contextlib.suppress(OSError):
-                link._sock.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+    def reset(self, index: int) -> None:
+        """The connection from node `index` to the next one breaks; both live."""
+        self.rings[index]._next.interrupt()
 
     def close(self) -> None:
         for ring in self.rings:
@@ -129,7 +135,7 @@ class Nodes:
         for ring in self.rings:
             ring.close()
         for one in self.listeners:
-            one.close()
+            one.close()  # harmless if repeated
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from loopback import CPU
 from mdi.engine.encoding import ENCODERS
 from mdi.engine.tensors import frame_of, rows_of
 from mdi.errors import WireError
-from mdi.net.link import BufferPool
+from mdi.net.frame_io import BufferPool
 from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, FrameType, Slice
 
 WIDTHS = [1, 63, 64, 65, 100, 2048]

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from mdi.errors import WireError
+from mdi.net import frame_io
 from mdi.net import link as link_module
 from mdi.net.channel import Channel
 from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec
-from mdi.net.link import BufferPool, Link, read_frame, send_frame
-from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.net.frame_io import BufferPool, read_frame, send_frame
+from mdi.net.link import Link
+from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits, Slice
 
 EPOCH = 77
 DEADLINE_S = 30.0
@@ -43,20 +45,24 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 class Received:
     """A link that receives, and what it reported."""
 
-    def __init__(self, sock: socket.socket, capacity: int = 4, limits: Limits | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, capacity: int = 4, limits: Limits | None = None, silence_s: float = SILENCE_S
+    ) -> None:
         self.inbox: Channel[Frame] = Channel(capacity)
         self.lost: queue.Queue[str] = queue.Queue()
         self.last: queue.Queue[Frame] = queue.Queue()
-        self.link = Link(sock, EPOCH, FrameCodec(limits), capacity, self.inbox, self.last.put, self.lost.put)
+        self.link = Link(
+            sock, EPOCH, FrameCodec(limits), capacity, self.inbox, self.last.put, self.lost.put, silence_s=silence_s
+        )  # fmt: skip
 
     def close(self) -> None:
         self.inbox.close()
         self.link.close()
 
 
-def sending(sock: socket.socket, capacity: int, on_lost: Callable[[str], None]) -> Link:
+def sending(sock: socket.socket, capacity: int, on_lost: Callable[[str], None], silence_s: float = SILENCE_S) -> Link:
     """A link that sends, to a neighbour that sends no rows."""
-    return Link(sock, EPOCH, FrameCodec(), capacity, None, lambda frame: None, on_lost)
+    return Link(sock, EPOCH, FrameCodec(), capacity, None, lambda frame: None, on_lost, silence_s=silence_s)
 
 
 @pytest.fixture
@@ -234,18 +240,14 @@ def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, soc
     assert not lost.is_set()
 
 
-def test_a_silent_peer_is_lost(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.2)
-    one = Received(pair[1])
+def test_a_silent_peer_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = Received(pair[1], silence_s=0.2)
     assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
     one.close()
 
 
-def test_a_peer_that_stops_within_a_frame_is_lost_too(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.2)
-    one = Received(pair[1])
+def test_a_peer_that_stops_within_a_frame_is_lost_too(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = Received(pair[1], silence_s=0.2)
     pair[0].sendall(PLAIN.head(batch(1)))
     assert one.lost.get(timeout=DEADLINE_S).startswith("nothing was heard for")
     one.close()
@@ -255,7 +257,7 @@ def test_a_frame_that_never_ends_is_not_waited_for(
     pair: tuple[socket.socket, socket.socket], received: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes keep coming, so the peer is not silent."""
-    monkeypatch.setattr(link_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(frame_io, "PATIENCE_S", 0.2)
     pair[0].sendall(PLAIN.head(batch(0)))
     pause = threading.Event()
     while received.lost.empty():
@@ -265,14 +267,11 @@ def test_a_frame_that_never_ends_is_not_waited_for(
     assert "bytes are still missing" in received.lost.get(timeout=DEADLINE_S)
 
 
-def test_a_slow_engine_is_not_taken_for_dead(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, fast_pings: None
-) -> None:
+def test_a_slow_engine_is_not_taken_for_dead(pair: tuple[socket.socket, socket.socket], fast_pings: None) -> None:
     """The inbox is full for much longer than the patience of the link: neither side gives the other up."""
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.6)
-    one = Received(pair[1], capacity=1)
+    one = Received(pair[1], capacity=1, silence_s=0.6)
     lost: queue.Queue[str] = queue.Queue()
-    sender = sending(pair[0], 10, lost.put)
+    sender = sending(pair[0], 10, lost.put, silence_s=0.6)
     for number in range(5):
         sender.put(batch(number))
     with pytest.raises(queue.Empty):

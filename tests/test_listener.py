@@ -18,8 +18,8 @@ from mdi.errors import UsageError
 from mdi.net import listener as listener_module
 from mdi.net.codec import HANDSHAKE, PLAIN, FrameCodec
 from mdi.net.drops import N_TOLD, QUIET_S, DropLog
+from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 

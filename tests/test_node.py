@@ -28,6 +28,7 @@ from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, S
 from mdi.machine.device import Computing, check_format, choose_device, choose_dtype
 from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
+from mdi.net.wire import SILENCE_S
 from mdi.node.cache_budget import check_capacity
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.options import StarterOptions
@@ -287,7 +288,7 @@ def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
     with contextlib.ExitStack() as stack:
         secondaries: list[SecondaryNode] = []
 
-        def make() -> tuple[StarterNode, SecondaryNode]:
+        def make(silence_s: float = SILENCE_S) -> tuple[StarterNode, SecondaryNode]:
             if not secondaries:
                 node = SecondaryNode(NodeConfig("secondary0", "127.0.0.1", 0, 0), None, tmp_path / "cache")
                 node.open()
@@ -301,7 +302,8 @@ def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
                 NodeConfig("starter", "127.0.0.1", 0, 0),
                 (NodeConfig("secondary0", "127.0.0.1", node.control_port, node.ring_port),),
             )
-            starter = StarterNode(cluster, StarterOptions(ckpt=plain_checkpoint, prompt_style="none", device="cpu"))
+            options = StarterOptions(ckpt=plain_checkpoint, prompt_style="none", device="cpu", silence_s=silence_s)
+            starter = StarterNode(cluster, options)
             stack.callback(starter.close)
             return starter, node
 
@@ -331,7 +333,6 @@ def wait_state(node: SecondaryNode, *states: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("in_torch")
 def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame that takes several times the silence after which a neighbour is taken for dead."""
-    monkeypatch.setattr(mdi.net.link, "SILENCE_S", 0.6)
     monkeypatch.setattr(mdi.net.link, "PING_INTERVAL_S", 0.1)
     never = threading.Event()
     n_slow = 0
@@ -345,7 +346,7 @@ def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> N
             return super().forward(*args, **kwargs)
 
     monkeypatch.setattr(mdi.model.stage, "Stage", SlowStage)
-    starter, _ = ring()
+    starter, _ = ring(silence_s=0.6)
     assert generate(starter) == list(reference("The ring", 6))
     assert n_slow == 1
 

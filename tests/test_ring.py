@@ -18,14 +18,15 @@ from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net.codec import HANDSHAKE, PLAIN
+from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
-from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 
 EPOCH = 11
+SILENCE_S = 3.0  # of a ring that is being closed
 
 
 def batch(epoch: int, number: int = 0) -> Frame:
@@ -189,9 +190,8 @@ def test_a_node_that_dies_is_named_to_the_starter_and_all_others_end(n_nodes: in
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_node_that_falls_silent_is_named(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: its connections stand, but nothing comes any more."""
-    monkeypatch.setattr(link_module, "SILENCE_S", 1.0)
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.05)
-    with nodes(3) as n:
+    with nodes(3, silence_s=1.0) as n:
         n.rings[victim]._next._outbox.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
         frozen = threading.Event()
         n.rings[victim]._next._outbox.put_first(Frame(FrameType.PING, n.epoch))
@@ -215,7 +215,9 @@ def test_the_starter_that_dies_is_noticed_by_everybody() -> None:
 
 def raw_link(n: Nodes, index: int) -> socket.socket:
     """The socket on which node `index` sends: for bytes that a sound node would not send."""
-    return n.rings[index]._next._sock
+    connection = n.rings[index]._next._connection
+    assert connection is not None
+    return connection.sock
 
 
 @pytest.mark.parametrize(
@@ -270,16 +272,15 @@ def test_two_nodes_that_die_at_once_are_known_on_either_side() -> None:
 
 def test_a_next_node_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen: it takes what the system buffers for it, and says nothing."""
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.1)
-    seats = seats_of([free_port(), free_port()], EPOCH)
+    seat = replace(seats_of([free_port(), free_port()], EPOCH)[0], silence_s=0.5)
     with contextlib.ExitStack() as stack:
         ends = []
         for _ in range(2):
             server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             ends.append((stack.enter_context(socket.create_connection(server.getsockname())), server.accept()[0]))
         (prev, sock_in), (frozen, sock_out) = ends
-        ring = TcpRing(seats[0], sock_in, sock_out, 2, Limits())
+        ring = TcpRing(seat, sock_in, sock_out, 2, Limits())
         stack.callback(ring.close)
         over = threading.Event()
 
@@ -304,7 +305,7 @@ class Starting:
 
     def __init__(self, ports: list[int], timeout_s: float = DEADLINE_S) -> None:
         self.listener = listener()
-        self.seats = seats_of([self.listener.port, *ports], EPOCH)
+        self.seats = [replace(seat, silence_s=SILENCE_S) for seat in seats_of([self.listener.port, *ports], EPOCH)]
         self._timeout_s = timeout_s
         self._result: queue.Queue[TcpRing | Exception] = queue.Queue()
         self._thread = threading.Thread(target=self._run)
@@ -433,7 +434,8 @@ def ring_up_to(behave: Callable[[socket.socket], object]) -> Iterator[Starting]:
     middle = listener("secondary0")
     try:
         with fake_node(behave) as port:
-            joining = Joining(middle, seats_of([free_port(), middle.port, port], EPOCH)[1])
+            seat = seats_of([free_port(), middle.port, port], EPOCH)[1]
+            joining = Joining(middle, replace(seat, silence_s=SILENCE_S))
             try:
                 with starting([middle.port, port]) as starter:  # not before it is expected
                     yield starter
@@ -445,7 +447,6 @@ def ring_up_to(behave: Callable[[socket.socket], object]) -> Iterator[Starting]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake_module, "SILENCE_S", 3.0)
     monkeypatch.setattr(handshake_module, "PING_INTERVAL_S", 0.05)
     monkeypatch.setattr(handshake_module, "REPORT_S", 0.2)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import requests
 from processes import Cluster, Spawn, Starter
 
+from mdi.net.frame_io import send_frame
 from mdi.net.hello import Hello
-from mdi.net.link import send_frame
 from mdi.net.wire import Frame, FrameType
 from tiny_checkpoint import reference
 

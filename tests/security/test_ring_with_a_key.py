@@ -16,9 +16,9 @@ from loopback import DEADLINE_S, PLACEMENT, listener, nodes
 from mdi.control.reach import greet
 from mdi.errors import AccessError, NodeLostError
 from mdi.net.codec import HANDSHAKE, PLAIN
+from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.handshake import close_starter_ring
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import read_frame, send_frame
 from mdi.net.listener import RingListener
 from mdi.net.meeting import meet
 from mdi.net.ring import Seat
@@ -55,7 +55,7 @@ def test_a_ring_goes_round_and_a_plain_frame_ends_it(keys: KeyFile) -> None:
                 if i:
                     n.rings[i].send(frame)
         frame = batch(n.epoch, 9)
-        n.rings[0]._next._sock.sendall(PLAIN.head(frame) + bytes(frame.payload))
+        n.rings[0]._next._connection.sock.sendall(PLAIN.head(frame) + bytes(frame.payload))
         with pytest.raises(NodeLostError) as caught:
             while True:
                 n.rings[2].recv(DEADLINE_S)

@@ -11,7 +11,7 @@ import pytest
 
 from mdi.errors import AccessError, WireError
 from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
-from mdi.net.link import BufferPool, read_frame
+from mdi.net.frame_io import BufferPool, read_frame
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security import challenge
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to

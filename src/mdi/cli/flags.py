@@ -98,7 +98,7 @@ def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParse
 
 def add_recovery_flags(group: argparse._ActionsContainer) -> None:
     """What becomes of a run whose nodes are lost; also of chat.py."""
-    from mdi.net.link import SILENCE_S
+    from mdi.net.wire import SILENCE_S
 
     group.add_argument(
         "--fixed", action="store_true", help="end the run when a node is lost (default: others take its blocks, and the texts "

@@ -189,9 +189,9 @@ def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
 def starter_options(args: argparse.Namespace) -> Any:
     from mdi.cache_dir import default_cache_dir
     from mdi.config import WeightMemory, parse_bytes
-    from mdi.control.messages import N_FRAMES_LIMIT
+    from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
     from mdi.errors import UsageError
-    from mdi.net.link import PING_INTERVAL_S, SILENCE_S
+    from mdi.net.wire import SILENCE_S
     from mdi.node.options import StarterOptions
     from mdi.tracing.spans import N_SPANS
 
@@ -201,11 +201,9 @@ def starter_options(args: argparse.Namespace) -> Any:
     if args.sequence_length is not None and args.sequence_length < 1:
         raise UsageError(f"--sequence-length must be at least 1, got {args.sequence_length}")
     silence_s = getattr(args, "silence_s", SILENCE_S)
-    if not PING_INTERVAL_S < silence_s < float("inf"):
-        raise UsageError(
-            f"--silence-s must be more than {PING_INTERVAL_S:g}, for that is how often nodes are heard of; "
-            f"got {silence_s}"
-        )
+    low, high = SILENCE_LIMITS_S
+    if not low <= silence_s <= high:
+        raise UsageError(f"--silence-s must be from {low:g} to {high:g} seconds, got {silence_s:g}")
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
         raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")

@@ -35,7 +35,7 @@ class Fields:
             raise ControlError(f"expected a JSON object, got {shown(data)}", 400)
         return cls(data)
 
-    def _get(self, key: str, kind: type, what: str) -> Any:
+    def _get(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
         if key not in self._data:
             raise ControlError(f"field {key!r} is missing: expected {what}", 400)
         value = self._data[key]
@@ -69,6 +69,12 @@ class Fields:
         if not low <= value <= high:
             raise ControlError(f"field {key!r}: {value} is not from {low} to {high}", 400)
         return value
+
+    def number(self, key: str, low: float, high: float) -> float:
+        value = self._get(key, (int, float), "a number")
+        if not low <= value <= high:
+            raise ControlError(f"field {key!r}: {value} is not from {low} to {high}", 400)
+        return float(value)
 
     def hex(self, key: str, n_digits: int) -> str:
         value = self.string(key)

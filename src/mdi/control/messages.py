@@ -11,7 +11,7 @@ from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.page_sizes import CACHE_TYPES
 from mdi.limits import excess
-from mdi.net.wire import WIRE_DTYPES
+from mdi.net.wire import SILENCE_S, WIRE_DTYPES
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 3
@@ -40,6 +40,7 @@ KV_DTYPES = ("auto", *CACHE_TYPES)
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096
+SILENCE_LIMITS_S = (0.5, 600.0)
 N_THREADS_LIMIT = 4096
 
 
@@ -76,6 +77,7 @@ class InitRequest:
         wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
         kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
+        silence_s: after so long without a sign of life a neighbour is lost.
         device, threads: what the starter's nodes file says of the receiver; what it was started with goes first.
         n_sequences: of the run at the same time, at most: the receiver's caches need hold no more. None: as many as fit.
         exclusive: no other run is to be there.
@@ -104,6 +106,7 @@ class InitRequest:
     wire_dtype: str = "auto"
     kv_dtype: str = "auto"
     n_frames: int | None = None
+    silence_s: float = SILENCE_S
     device: str | None = None
     threads: int | None = None
     n_sequences: int | None = None
@@ -162,6 +165,7 @@ class InitRequest:
             wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
             kv_dtype=get.choice("kv_dtype", KV_DTYPES),
             n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
+            silence_s=get.number("silence_s", *SILENCE_LIMITS_S) if "silence_s" in data else SILENCE_S,
             device=None if data.get("device") is None else get.string("device"),
             threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
             n_sequences=None if data.get("n_sequences") is None else get.integer("n_sequences", 1, 1 << 30),

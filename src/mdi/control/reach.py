@@ -16,8 +16,8 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
+from mdi.net.frame_io import read_frame, send_frame, tune
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import read_frame, send_frame, tune
 from mdi.net.meeting import meet
 from mdi.net.wire import Frame, FrameType
 from mdi.security.keys import KeyFile

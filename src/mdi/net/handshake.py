@@ -18,10 +18,12 @@ from collections.abc import Iterator
 
 from mdi.errors import AccessError, NodeLostError, RingError, WireError
 from mdi.net.codec import FrameCodec
-from mdi.net.hello import Fault
-from mdi.net.link import JOIN_S, PING_INTERVAL_S, SILENCE_S, Allocate, read_frame, send_frame, tune
+from mdi.net.frame_io import Allocate, read_frame, send_frame
+from mdi.net.hello import Fault, Hello
+from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
-from mdi.net.meeting import meet
+from mdi.net.meeting import CannotConnectError, call
+from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Limits
 
@@ -53,11 +55,14 @@ def close_starter_ring(
     sock_out: socket.socket | None = None
     try:
         sock_out, codec_out = _connect(seat)
-        _read_answer(sock_out, seat, timeout_s, codec_out)
+        answer = _read_answer(sock_out, seat, timeout_s, codec_out)
         sock_in = expectation.wait(CONNECT_S)
         if sock_in is None:
             raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (expectation.codec, codec_out))
+        assert expectation.caller is not None
+        reconnects = Waiter(seat, limits, listener, expectation.caller), Dialer(seat, limits, answer.process)
+        codecs = expectation.codec, codec_out
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, codecs, reconnects=reconnects)
     except BaseException:
         if sock_out is not None:
             sock_out.close()
@@ -75,12 +80,15 @@ def join_ring(
     allocate: Allocate | None = None,
     codec_in: FrameCodec | None = None,
     arrivals: threading.Condition | None = None,
+    listener: RingListener | None = None,
+    caller: Hello | None = None,
 ) -> TcpRing:
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
 
     Args:
-        codec_in: of the connection that it made, see Expectation.
+        codec_in, caller: of the connection that it made, and what it said, see Expectation.
         arrivals: see TcpRing.
+        listener: where it can call again if its connection breaks; without, it is lost then.
 
     Raises:
         RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
@@ -90,9 +98,12 @@ def join_ring(
     try:
         with _signs_of_life(sock_in, seat.epoch, codec_in):
             sock_out, codec_out = _connect(seat)
-            _read_answer(sock_out, seat, timeout_s, codec_out)
+            answer = _read_answer(sock_out, seat, timeout_s, codec_out)
         send_frame(sock_in, seat.hello, codec_in)
-        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, (codec_in, codec_out), arrivals)
+        again = None if listener is None or caller is None else Waiter(seat, limits, listener, caller)
+        reconnects = again, Dialer(seat, limits, answer.process)
+        codecs = codec_in, codec_out
+        return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, codecs, arrivals, reconnects)
     except (RingError, OSError) as e:
         node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
         fault = Fault(node, str(e), seat.name, code)
@@ -110,21 +121,15 @@ def _connect(seat: Seat) -> tuple[socket.socket, FrameCodec]:
     """The connection to the next node, HELLO said."""
     where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
     try:
-        sock = socket.create_connection((seat.next_addr, seat.next_port), CONNECT_S)
-    except (OSError, UnicodeError) as e:
+        return call((seat.next_addr, seat.next_port), seat.hello, seat.keys, CONNECT_S)
+    except CannotConnectError as e:
         raise NodeLostError(
             seat.next_name, f"{seat.name} cannot reach the ring port of {where}: {e}. Check addr, port_in and firewall"
         ) from None
-    try:
-        tune(sock)
-        codec = meet(sock, seat.keys)
-        send_frame(sock, seat.hello, codec)
-    except (AccessError, WireError, OSError) as e:
-        sock.close()
-        if isinstance(e, OSError):
-            raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
+    except OSError as e:
+        raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
+    except (AccessError, WireError) as e:
         raise NodeLostError(seat.next_name, f"{seat.name} and {where} cannot meet: {e}", e.code) from None
-    return sock, codec
 
 
 @contextlib.contextmanager
@@ -146,7 +151,7 @@ def _signs_of_life(sock: socket.socket, epoch: int, codec: FrameCodec) -> Iterat
         thread.join(JOIN_S)
 
 
-def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> None:
+def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Hello:
     """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
 
     The farther a node is from the starter, the less it waits in all, so that its report is there before the others' patience
@@ -163,23 +168,28 @@ def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
         )
     if frame.type is not FrameType.HELLO or frame.epoch != seat.epoch:
         raise NodeLostError(seat.next_name, f"{seat.next_name} answered with a {frame.type.name} frame")
+    try:
+        return Hello.from_bytes(frame.payload)
+    except WireError as e:
+        raise NodeLostError(seat.next_name, f"{seat.next_name} answered with {e}", e.code) from None
 
 
 def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Frame | None:
     """The next frame that is no sign of life; None if the connection is closed. NodeLostError says what else happened."""
     name = seat.next_name
+    silence_s = seat.silence_s
     begin = heard = time.monotonic()
     is_told = False
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         while True:
             now = time.monotonic()
-            left_s = min(begin + timeout_s, heard + SILENCE_S) - now
+            left_s = min(begin + timeout_s, heard + silence_s) - now
             if left_s <= 0:
                 silent = f"did not answer within {now - begin:.0f} s"
                 if now - begin < timeout_s:
                     silent = (
-                        f"is frozen or cut off: nothing was heard of it for {SILENCE_S:.0f} s while the ring was closed"
+                        f"is frozen or cut off: nothing was heard of it for {silence_s:.0f} s while the ring was closed"
                     )
                 raise NodeLostError(name, f"{name} {silent}")
             if not is_told and now - begin > REPORT_S:

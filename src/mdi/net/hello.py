@@ -23,7 +23,8 @@ class Hello:
         n_nodes: length of the ring.
         placement: hash of model, cut and ring that all nodes of a run share.
         name, process: who the sender is: its name, and a number that its process drew; its address may change.
-        extensions: free for later use; "wire" is what the run's rows travel as, if not "auto" (net.wire.WIRE_DTYPES).
+        extensions: free for later use; "wire" is what the run's rows travel as, if not "auto" (net.wire.WIRE_DTYPES);
+            "reconnect" and "received" belong to a connection in the place of one that broke (net.reconnect).
     """
 
     index: int
@@ -37,6 +38,20 @@ class Hello:
     def wire(self) -> str:
         """What the sender's frames hold: an entry of WIRE_DTYPES, if it is one of ours."""
         return str(self.extensions.get("wire", "auto"))
+
+    @property
+    def reconnect(self) -> int:
+        """How often the sender has called again in this run, this call included; 0 in the first handshake."""
+        return self._number("reconnect") or 0
+
+    @property
+    def received(self) -> int | None:
+        """Number of the last BATCH frame that the sender had from the receiver, if it had any."""
+        return self._number("received")
+
+    def _number(self, key: str) -> int | None:
+        value = self.extensions.get(key)
+        return value if type(value) is int and value >= 0 else None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()

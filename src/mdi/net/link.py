@@ -1,8 +1,12 @@
-"""One link of the ring: one TCP connection between neighbours, both ways, with two threads.
+"""One link of the ring: a TCP connection between neighbours, both ways, with two threads, and another one if it breaks.
 
 The thread `ring-send` owns what goes out and a bounded channel of it, the thread `ring-recv` what comes in. Neither
 computes, so a stage that takes long for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass
 the channels by. Links move buffers; they know no tensors.
+
+A connection that breaks is replaced (`mdi.net.reconnect`) as long as the neighbour lives. The frames of a ring are numbered one
+by one, and no more than its capacity are in flight: so what the neighbour can lack is among the last that were sent, which are
+kept for that, and what it gets twice it knows by the number.
 """
 
 from __future__ import annotations
@@ -11,23 +15,21 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mdi.errors import WireError
 from mdi.net.channel import Channel
-from mdi.net.codec import HEADER_BYTES, PLAIN, FrameCodec
-from mdi.net.wire import Frame, FrameType
+from mdi.net.codec import FrameCodec
+from mdi.net.connection import Connection, NotBackError, Reconnect
+from mdi.net.frame_io import Allocate, BufferPool, CutOffError, read_frame, send_frame
+from mdi.net.wire import SILENCE_S, Frame, FrameType
 
-PING_INTERVAL_S = 1.0
-SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead
+PING_INTERVAL_S = 1.0  # less where less silence is enough to be taken for dead
+PINGS_PER_SILENCE = 6
+N_IN_VAIN, N_SILENT = 20, 2  # connections, one after the other, that brought neither side a frame: broken, silent
 JOIN_S = 10.0
-# Each byte is a sign of life, but a frame must end: no link that a ring can use is slower than this.
-PATIENCE_S = 30.0
-SLOWEST_BYTES_PER_S = 10_000
-
-
-Allocate = Callable[[int], Any]
 
 
 class Observer(Protocol):
@@ -40,111 +42,14 @@ class Observer(Protocol):
         """The frame has just been read, whole."""
 
 
-class BufferPool:
-    """Receive buffers that are used again: a decoding frame comes a thousand times with the same size.
-
-    Args:
-        n_kept: buffers that wait to be used again, at most.
-        allocate: makes a writable buffer of so many bytes, whose len() they are; page-locked memory for a GPU, say.
-    """
-
-    def __init__(self, n_kept: int, allocate: Allocate = bytearray) -> None:
-        self._n_kept = n_kept
-        self._allocate = allocate
-        self._type: type = type(allocate(0))
-        self._free: list[Any] = []
-        self._lock = threading.Lock()
-
-    def take(self, n_bytes: int) -> memoryview:
-        if n_bytes == 0:
-            return memoryview(b"")  # a PING must not use up a buffer
-        with self._lock:
-            for i, buffer in enumerate(self._free):
-                if len(buffer) >= n_bytes:
-                    return memoryview(self._free.pop(i))[:n_bytes]
-        return memoryview(self._allocate(max(n_bytes, 4096)))[:n_bytes]
-
-    def give_back(self, view: bytes | bytearray | memoryview) -> None:
-        """Return a view that `take` gave; nothing may read it any more."""
-        buffer = view.obj if isinstance(view, memoryview) else view
-        if not isinstance(buffer, self._type):
-            return
-        with self._lock:
-            self._free.append(buffer)
-            self._free.sort(key=len)  # the smallest that fits is found first; the largest are the ones to keep
-            if len(self._free) > self._n_kept:
-                del self._free[0]
-
-
-def tune(sock: socket.socket) -> None:
-    """Options of every ring socket: a decoding frame is small and must not wait for the next one."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def send_frame(sock: socket.socket, frame: Frame, codec: FrameCodec = PLAIN, is_patient: bool = False) -> int:
-    """Write one frame, header and payload in one system call where there is one for it; returns the bytes written.
-
-    Args:
-        is_patient: go on when the socket's own timeout passes: a peer that takes nothing may be busy, and says so by PINGs.
-    """
-    first, second = codec.parts(frame)
-    head, payload = memoryview(first), memoryview(second).cast("B") if len(second) else memoryview(b"")
-    sent, n_bytes = 0, len(head) + payload.nbytes
-    while sent < n_bytes:
-        try:
-            if sent >= len(head):
-                sent += sock.send(payload[sent - len(head) :])
-            elif hasattr(sock, "sendmsg"):
-                sent += sock.sendmsg([head[sent:], payload])
-            else:  # Windows
-                sent += sock.send(head[sent:])
-        except TimeoutError:
-            if not is_patient:
-                raise
-    return n_bytes
-
-
-def read_frame(sock: socket.socket, codec: FrameCodec, pool: BufferPool | None = None) -> Frame | None:
-    """Read one frame; None if the peer closed the connection between two frames.
-
-    Raises:
-        WireError: it closed in the middle of one, or what it sent is no frame that `codec` accepts.
-        OSError: the socket's own errors, TimeoutError among them.
-    """
-    head = bytearray(HEADER_BYTES)
-    if not _read_exactly(sock, memoryview(head), may_end=True):
-        return None
-    take = pool.take if pool else lambda n_bytes: memoryview(bytearray(n_bytes))
-    return codec.body(codec.header(head), lambda view: _read_exactly(sock, view), take)
-
-
-def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) -> bool:
-    done = 0
-    deadline = None
-    while done < len(view):
-        n = sock.recv_into(view[done:])
-        if n == 0:
-            if may_end and done == 0:
-                return False
-            raise WireError(f"the connection was closed {len(view) - done} bytes before the end of a frame")
-        done += n
-        now = time.monotonic()
-        if deadline is None:  # the clock runs from the first byte on: before it, silence is what is measured
-            deadline = now + PATIENCE_S + len(view) / SLOWEST_BYTES_PER_S
-        if now > deadline and done < len(view):
-            raise WireError(f"a frame came in so slowly that {len(view) - done} of {len(view)} bytes are still missing")
-    return True
-
-
 class Link:
-    """The connection to one neighbour.
+    """What joins a node to one neighbour.
 
     Args:
         sock: connected, handshake done; the link owns it from here.
         epoch: run id; frames of another run end the link.
         codec: of this connection from here on.
-        capacity: BATCH frames that may wait to be sent.
+        capacity: BATCH frames that may wait to be sent, and that are kept to be sent again.
         inbox: where BATCH frames go; must hold as many as can be in flight, so that the thread never waits there. None if
             this neighbour sends none.
         on_last: called from a thread of the link with the STOP or ERROR frame that ends the run.
@@ -152,6 +57,8 @@ class Link:
         allocate: see BufferPool.
         on_notice: called from a thread of the link with each NOTICE.
         on_space: called from a thread of the link when `is_full` is over.
+        reconnect: makes another connection when one breaks; without, the neighbour is lost then.
+        silence_s: how long nothing may be heard. After half of it the connection is replaced.
     """
 
     def __init__(
@@ -166,27 +73,39 @@ class Link:
         allocate: Allocate | None = None,
         on_notice: Callable[[Frame], None] = lambda frame: None,
         on_space: Callable[[], None] | None = None,
+        reconnect: Reconnect | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        self._sock = sock
+        first = Connection(sock, codec)
+        self._connection: Connection | None = first
+        self._sockets = [sock]
+        self._changed = threading.Condition()  # of _connection and of what ends the waiting for one
+        self._reconnect = reconnect
+        self._silence_s = silence_s
+        self._timeout_s = self._silence_s / (2 if reconnect else 1)
+        self._ping_s = min(PING_INTERVAL_S, self._silence_s / PINGS_PER_SILENCE)
         self._epoch = epoch
-        self._codec = codec
         self._outbox: Channel[Frame] = Channel(capacity, on_space=on_space)
+        self._sent: deque[Frame] = deque(maxlen=capacity if reconnect else 0)
+        self._received: int | None = None
+        self._taken: int | None = None  # number of the last frame that the neighbour is known to have
         self._inbox = inbox
         self._on_last = on_last
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._ending = False
         self._closing = False
-        self._telling = threading.Lock()
-        self._is_told = False
+        self._is_lost = False
+        self._n_in_vain = 0
         self.pool = BufferPool((inbox.capacity if inbox is not None else 0) + 2, allocate or bytearray)
-        self.observer: Observer | None = None
         self.send_s = 0.0
         self.bytes_sent = 0
         self.n_frames = 0
-        sock.settimeout(SILENCE_S)
-        self._sender = threading.Thread(target=self._send, name="ring-send", daemon=True)
-        self._receiver = threading.Thread(target=self._receive, name="ring-recv", daemon=True)
+        self.n_reconnected = 0
+        self.observer: Observer | None = None
+        sock.settimeout(self._timeout_s)
+        self._sender = threading.Thread(target=self._send, args=(first,), name="ring-send", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, args=(first,), name="ring-recv", daemon=True)
         self._sender.start()
         self._receiver.start()
 
@@ -204,33 +123,82 @@ class Link:
         self._outbox.put_first(frame)
 
     def put_last(self, frame: Frame) -> None:
-        """Send a STOP or ERROR before whatever is queued, and nothing after it."""
-        self._ending = True
+        """Send a STOP or ERROR before whatever is queued, and nothing after it; not at all while there is no connection."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
         self._outbox.put_first(frame)
+
+    def interrupt(self) -> None:
+        """Leave the present connection for another one: the neighbour has called again, having found it broken."""
+        connection = self._connection
+        if connection is not None:
+            self._break(connection)
 
     def close(self, flush_s: float = 0.0) -> None:
         """End the threads and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
         if flush_s and self._ending and threading.current_thread() is not self._sender:
             self._sender.join(flush_s)
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._reconnect is not None:
+            self._reconnect.stop()
         self._outbox.close()
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._shut(*self._sockets)
         for thread in (self._sender, self._receiver):
             if threading.current_thread() is not thread:
                 thread.join(JOIN_S)
-        self._sock.close()
+        for sock in self._sockets:
+            sock.close()
 
-    def _send(self) -> None:
+    # The sending thread
+
+    def _send(self, connection: Connection | None) -> None:
         try:
             while not self._outbox.closed:
-                frame = self._outbox.get(PING_INTERVAL_S)
-                if frame is None:
-                    if self._outbox.closed:
-                        return
-                    frame = Frame(FrameType.PING, self._epoch)
+                frame = self._outbox.get(self._ping_s)
+                if frame is None and self._outbox.closed:
+                    return
+                if frame is not None and frame.type is FrameType.BATCH:
+                    self._sent.append(frame)
+                last, connection = connection, self._connected()
+                if connection is None:
+                    return
+                if connection is not last:
+                    self._close_before(connection)
+                    due = self._lacking(connection, frame)
+                else:
+                    due = [frame or Frame(FrameType.PING, self._epoch)]
+                if self._send_over(connection, due):
+                    return
+        finally:
+            self._outbox.close()
+
+    def _connected(self) -> Connection | None:
+        """The connection, once there is one; None if there will not be any."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._connection is not None or self._closing or self._ending or self._is_lost
+            )
+            return self._connection
+
+    def _lacking(self, connection: Connection, frame: Frame | None) -> list[Frame]:
+        """What the neighbour has not had, over a new connection; a STOP or ERROR behind it."""
+        due = [one for one in self._sent if connection.received is None or one.number > connection.received]
+        return due if frame is None or frame.type is FrameType.BATCH else [*due, frame]
+
+    def _close_before(self, connection: Connection) -> None:
+        """Here, for nobody but this thread may still hold an older socket."""
+        while self._sockets[0] is not connection.sock:
+            self._sockets.pop(0).close()
+
+    def _send_over(self, connection: Connection, frames: Sequence[Frame]) -> bool:
+        """Whether this was the last that is to be sent. If the connection breaks, the other thread makes a new one."""
+        try:
+            for frame in frames:
                 begin = time.perf_counter()
-                self.bytes_sent += send_frame(self._sock, frame, self._codec, is_patient=True)
+                self.bytes_sent += send_frame(connection.sock, frame, connection.codec, is_patient=True)
                 if frame.type is FrameType.BATCH:
                     end = time.perf_counter()
                     self.send_s += end - begin
@@ -238,46 +206,118 @@ class Link:
                     if self.observer is not None:
                         self.observer.sent(frame, begin, end)
                 elif frame.type in (FrameType.STOP, FrameType.ERROR):
-                    self._sock.shutdown(socket.SHUT_WR)
+                    connection.sock.shutdown(socket.SHUT_WR)
+                    return True
+        except OSError:
+            self._break(connection)
+            if frame.type is FrameType.NOTICE:
+                self.put_notice(frame)
+            return self._ending  # what ends the run does not wait for another connection
+        return False
+
+    # The receiving thread
+
+    def _receive(self, connection: Connection | None) -> None:
+        while connection is not None:
+            until = None
+            try:
+                if self._read(connection):
                     return
-        except OSError as e:
-            self._lost(f"sending to it failed: {e}")
-        finally:
-            self._outbox.close()
+                reason = "it closed the connection"
+            except TimeoutError:
+                reason = f"nothing was heard for {self._silence_s:.0f} s"
+                until = time.monotonic() + self._silence_s - self._timeout_s
+            except (OSError, CutOffError) as e:
+                reason = f"the connection broke: {e}"
+            except WireError as e:
+                return self._lost(str(e))
+            self._break(connection)
+            connection = self._connect_again(reason, until)
 
-    def _receive(self) -> None:
+    def _read(self, connection: Connection) -> bool:
+        """Take frames. Returns whether the run is over; False if the neighbour closed the connection."""
+        while (frame := read_frame(connection.sock, connection.codec, self.pool)) is not None:
+            self._n_in_vain = 0
+            if frame.epoch != self._epoch:
+                raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
+            if frame.type in (FrameType.STOP, FrameType.ERROR):
+                self._on_last(frame)
+                self._drain(connection.sock)
+                return True
+            if frame.type is FrameType.BATCH and self._inbox is not None:
+                if self._is_new(frame) and not self._inbox.put(frame):
+                    return True
+            elif frame.type is FrameType.NOTICE:
+                self._on_notice(frame)
+            elif frame.type is not FrameType.PING:
+                raise WireError(f"a {frame.type.name} frame in the middle of a run")
+        return False
+
+    def _is_new(self, frame: Frame) -> bool:
+        """Whether the frame has not come over an earlier connection; WireError if one before it has not come at all."""
+        if self._received is not None:
+            if frame.number <= self._received:
+                self.pool.give_back(frame.payload)
+                return False
+            if frame.number > self._received + 1:
+                raise WireError(f"frame {frame.number} came after frame {self._received}")
+        self._received = frame.number
+        if self.observer is not None:
+            self.observer.arrived(frame)
+        return True
+
+    def _connect_again(self, reason: str, until: float | None) -> Connection | None:
+        """The next connection; None if the run ends or the neighbour is lost, for this `reason`."""
+        self._n_in_vain += 1
+        is_hopeless = self._n_in_vain >= (N_IN_VAIN if until is None else N_SILENT)
+        if self._reconnect is None or self._ending or self._closing or is_hopeless:
+            self._lost(reason)
+            return None
         try:
-            while (frame := read_frame(self._sock, self._codec, self.pool)) is not None:
-                if frame.epoch != self._epoch:
-                    raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
-                if frame.type in (FrameType.STOP, FrameType.ERROR):
-                    self._on_last(frame)
-                    return self._drain()
-                if frame.type is FrameType.BATCH and self._inbox is not None:
-                    if self.observer is not None:
-                        self.observer.arrived(frame)
-                    if not self._inbox.put(frame):
-                        return
-                elif frame.type is FrameType.NOTICE:
-                    self._on_notice(frame)
-                elif frame.type is not FrameType.PING:
-                    raise WireError(f"a {frame.type.name} frame in the middle of a run")
-            self._lost("it closed the connection")
-        except TimeoutError:
-            self._lost(f"nothing was heard for {SILENCE_S:.0f} s")
-        except OSError as e:
-            self._lost(f"the connection broke: {e}")
-        except WireError as e:
-            self._lost(str(e))
+            connection = self._reconnect.connect(
+                self._received, time.monotonic() + self._silence_s if until is None else until
+            )
+        except NotBackError as e:
+            self._lost(reason if until is not None else f"{reason}; {e}")
+            return None
+        connection.sock.settimeout(self._timeout_s)
+        self.n_reconnected += 1
+        if connection.received != self._taken:
+            self._n_in_vain, self._taken = 0, connection.received
+        with self._changed:
+            self._sockets.append(connection.sock)
+            self._connection = connection
+            if self._closing:
+                self._shut(connection.sock)
+            self._changed.notify_all()
+        self._outbox.wake()  # what was kept leaves at once
+        return connection
 
-    def _drain(self) -> None:
+    @staticmethod
+    def _drain(sock: socket.socket) -> None:
         """Read what still comes: a socket that is closed with bytes unread may take back what it has sent."""
         with contextlib.suppress(OSError):
-            while self._sock.recv(1 << 16):
+            while sock.recv(1 << 16):
                 pass
 
     def _lost(self, reason: str) -> None:
-        with self._telling:
-            is_first, self._is_told = not self._is_told, True
-        if is_first and not self._closing:
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+        if not self._closing:
             self._on_lost(reason)
+
+    # Both
+
+    def _break(self, connection: Connection) -> None:
+        """The connection is of no use any more; both threads notice."""
+        with self._changed:
+            if self._connection is connection:
+                self._connection = None
+        self._shut(connection.sock)
+
+    @staticmethod
+    def _shut(*socks: socket.socket) -> None:
+        for sock in socks:
+            with contextlib.suppress(OSError):  # the peer was faster
+                sock.shutdown(socket.SHUT_RDWR)

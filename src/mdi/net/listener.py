@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
 from mdi.net.codec import HEADER_BYTES, FrameCodec, Header, SealedCodec
+from mdi.net.connection import Returning
 from mdi.net.drops import DropLog
+from mdi.net.frame_io import send_frame, tune
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import JOIN_S, send_frame, tune
+from mdi.net.link import JOIN_S
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 from mdi.security.challenge import answer_to
 from mdi.security.keys import KeyFile
@@ -130,6 +132,7 @@ class RingListener:
         self._sock.setblocking(False)
         self._lock = threading.Lock()
         self._expected: list[Expectation] = []
+        self._returning: list[Returning] = []
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._closing = False
@@ -166,7 +169,20 @@ class RingListener:
                 sock.close()
         expectation.accepted.put(None)
 
+    def expect_again(self, returning: Returning) -> None:
+        """From now on, hand it each connection that its caller makes again, as the same process and for the same run."""
+        with self._lock:
+            self._returning.append(returning)
+
+    def forget_again(self, returning: Returning) -> None:
+        with self._lock:
+            if returning in self._returning:
+                self._returning.remove(returning)
+
     def close(self) -> None:
+        """Harmless if repeated."""
+        if self._closing:
+            return
         self._closing = True
         self._waker.send(b"x")
         self._thread.join(JOIN_S)
@@ -258,13 +274,14 @@ class RingListener:
             raise WireError(f"a {frame.type.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)
         try:
+            if hello.reconnect:
+                returning = self._match_again(frame.epoch, hello)
+                return returning.take(self._let_in(pending), pending.codec, hello)
             expectation = self._match(frame.epoch, hello)
         except RingError as e:
             # One that only wants to know whether this port can be reached (control.reach) is no intruder.
             return self._refuse(pending, frame.epoch, e, is_told=not hello.extensions.get("question"))
-        self._selector.unregister(pending.sock)
-        pending.sock.setblocking(True)
-        tune(pending.sock)
+        self._let_in(pending)
         expectation.codec = pending.codec
         if expectation.answer is not None:
             send_frame(pending.sock, expectation.answer, pending.codec)
@@ -273,6 +290,23 @@ class RingListener:
                 pending.sock.close()
             else:
                 expectation.accepted.put(pending.sock)
+
+    def _let_in(self, pending: _Pending) -> socket.socket:
+        self._selector.unregister(pending.sock)
+        pending.sock.setblocking(True)
+        tune(pending.sock)
+        return pending.sock
+
+    def _match_again(self, epoch: int, hello: Hello) -> Returning:
+        with self._lock:
+            of_run = [one for one in self._returning if one.epoch == epoch and one.caller.index == hello.index]
+        if not of_run:
+            raise RingError(f"{self._name} knows nothing of run {epoch:016x}")
+        for one in of_run:
+            ours = one.caller
+            if (ours.name, ours.process, ours.placement) == (hello.name, hello.process, hello.placement):
+                return one
+        raise RingError(f"{self._name} was connected with another process of its neighbour")
 
     def _match(self, epoch: int, hello: Hello) -> Expectation:
         with self._lock:

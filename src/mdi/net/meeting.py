@@ -6,13 +6,47 @@ import socket
 
 from mdi.errors import AccessError, WireError
 from mdi.net.codec import HANDSHAKE, FrameCodec, SealedCodec
+from mdi.net.frame_io import read_frame, send_frame, tune
 from mdi.net.hello import Fault
-from mdi.net.link import read_frame, send_frame
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
 from mdi.security.challenge import Caller
 from mdi.security.keys import KeyFile
 
 SAME_KEY = "start both nodes with the same file: --key FILE"
+
+
+def call(
+    address: tuple[str, int], hello: Frame, keys: KeyFile | None, timeout_s: float
+) -> tuple[socket.socket, FrameCodec]:
+    """A connection to a node's ring port, HELLO said, and what all further frames go through.
+
+    Args:
+        timeout_s: of connecting, and of each operation afterwards.
+
+    Raises:
+        CannotConnectError: there is nobody.
+        AccessError, WireError, OSError: see `meet`.
+    """
+    try:
+        sock = socket.create_connection(address, timeout_s)
+    except (OSError, UnicodeError) as e:
+        raise CannotConnectError(str(e), isinstance(e, ConnectionRefusedError)) from None
+    try:
+        tune(sock)
+        codec = meet(sock, keys)
+        send_frame(sock, hello, codec)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, codec
+
+
+class CannotConnectError(Exception):
+    """Nobody takes the connection; `is_refused`: the machine is there, and says that nobody listens."""
+
+    def __init__(self, reason: str, is_refused: bool) -> None:
+        super().__init__(reason)
+        self.is_refused = is_refused
 
 
 def meet(sock: socket.socket, keys: KeyFile | None) -> FrameCodec:

@@ -14,9 +14,11 @@ from typing import Protocol
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.channel import Channel
 from mdi.net.codec import FrameCodec
+from mdi.net.connection import Reconnect
+from mdi.net.frame_io import Allocate
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import Allocate, Link, Observer
-from mdi.net.wire import Frame, FrameType, Limits
+from mdi.net.link import Link, Observer
+from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits
 from mdi.security.keys import KeyFile
 
 FLUSH_S = 2.0
@@ -32,6 +34,7 @@ class Seat:
         wire: what its rows travel as (net.wire.WIRE_DTYPES).
         process: a number that this node's process drew.
         keys: of the cluster; where there are some, all that its nodes send each other is encrypted.
+        silence_s: after so long without a sign of life a neighbour is lost.
     """
 
     epoch: int
@@ -43,6 +46,7 @@ class Seat:
     wire: str = "auto"
     process: str = ""
     keys: KeyFile | None = field(default=None, repr=False)
+    silence_s: float = SILENCE_S
 
     @property
     def n_nodes(self) -> int:
@@ -66,7 +70,12 @@ class Seat:
 
     @property
     def hello(self) -> Frame:
-        hello = replace(self._hello(self.index), name=self.name, process=self.process)
+        return self.hello_with()
+
+    def hello_with(self, **extensions: int | None) -> Frame:
+        """The HELLO of this node, with more to say."""
+        hello = self._hello(self.index)
+        hello = replace(hello, name=self.name, process=self.process, extensions={**hello.extensions, **extensions})
         return Frame.message(FrameType.HELLO, self.epoch, hello.to_bytes())
 
     def _hello(self, index: int) -> Hello:
@@ -151,6 +160,7 @@ class TcpRing:
 
     Args:
         codecs: those of `sock_in` and `sock_out` since the handshake.
+        reconnects: make other connections in the places of `sock_in` and `sock_out`; None: who is not connected is lost.
         arrivals: notified when `poll` may have something new to say; None where nobody polls.
     """
 
@@ -164,6 +174,7 @@ class TcpRing:
         allocate: Allocate | None = None,
         codecs: tuple[FrameCodec, FrameCodec] | None = None,
         arrivals: threading.Condition | None = None,
+        reconnects: tuple[Reconnect | None, Reconnect | None] = (None, None),
     ) -> None:
         self._seat = seat
         self.capacity = capacity
@@ -177,20 +188,31 @@ class TcpRing:
         with self._lock:
             codec_in, codec_out = codecs or (FrameCodec(), FrameCodec())
             codec_in.limits = codec_out.limits = limits
-            self._next = self._link(sock_out, codec_out, None, seat.next_name, allocate)
-            self._prev = self._link(sock_in, codec_in, self.inbox, seat.prev_name, allocate)
+            again_prev, again_next = reconnects
+            self._next = self._link(sock_out, codec_out, None, seat.next_name, allocate, again_next)
+            self._prev = self._link(sock_in, codec_in, self.inbox, seat.prev_name, allocate, again_prev)
 
     def _link(
-        self, sock: socket.socket, codec: FrameCodec, inbox: Channel[Frame] | None, name: str, allocate: Allocate | None
-    ) -> Link:
-        return Link(
+        self, sock: socket.socket, codec: FrameCodec, inbox: Channel[Frame] | None, name: str,
+        allocate: Allocate | None, reconnect: Reconnect | None,
+    ) -> Link:  # fmt: skip
+        link = Link(
             sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate,
             on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._tell_space,
+            reconnect=reconnect, silence_s=self._seat.silence_s,
         )  # fmt: skip
+        if reconnect is not None:
+            reconnect.on_call = link.interrupt
+        return link
 
     @property
     def send_s(self) -> float:
         return self._next.send_s
+
+    @property
+    def n_reconnected(self) -> int:
+        """Connections that were made in the place of broken ones."""
+        return self._next.n_reconnected + self._prev.n_reconnected
 
     @property
     def bytes_sent(self) -> int:

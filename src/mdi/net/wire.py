@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead, unless the run says otherwise
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from mdi.config import ClusterConfig
 from mdi.errors import NodeLostError
+from mdi.net.frame_io import Allocate
 from mdi.net.handshake import close_starter_ring
-from mdi.net.link import Allocate
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Limits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdi.config import WeightMemory
-from mdi.net.link import SILENCE_S
+from mdi.net.wire import SILENCE_S
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ class Preparation:
                 wire_dtype=options.wire_dtype,
                 kv_dtype=options.kv_dtype,
                 n_frames=options.n_frames,
+                silence_s=options.silence_s,
                 device=client.node.device,
                 threads=client.node.threads,
                 extensions=extensions_of(options.n_spans),

@@ -137,7 +137,11 @@ class Service:
         widest = stage.n_embd if isinstance(stage, ArrayStage) else self._stages.family.widest_row(stage.config)
         limits = ring_limits(widest)
         buffers, n_frames = receive_buffers(device), request.n_frames or seat.n_nodes
-        return join_ring(sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec), seat
+        ring = join_ring(
+            sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec, listener=self._listener,
+            caller=expectation.caller,
+        )  # fmt: skip
+        return ring, seat
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat) -> None:
         is_last = seat.index == seat.n_nodes - 1
@@ -178,6 +182,7 @@ def _seat_of(job: Job, process: str, keys: KeyFile | None) -> Seat:
         request.wire_dtype,
         process,
         keys,
+        request.silence_s,
     )
 
 

@@ -242,7 +242,7 @@ class StarterNode(StatusOnly):
         following = cluster.nodes[1 % n_nodes]
         seat = Seat(
             self._epoch, 0, self.names, self._placement, following.addr, following.port_in, wire, self._process,
-            cluster.keys,
+            cluster.keys, self._options.silence_s,
         )  # fmt: skip
         self._ring = form_ring(
             self._listener, cluster, seat, self._options.n_frames or n_nodes, self._family.widest_row(self.config),

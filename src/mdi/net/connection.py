@@ -1,0 +1,68 @@
+"""The connection that a link has at present, and how it comes to another one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mdi.net.codec import FrameCodec
+from mdi.net.hello import Hello
+
+
+class NotBackError(Exception):
+    """The neighbour cannot be connected with again: it is lost. The words say why."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """A connected socket whose handshake is done.
+
+    Attributes:
+        codec: of what it carries from here on.
+        received: number of the last BATCH frame that the neighbour had before, if it had any.
+    """
+
+    sock: socket.socket
+    codec: FrameCodec
+    received: int | None = None
+
+
+class Reconnect(Protocol):
+    """Makes the next connection with the same neighbour, see `mdi.net.reconnect`.
+
+    Attributes:
+        on_call: called, from any thread, when the neighbour has called again: what it found broken may look sound from here.
+    """
+
+    on_call: Callable[[], None]
+
+    def connect(self, received: int | None, until: float) -> Connection:
+        """Called by the link's receiving thread, which reads nothing meanwhile.
+
+        Args:
+            received: number of the last BATCH frame that came from the neighbour, if one did.
+            until: time.monotonic() at which the neighbour is lost.
+
+        Raises:
+            NotBackError: it is lost, or `stop` was called.
+        """
+
+    def stop(self) -> None:
+        """End a `connect` that is under way, and let no other begin. From any thread, as often as one likes."""
+
+
+class Returning(Protocol):
+    """What a listener hands the calls of a neighbour to that is expected to call again.
+
+    Attributes:
+        epoch: of the ring.
+        caller: what it said when the ring was closed.
+    """
+
+    epoch: int
+    caller: Hello
+
+    def take(self, sock: socket.socket, codec: FrameCodec, hello: Hello) -> None:
+        """It has called; the connection belongs to the receiver from here on."""

@@ -1,0 +1,187 @@
+"""A new connection in the place of one that broke, while both nodes live.
+
+The node that sends the rows calls again (`Dialer`), the other one waits for the call (`Waiter`). It must be the same process on
+either side: one that was started anew has no caches, and is lost. Each says which frame came last, so that the other can send
+again what is lacking. Where there is a key, both sides prove again that they have it, and get new session keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from mdi.errors import AccessError, WireError
+from mdi.net.codec import FrameCodec
+from mdi.net.connection import Connection, NotBackError
+from mdi.net.frame_io import read_frame, send_frame
+from mdi.net.hello import Fault, Hello
+from mdi.net.listener import RingListener
+from mdi.net.meeting import CannotConnectError, call
+from mdi.net.ring import Seat
+from mdi.net.wire import Frame, FrameType, Limits
+
+CALL_S = 2.0  # of connecting, and of a challenge
+PAUSE_S = 0.1
+# Who is refused for so long gives up: nobody listens there any more, or the node has left the run. Before that, word of the
+# run's end may still be on its way round the ring.
+REFUSED_S = 0.7
+
+logger = logging.getLogger("mdi")
+
+
+class _RefusedError(Exception):
+    """Nobody listens there, or it does not want this node."""
+
+
+class Dialer:
+    """Calls the next node again.
+
+    Args:
+        limits: what is accepted of it.
+        process: that it named when the ring was closed.
+    """
+
+    def __init__(self, seat: Seat, limits: Limits, process: str) -> None:
+        self._seat = seat
+        self._limits = limits
+        self._process = process
+        self.on_call: Callable[[], None] = lambda: None
+        self._n_calls = 0
+        self._stopped = threading.Event()
+        self._sock: socket.socket | None = None
+
+    def connect(self, received: int | None, until: float) -> Connection:
+        """See Reconnect."""
+        refused_since: float | None = None
+        while not self._stopped.is_set():
+            begin = time.monotonic()
+            try:
+                connection = self._call(until)
+                logger.info("%s is connected with %s again", self._seat.name, self._seat.next_name)
+                return connection
+            except _RefusedError as e:
+                why = str(e)
+                refused_since = begin if refused_since is None else refused_since
+                if time.monotonic() > refused_since + REFUSED_S:
+                    raise NotBackError(why) from None
+            except (OSError, WireError, AccessError, CannotConnectError) as e:
+                why, refused_since = str(e), None
+            if time.monotonic() > until:
+                raise NotBackError(f"it cannot be connected with again: {why}")
+            self._stopped.wait(PAUSE_S)
+        raise NotBackError("the ring was closed")
+
+    def stop(self) -> None:
+        self._stopped.set()
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _call(self, until: float) -> Connection:
+        seat = self._seat
+        self._n_calls += 1
+        left_s = max(PAUSE_S, until - time.monotonic())
+        try:
+            address, hello = (seat.next_addr, seat.next_port), seat.hello_with(reconnect=self._n_calls)
+            sock, codec = call(address, hello, seat.keys, min(CALL_S, left_s))
+        except CannotConnectError as e:
+            if e.is_refused:
+                raise _RefusedError(f"nobody listens on its ring port: {e}") from None
+            raise
+        self._sock = sock
+        try:
+            if self._stopped.is_set():
+                raise NotBackError("the ring was closed")
+            # One that was halted may go on yet, and finds this call: so the answer has all the time that is left.
+            sock.settimeout(max(PAUSE_S, until - time.monotonic()))
+            hello_back = self._answer(read_frame(sock, codec))
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._sock = None
+        codec.limits = self._limits
+        return Connection(sock, codec, hello_back.received)
+
+    def _answer(self, frame: Frame | None) -> Hello:
+        if frame is None:
+            raise ConnectionAbortedError("it closed the connection")
+        if frame.type is FrameType.ERROR:
+            raise _RefusedError(Fault.from_bytes(frame.payload).message)
+        if frame.type is not FrameType.HELLO or frame.epoch != self._seat.epoch:
+            raise WireError(f"it answered with a {frame.type.name} frame")
+        hello = Hello.from_bytes(frame.payload)
+        if hello.process != self._process:
+            raise NotBackError("it was started anew")
+        return hello
+
+
+class Waiter:
+    """Waits until the previous node calls again. `stop` is to be called in the end, for the listener knows of it.
+
+    Args:
+        caller: what the node said when the ring was closed.
+
+    Attributes:
+        on_call: see Reconnect.
+    """
+
+    def __init__(self, seat: Seat, limits: Limits, listener: RingListener, caller: Hello) -> None:
+        self.epoch = seat.epoch
+        self.caller = caller
+        self.on_call: Callable[[], None] = lambda: None
+        self._seat = seat
+        self._limits = limits
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._found: Connection | None = None
+        self._n_calls = 0
+        self._stopped = False
+        listener.expect_again(self)
+
+    def take(self, sock: socket.socket, codec: FrameCodec, hello: Hello) -> None:
+        """Of the listener: the node has called. Of calls that are heard in another order than made, the last made counts."""
+        self.on_call()
+        codec.limits = self._limits
+        with self._changed:
+            if self._stopped or hello.reconnect <= self._n_calls:
+                sock.close()
+                return
+            self._drop()
+            self._found, self._n_calls = Connection(sock, codec, hello.received), hello.reconnect
+            self._changed.notify_all()
+
+    def connect(self, received: int | None, until: float) -> Connection:
+        """See Reconnect."""
+        while True:
+            with self._changed:
+                left_s = max(0.0, until - time.monotonic())
+                self._changed.wait_for(lambda: self._stopped or self._found is not None, left_s)
+                found, self._found = self._found, None
+            if found is None:
+                raise NotBackError("the ring was closed" if self._stopped else "it did not connect again")
+            try:
+                found.sock.settimeout(CALL_S)
+                send_frame(found.sock, self._seat.hello_with(received=received), found.codec)
+            except OSError:
+                found.sock.close()
+                continue
+            logger.info("%s is connected with %s again", self._seat.name, self._seat.prev_name)
+            return found
+
+    def stop(self) -> None:
+        self._listener.forget_again(self)
+        with self._changed:
+            self._stopped = True
+            self._drop()
+            self._changed.notify_all()
+
+    def _drop(self) -> None:
+        if self._found is not None:
+            self._found.sock.close()
+            self._found = None

@@ -1,0 +1,229 @@
+"""Connections that break between living nodes: nothing is lost, nothing comes twice, and who is lost is known."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster_keys import key_file
+from loopback import DEADLINE_S, Nodes, nodes
+from mdi.errors import NodeLostError, RingEndedError, RingError
+from mdi.net.frame_io import read_frame, send_frame
+from mdi.net.hello import Fault, Hello
+from mdi.net.meeting import call
+from mdi.net.reconnect import Dialer
+from mdi.net.ring import Seat, TcpRing
+from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.security.keys import KeyFile
+
+N_COLS = 2048
+
+
+def batch(epoch: int, number: int) -> Frame:
+    payload = bytes([number % 256]) * (4 * N_COLS)
+    return Frame(FrameType.BATCH, epoch, number, "float32", 1, N_COLS, (Slice(1, number, 1, 1),), (), payload)
+
+
+class Passing:
+    """A ring whose secondaries pass each frame on as it is."""
+
+    def __init__(self, n: Nodes) -> None:
+        self.nodes = n
+        self.endings: queue.Queue[tuple[str, RingError | None]] = queue.Queue()
+        self.threads = [threading.Thread(target=self._pass, args=(i,)) for i in range(1, len(n.rings))]
+        for thread in self.threads:
+            thread.start()
+
+    def _pass(self, index: int) -> None:
+        ring, name = self.nodes.rings[index], self.nodes.seats[index].name
+        try:
+            while True:
+                frame = ring.recv(DEADLINE_S)
+                assert frame is not None
+                ring.send(replace(frame, payload=bytes(frame.payload)))
+                ring.release(frame)
+        except RingEndedError:
+            self.endings.put((name, None))
+        except RingError as e:
+            self.endings.put((name, e))
+
+    def rounds(self, first: int, n_frames: int, n_in_flight: int) -> Iterator[int]:
+        """Send frames, so many at a time, and take them back; the number of each one that is back, and whole."""
+        starter = self.nodes.rings[0]
+        sent = first
+        for number in range(first, first + n_frames):
+            while sent < min(number + n_in_flight, first + n_frames):
+                starter.send(batch(self.nodes.epoch, sent))
+                sent += 1
+            frame = starter.recv(DEADLINE_S)
+            assert frame is not None
+            assert (frame.number, bytes(frame.payload)) == (number, bytes([number % 256]) * (4 * N_COLS))
+            starter.release(frame)
+            yield number
+
+
+@contextlib.contextmanager
+def passing(n_nodes: int, silence_s: float = 30.0, keys: KeyFile | None = None) -> Iterator[Passing]:
+    with nodes(n_nodes, silence_s=silence_s, keys=keys) as n:
+        one = Passing(n)
+        try:
+            yield one
+        finally:
+            n.rings[0].stop("the test is over")
+            for thread in one.threads:
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()
+
+
+def reset(link_owner: TcpRing, is_next: bool) -> None:
+    """As when a router between the two forgets the connection: what was under way is gone."""
+    link = link_owner._next if is_next else link_owner._prev
+    connection = link._connection
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("n_nodes", [2, 3])
+def test_every_frame_comes_once_and_in_order_whatever_breaks(n_nodes: int, is_sealed: bool, tmp_path: Path) -> None:
+    chance = random.Random(n_nodes)
+    with passing(n_nodes, keys=key_file(tmp_path / "key") if is_sealed else None) as ring:
+        for number in ring.rounds(5, 400, n_nodes):
+            if number % 10 == 0:
+                reset(chance.choice(ring.nodes.rings), chance.random() < 0.5)
+        assert sum(one.n_reconnected for one in ring.nodes.rings) > 20
+        assert ring.endings.empty()
+
+
+def test_a_connection_that_breaks_while_nothing_is_sent_is_made_again() -> None:
+    with passing(3) as ring:
+        list(ring.rounds(0, 3, 3))
+        reset(ring.nodes.rings[1], True)
+        list(ring.rounds(3, 3, 3))
+        assert ring.endings.empty()
+
+
+def test_a_frame_that_was_sent_in_half_comes_whole() -> None:
+    """The connection is closed in the middle of a frame: its beginning is dropped, and it is sent again."""
+    with passing(2) as ring:
+        list(ring.rounds(0, 2, 1))
+        link = ring.nodes.rings[0]._next
+        connection = link._connection
+        assert connection is not None
+        connection.sock.sendall(connection.codec.head(batch(ring.nodes.epoch, 2))[:50])
+        link.interrupt()
+        list(ring.rounds(2, 4, 1))
+        assert ring.nodes.rings[0].n_reconnected >= 1
+
+
+def test_what_was_sent_is_kept_only_as_long_as_it_can_be_lacking() -> None:
+    with passing(3) as ring:
+        list(ring.rounds(0, 50, 3))
+        assert all(len(one._next._sent) <= one.capacity + 1 for one in ring.nodes.rings)
+        assert all(not one._prev._sent for one in ring.nodes.rings)
+
+
+def test_a_node_that_is_gone_is_lost_by_its_name() -> None:
+    with passing(3, silence_s=30.0) as ring:
+        list(ring.rounds(0, 3, 3))
+        ring.nodes.kill(1)
+        with pytest.raises(NodeLostError) as caught:
+            while True:
+                ring.nodes.rings[0].recv(DEADLINE_S)
+        assert (caught.value.node, caught.value.code) == ("secondary0", "lost")
+
+
+def answer_to(ring: Passing, hello: Frame) -> Frame:
+    """What node 1 answers to somebody who calls in the name of the starter."""
+    port = ring.nodes.listeners[1].port
+    sock, codec = call(("127.0.0.1", port), hello, None, DEADLINE_S)
+    with sock:
+        frame = read_frame(sock, codec)
+        assert frame is not None
+        return frame
+
+
+def test_a_process_that_was_started_anew_is_not_taken_for_the_old_one() -> None:
+    with passing(2) as ring:
+        seat = ring.nodes.seats[0]
+        for stranger in (replace(seat, process="another"), replace(seat, epoch=seat.epoch ^ 1)):
+            frame = answer_to(ring, stranger.hello_with(reconnect=1))
+            assert frame.type is FrameType.ERROR and Fault.from_bytes(frame.payload).code == RingError.code
+        list(ring.rounds(0, 4, 2))
+
+
+def test_a_next_node_that_was_started_anew_is_lost() -> None:
+    with passing(2) as ring:
+        dialer = ring.nodes.rings[0]._next._reconnect
+        assert isinstance(dialer, Dialer)
+        dialer._process = "the one before"
+        reset(ring.nodes.rings[0], True)
+        with pytest.raises(NodeLostError) as caught:
+            while True:
+                ring.nodes.rings[0].recv(DEADLINE_S)
+        assert caught.value.node == "secondary0"
+
+
+def test_a_call_replaces_a_connection_that_looks_sound() -> None:
+    """The other side found it broken; and of several calls the last one counts, in whatever order they are heard."""
+    with passing(2) as ring:
+        list(ring.rounds(0, 2, 2))
+        seat = ring.nodes.seats[0]
+        assert answer_to(ring, seat.hello_with(reconnect=7)).type is FrameType.HELLO
+        # That caller is gone again, and nobody else has called as often: until the starter has, nothing goes on.
+        dialer = ring.nodes.rings[0]._next._reconnect
+        assert isinstance(dialer, Dialer)
+        dialer._n_calls = 7
+        list(ring.rounds(2, 4, 2))
+
+
+def test_a_ring_ends_while_a_connection_is_being_made() -> None:
+    with passing(3) as ring:
+        list(ring.rounds(0, 3, 3))
+        ring.nodes.listeners[1].close()  # nobody can call node 1 any more
+        for index in (0, 1):
+            reset(ring.nodes.rings[index], True)
+        ring.nodes.rings[0].stop("the test is over")
+        ring.nodes.rings[0].close()
+        for one in ring.nodes.rings[1:]:
+            one.stop("the test is over")
+
+
+@pytest.mark.parametrize("received", [None, 5])
+def test_the_numbers_of_a_hello(received: int | None) -> None:
+    seat = Seat(1, 0, ("starter", "secondary0"), "p", "127.0.0.1", 1, process="x")
+    hello = Hello.from_bytes(seat.hello_with(reconnect=3, received=received).payload)
+    assert (hello.reconnect, hello.received, hello.process) == (3, received, "x")
+    first = Hello.from_bytes(seat.hello.payload)
+    assert (first.reconnect, first.received) == (0, None)
+    odd = Hello(0, 2, "p", extensions={"reconnect": "many", "received": -3})
+    assert (odd.reconnect, odd.received) == (0, None)
+
+
+def test_a_frame_that_is_missing_ends_the_link() -> None:
+    """Numbers tell: what the neighbour did not keep long enough cannot be made up for."""
+    with passing(2) as ring:
+        list(ring.rounds(0, 2, 1))
+        link = ring.nodes.rings[0]._next
+        connection = link._connection
+        assert connection is not None
+        send_frame(connection.sock, batch(ring.nodes.epoch, 9), connection.codec)
+        name, error = ring.endings.get(timeout=DEADLINE_S)
+        assert name == "secondary0" and isinstance(error, NodeLostError) and error.node == "starter"
+
+
+def test_limits_hold_over_a_new_connection() -> None:
+    with passing(2) as ring:
+        reset(ring.nodes.rings[0], True)
+        list(ring.rounds(0, 2, 2))
+        connection = ring.nodes.rings[1]._prev._connection
+        assert connection is not None and connection.codec.limits == Limits()
