@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
+from mdi.json_fields import Fields, shown
 from mdi.security.keys import KeyFile
 from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
 
@@ -91,13 +92,10 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     Raises:
         UsageError: the file is missing, no JSON, or a field is missing or wrong; the message names file and field.
     """
-    data = read_json(path)
-    nodes = _field(data, "nodes", dict, str(path))
-    where = f"{path}: nodes"
-    starter = node_of(_field(nodes, "starter", dict, where), "starter", f"{where}.starter")
-    listed = nodes.get("secondary", [])
-    if not isinstance(listed, list):
-        raise UsageError(f"{where}.secondary: expected a list of nodes (it may be empty), found {_type_name(listed)}")
+    nodes = Fields(read_json(path), f"{path}:", UsageError).fields("nodes")
+    where = nodes.where
+    starter = node_of(nodes.object("starter"), "starter", f"{where}.starter")
+    listed = nodes.list("secondary", "a list of nodes (it may be empty)") if "secondary" in nodes.data else []
     if len(listed) >= N_NODES_LIMIT:
         raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
     if starter.is_spare:
@@ -156,7 +154,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:  # a number with thousands of digits, brackets without end
         raise UsageError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(data, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {_type_name(data)}")
+        raise UsageError(f"{path}: expected a JSON object, found {shown(data)}")
     return data
 
 
@@ -170,55 +168,27 @@ def nearest_existing(path: str | Path) -> Path:
 
 def node_of(entry: Any, name: str, where: str) -> NodeConfig:
     """One node from its entry in a nodes file; `where` names the entry in errors. Raises UsageError."""
-    if not isinstance(entry, dict):
-        raise UsageError(f"{where}: expected an object that describes one node, found {_type_name(entry)}")
-    communication = _field(entry, "communication", dict, where)
-    inference = _field(entry, "inference", dict, where)
+    node = Fields(entry, where, UsageError, "an object that describes one node")
+    communication, inference = node.fields("communication"), node.fields("inference")
     return NodeConfig(
         name=name,
-        addr=_field(entry, "addr", str, where),
-        port=_port(communication, "port", f"{where}.communication"),
-        port_in=_port(inference, "port_in", f"{where}.inference"),
-        port_out=_port(inference, "port_out", f"{where}.inference") if "port_out" in inference else None,
-        starter_addr=_optional(communication, "starter_addr", str, f"{where}.communication"),
-        device=_optional(entry, "device", str, where),
-        dtype=_optional(entry, "dtype", str, where),
-        threads=_threads(entry, where),
-        bind=_optional(entry, "bind", str, where),
-        cores=_cores(entry, where),
-        kv_memory=_kv_memory(entry, where),
-        is_spare=_is_spare(entry, where),
+        addr=node.string("addr"),
+        port=_port(communication, "port"),
+        port_in=_port(inference, "port_in"),
+        port_out=_port(inference, "port_out") if "port_out" in inference.data else None,
+        starter_addr=communication.optional("starter_addr", communication.text),
+        device=node.optional("device", node.text),
+        dtype=node.optional("dtype", node.text),
+        threads=node.optional("threads", lambda key: node.integer(key, 1)),
+        bind=node.optional("bind", node.text),
+        cores=node.optional("cores", lambda key: _cores(node, key)),
+        kv_memory=node.optional("kv_memory", lambda key: _size(node, key)),
+        is_spare=node.boolean("spare") if "spare" in node.data else False,
     )
 
 
-def _field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
-    if key not in data:
-        raise UsageError(f"{where}: the field {key!r} is missing")
-    value = _optional(data, key, kind, where)
-    if value is None or value == "":
-        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_type_name(data[key])}")
-    return value
-
-
-def _optional(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
-    value = data.get(key)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise UsageError(f"{where}.{key}: expected {_NAMES[kind]}, found {_type_name(value)}")
-    return value
-
-
-def _port(data: dict[str, Any], key: str, where: str) -> int:
-    port: int = _field(data, key, int, where)
-    if not 0 <= port <= 65535:
-        raise UsageError(f"{where}.{key}: a port is a number from 0 to 65535, found {port}")
-    return port
-
-
-def _is_spare(entry: dict[str, Any], where: str) -> bool:
-    spare = entry.get("spare", False)
-    if not isinstance(spare, bool):
-        raise UsageError(f"{where}.spare: expected true or false, found {_type_name(spare)}")
-    return spare
+def _port(fields: Fields, key: str) -> int:
+    return fields.integer(key, 0, 65535)
 
 
 def _number(name: str) -> int:
@@ -226,35 +196,20 @@ def _number(name: str) -> int:
     return int(name.removeprefix("secondary"))
 
 
-def _threads(entry: dict[str, Any], where: str) -> int | None:
-    threads: int | None = _optional(entry, "threads", int, where)
-    if threads is not None and threads < 1:
-        raise UsageError(f"{where}.threads: expected a number of threads from 1 on, found {threads}")
-    return threads
-
-
-def _cores(entry: dict[str, Any], where: str) -> tuple[int, ...] | None:
-    cores = entry.get("cores")
-    if cores is None:
-        return None
+def _cores(node: Fields, key: str) -> tuple[int, ...]:
+    cores = node.data[key]
     if isinstance(cores, str):
-        return parse_cores(cores, f"{where}.cores")
+        return parse_cores(cores, f"{node.where}.{key}")
     if not isinstance(cores, list) or not cores or not all(type(c) is int and c >= 0 for c in cores):
-        raise UsageError(
-            f'{where}.cores: expected a list of core numbers, or a text like "0,2-3", found {_type_name(cores)}'
-        )
+        raise node.wrong(key, 'a list of core numbers, or a text like "0,2-3"')
     return tuple(dict.fromkeys(cores))
 
 
-def _kv_memory(entry: dict[str, Any], where: str) -> int | None:
-    size = entry.get("kv_memory")
-    if size is None:
-        return None
+def _size(node: Fields, key: str) -> int:
+    size = node.data[key]
     if not isinstance(size, (str, int)) or isinstance(size, bool):
-        raise UsageError(
-            f'{where}.kv_memory: expected a text like "500M" or a number of bytes, found {_type_name(size)}'
-        )
-    return parse_bytes(str(size), f"{where}.kv_memory")
+        raise node.wrong(key, 'a text like "500M" or a number of bytes')
+    return parse_bytes(str(size), f"{node.where}.{key}")
 
 
 def parse_cores(text: str, where: str) -> tuple[int, ...]:
@@ -301,14 +256,6 @@ def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
             other = seen.setdefault((node.addr, port), f"{node.name}'s {what}")
             if port and other != f"{node.name}'s {what}":
                 raise UsageError(f"{where}: {node.addr}:{port} is both {other} and {node.name}'s {what}")
-
-
-_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
-
-
-def _type_name(value: Any) -> str:
-    names = {dict: "an object", list: "a list", type(None): "null"}
-    return names.get(type(value), f"{value!r}")
 
 
 WEIGHT_MODES = ("auto", "map", "copy")

@@ -7,18 +7,19 @@ All times of tokens count from the moment the run was ready.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from mdi.errors import ControlError, UsageError
+from mdi.json_fields import Fields
 
+LONGEST_S = 1e15  # what a node says it did, in seconds
 TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 
@@ -51,26 +52,18 @@ class NodeMetrics:
         """Read what another node sent.
 
         Raises:
-            ControlError: a field of `to_json` is missing or of another kind; names `where` and the field.
+            ControlError: a field of `to_json` is missing or of another type; names `where` and the field.
         """
-        if not isinstance(data, Mapping):
-            raise ControlError(f"{where}: expected an object, found {data!r:.60}")
-        layers = data.get("layers")
-        if not isinstance(layers, list | tuple) or len(layers) != 2 or not all(_is_count(n) for n in layers):
-            raise ControlError(f"{where}.layers: expected [start, stop], found {layers!r:.60}")
-        if layers[0] > layers[1]:
-            raise ControlError(f"{where}.layers: expected start <= stop, found {list(layers)}")
-        if not isinstance(data.get("name"), str) or not data["name"]:
-            raise ControlError(f"{where}.name: expected a string, found {data.get('name')!r:.60}")
+        get = Fields(data, where, ControlError)
         return cls(
-            name=data["name"],
-            layers=(layers[0], layers[1]),
-            peak_rss_bytes=_count(data, "peak_rss_bytes", where),
-            compute_s=_time(data, "compute_s", where),
-            wait_s=_time(data, "wait_s", where),
-            send_s=_time(data, "send_s", where),
-            bytes_sent=_count(data, "bytes_sent", where),
-            frames=_count(data, "frames", where),
+            name=get.string("name"),
+            layers=get.span("layers"),
+            peak_rss_bytes=get.integer("peak_rss_bytes"),
+            compute_s=get.number("compute_s", 0, LONGEST_S),
+            wait_s=get.number("wait_s", 0, LONGEST_S),
+            send_s=get.number("send_s", 0, LONGEST_S),
+            bytes_sent=get.integer("bytes_sent"),
+            frames=get.integer("frames"),
         )
 
 
@@ -268,22 +261,3 @@ def peak_rss_bytes() -> int:
 
 def _rate(count: int, time_s: float) -> float:
     return count / time_s if count > 0 and time_s > 0 else 0.0
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count(data: Mapping[str, Any], key: str, where: str) -> int:
-    value = data.get(key)
-    if not isinstance(value, int) or not _is_count(value):
-        raise ControlError(f"{where}.{key}: expected a whole number from 0 on, found {value!r:.60}")
-    return value
-
-
-def _time(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = data.get(key)
-    # The comparison comes last and refuses nan; a huge int would not convert.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value > 1e15:
-        raise ControlError(f"{where}.{key}: expected a time in seconds, found {value!r:.60}")
-    return float(value)

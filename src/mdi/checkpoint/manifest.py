@@ -16,6 +16,7 @@ from typing import Any
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
+from mdi.json_fields import parse_object, shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.limits import excess
 from mdi.weight_formats import LAYOUTS
@@ -25,9 +26,7 @@ METADATA_KEY = "mdi_manifest"
 PLAIN = "plain"  # each tensor as the checkpoint has it
 
 _NOT_DEFINING = ("name", "hf_config", "padding_multiple")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE = re.compile(r"starter|secondary(0|[1-9][0-9]*)")
-_KINDS = {str: "a string", int: "a whole number", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -74,28 +73,26 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises CheckpointError naming the field that is missing, wrong, or does not fit the others."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise CheckpointError(f"the manifest is not valid JSON: {e}") from None
-        if not isinstance(data, dict):
-            raise CheckpointError("the manifest is not a JSON object")
-        version = data.get("format_version")
+        get = parse_object(text, "the manifest", CheckpointError)
+        version = get.data.get("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(f"the manifest is of format_version {version!r}, this program reads {FORMAT_VERSION}")
         manifest = cls(
-            model=_get(data, "model", str),
-            config=_get(data, "config", dict),
-            config_hash=_get(data, "config_hash", str),
-            dtype=_get(data, "dtype", str),
-            n_nodes=_get(data, "n_nodes", int),
-            node=_get(data, "node", str),
-            blocks=_blocks(_get(data, "blocks", list)),
-            n_layer=_get(data, "n_layer", int),
-            parts=tuple(_part(entry) for entry in _get(data, "parts", list)),
-            format=_get(data, "format", str),
-            format_head=_get(data, "format_head", str),
-            layout_version=_get(data, "layout_version", int),
+            model=get.text("model"),
+            config=get.object("config"),
+            config_hash=get.string("config_hash"),
+            dtype=get.string("dtype"),
+            n_nodes=get.integer("n_nodes"),
+            node=get.string("node"),
+            blocks=get.span("blocks"),
+            n_layer=get.integer("n_layer"),
+            parts=tuple(
+                PartInfo(part.string("name"), part.hex("sha256", 64), part.integer("n_bytes", 1))
+                for part in get.items("parts")
+            ),
+            format=get.string("format"),
+            format_head=get.string("format_head"),
+            layout_version=get.integer("layout_version"),
         )
         manifest._check()
         return manifest
@@ -156,33 +153,5 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _get(data: dict[str, Any], key: str, kind: type) -> Any:
-    if key not in data:
-        raise CheckpointError(f"the manifest lacks the field {key!r}")
-    value = data[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _error(key, _KINDS[kind], value)
-    return value
-
-
-def _blocks(value: list[Any]) -> tuple[int, int]:
-    if len(value) != 2 or any(type(n) is not int for n in value):
-        raise _error("blocks", "[start, stop]", value)
-    return value[0], value[1]
-
-
-def _part(entry: Any) -> PartInfo:
-    if not isinstance(entry, dict):
-        raise _error("parts", "a list of objects", entry)
-    part = PartInfo(_get(entry, "name", str), _get(entry, "sha256", str), _get(entry, "n_bytes", int))
-    if not _SHA256.fullmatch(part.sha256):
-        raise _error("sha256", "64 hexadecimal digits", part.sha256)
-    if part.n_bytes < 1:
-        raise _error("n_bytes", "a number of bytes", part.n_bytes)
-    return part
-
-
 def _error(field: str, expected: str, found: Any) -> CheckpointError:
-    text = repr(found)
-    found_text = text if len(text) < 200 else text[:200] + "..."
-    return CheckpointError(f"the manifest's field {field!r}: expected {expected}, found {found_text}")
+    return CheckpointError(f"the manifest.{field}: expected {expected}, found {shown(found)}")

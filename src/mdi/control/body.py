@@ -7,9 +7,9 @@ from typing import Any
 
 import cherrypy
 
-from mdi.control.fields import parse_json
 from mdi.control.gate import Asker
 from mdi.errors import ControlError
+from mdi.settings_file import parse_json
 
 JSON_LIMIT_BYTES = 4 << 20
 
@@ -50,4 +50,7 @@ def read_json(limit_bytes: int = JSON_LIMIT_BYTES) -> Any:
     asker: Asker | None = cherrypy.request.asker
     if asker is not None:
         asker.check_body(body)
-    return parse_json(body)
+    try:
+        return parse_json(body)
+    except ValueError as e:
+        raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None

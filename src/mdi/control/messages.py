@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.block_ranges import block_span
-from mdi.control.fields import Fields, shown
 from mdi.errors import ControlError
+from mdi.json_fields import Fields, shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.page_sizes import CACHE_TYPES
 from mdi.limits import excess
@@ -123,8 +123,7 @@ class InitRequest:
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        if not isinstance(data, dict):
-            raise ControlError("the run configuration must be a JSON object", 400)
+        get = Fields(data, "request", _refused)
         version = data.get("control_version")
         if type(version) is not int or version != CONTROL_VERSION:
             raise ControlError(
@@ -133,7 +132,6 @@ class InitRequest:
                 409,
                 code="version",
             )
-        get = Fields(data)
         if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
             raise ControlError(
                 f"the starter packs weights in version {data['layout_version']} of their layout, this node in version "
@@ -142,33 +140,35 @@ class InitRequest:
                 code="version",
             )
         names = tuple(get.strings("names"))
-        start, stop = get.pair("blocks")
+        if not names:
+            raise get.wrong("names", "the names of all nodes")
+        start, stop = get.span("blocks")
         request = cls(
             run=get.hex("run", 16),
             epoch=get.hex("epoch", 16),
             index=get.integer("index", 1, len(names) - 1),
             names=names,
-            placement=get.string("placement"),
-            next_addr=get.string("next_addr"),
+            placement=get.text("placement"),
+            next_addr=get.text("next_addr"),
             next_port=get.integer("next_port", 1, 65535),
-            model=get.string("model"),
+            model=get.text("model"),
             config=get.object("config"),
-            config_hash=get.string("config_hash"),
-            stored_dtype=get.string("stored_dtype"),
+            config_hash=get.text("config_hash"),
+            stored_dtype=get.text("stored_dtype"),
             blocks=(start, stop),
-            parts=tuple(PartSpec.of(entry) for entry in get.objects("parts")),
+            parts=tuple(map(PartSpec.of, get.items("parts"))),
             max_length=get.integer("max_length", 1, 1 << 30),
-            dtype=None if data.get("dtype") is None else get.string("dtype"),
+            dtype=get.optional("dtype", get.text),
             compile=get.boolean("compile"),
-            quantize=None if data.get("quantize") is None else get.string("quantize"),
-            stored_format=None if data.get("stored_format") is None else get.string("stored_format"),
+            quantize=get.optional("quantize", get.text),
+            stored_format=get.optional("stored_format", get.text),
             wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
             kv_dtype=get.choice("kv_dtype", KV_DTYPES),
-            n_frames=None if data.get("n_frames") is None else get.integer("n_frames", 1, N_FRAMES_LIMIT),
+            n_frames=get.optional("n_frames", lambda key: get.integer(key, 1, N_FRAMES_LIMIT)),
             silence_s=get.number("silence_s", *SILENCE_LIMITS_S) if "silence_s" in data else SILENCE_S,
-            device=None if data.get("device") is None else get.string("device"),
-            threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
-            n_sequences=None if data.get("n_sequences") is None else get.integer("n_sequences", 1, 1 << 30),
+            device=get.optional("device", get.text),
+            threads=get.optional("threads", lambda key: get.integer(key, 1, N_THREADS_LIMIT)),
+            n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)),
             exclusive=get.boolean("exclusive"),
             keep_caches=get.boolean("keep_caches"),
             hand_over=get.boolean("hand_over"),
@@ -202,7 +202,7 @@ class Slots:
     @classmethod
     def from_json(cls, data: Any) -> Slots:
         """Raises ControlError (400): a node must not wait for as long as a peer likes."""
-        get = Fields.of(data)
+        get = Fields(data, "request", _refused)
         n_nodes = get.integer("n_nodes", 2, N_SLOTS_LIMIT)
         return cls(get.integer("after_ms", 0, AFTER_MS_LIMIT), get.integer("place", 0, n_nodes - 1), n_nodes)
 
@@ -236,18 +236,18 @@ class ProfileRequest:
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields.of(data)
+        get = Fields(data, "request", _refused)
         _check_counts(get.object("config"))
         return cls(
             config=get.object("config"),
-            config_hash=get.string("config_hash"),
-            stored_dtype=get.string("stored_dtype"),
-            dtype=None if data.get("dtype") is None else get.string("dtype"),
-            quantize=None if data.get("quantize") is None else get.string("quantize"),
+            config_hash=get.text("config_hash"),
+            stored_dtype=get.text("stored_dtype"),
+            dtype=get.optional("dtype", get.text),
+            quantize=get.optional("quantize", get.text),
             fresh=get.boolean("fresh") if "fresh" in data else False,
-            device=None if data.get("device") is None else get.string("device"),
-            threads=None if data.get("threads") is None else get.integer("threads", 1, N_THREADS_LIMIT),
-            run=None if data.get("run") is None else get.hex("run", 16),
+            device=get.optional("device", get.text),
+            threads=get.optional("threads", lambda key: get.integer(key, 1, N_THREADS_LIMIT)),
+            run=get.optional("run", lambda key: get.hex(key, 16)),
             slots=None if data.get("slots") is None else Slots.from_json(data["slots"]),
         )
 
@@ -274,7 +274,7 @@ class ProbeRequest:
     @classmethod
     def from_json(cls, data: Any) -> ProbeRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields.of(data)
+        get = Fields(data, "request", _refused)
         return cls(
             name=get.string("name"),
             addr=get.string("addr"),
@@ -287,3 +287,7 @@ class ProbeRequest:
 def _check_counts(config: dict[str, Any]) -> None:
     if too_much := excess(config):
         raise ControlError(f"field 'config': {too_much}", 400)
+
+
+def _refused(message: str) -> ControlError:
+    return ControlError(message, 400)

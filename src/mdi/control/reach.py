@@ -16,6 +16,7 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
+from mdi.json_fields import Fields
 from mdi.net.frame_io import read_frame, send_frame, tune
 from mdi.net.hello import Fault, Hello
 from mdi.net.meeting import meet
@@ -69,12 +70,8 @@ class Reach:
     @classmethod
     def from_json(cls, data: Any) -> Reach:
         """Raises ControlError if a peer's answer cannot be read."""
-        try:
-            reach = cls(
-                str(data["problem"]), str(data["detail"])[:300], float(data["round_trip_s"]), float(data["bytes_s"])
-            )
-        except (KeyError, TypeError, ValueError):
-            raise ControlError("what the node says of its way to another one cannot be read") from None
+        get = Fields(data, "the way to another node", ControlError)
+        reach = cls(get.text("problem"), get.text("detail")[:300], get.number("round_trip_s"), get.number("bytes_s"))
         if reach.problem and reach.problem not in PROBLEMS:
             raise ControlError(f"the node tells of a problem {reach.problem[:50]!r} that this version does not know")
         return reach
@@ -107,9 +104,8 @@ class Route:
     @classmethod
     def from_json(cls, data: Any) -> Route:
         """Raises ControlError if a peer's answer cannot be read."""
-        if not isinstance(data, dict):
-            raise ControlError("what the node says of its way to another one cannot be read")
-        return cls(Reach.from_json(data.get("control")), Reach.from_json(data.get("ring")))
+        get = Fields(data, "the ways to another node", ControlError)
+        return cls(Reach.from_json(get.object("control")), Reach.from_json(get.object("ring")))
 
 
 def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFile | None = None) -> Route:

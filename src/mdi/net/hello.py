@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.errors import WireError
+from mdi.json_fields import parse_object
 from mdi.terminal import one_line
 
 
@@ -58,17 +59,15 @@ class Hello:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Hello:
-        try:
-            fields = json.loads(bytes(data))
-            rest = fields.get("name", ""), fields.get("process", ""), fields.get("extensions", {})
-            hello = cls(fields["index"], fields["n_nodes"], fields["placement"], *rest)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise WireError("a HELLO that cannot be read") from None
-        numbers, words = (hello.index, hello.n_nodes), (hello.placement, hello.name, hello.process)
-        is_typed = all(isinstance(n, int) for n in numbers) and all(isinstance(word, str) for word in words)
-        if not is_typed or not isinstance(hello.extensions, dict):
-            raise WireError("a HELLO with fields of the wrong type")
-        return hello
+        get = parse_object(bytes(data), "a HELLO", WireError)
+        return cls(
+            get.integer("index"),
+            get.integer("n_nodes"),
+            get.text("placement"),
+            get.optional("name", get.text) or "",
+            get.optional("process", get.text) or "",
+            get.optional("extensions", get.object) or {},
+        )
 
 
 @dataclass(frozen=True)

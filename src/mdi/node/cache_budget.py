@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mdi.block_ranges import block_span
 from mdi.engine.cache_memory import NodeCaches
 from mdi.errors import ControlError, UsageError
+from mdi.json_fields import Fields
 from mdi.kernels.page_sizes import CacheClass
 from mdi.kernels.pages import CachePages
 from mdi.machine.resources import device_free_bytes
@@ -17,6 +18,7 @@ from mdi.units import size
 # Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
+N_CLASSES_LIMIT = 1000
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,14 @@ class CacheReport:
     @classmethod
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
-        try:
-            classes = tuple(CacheClass(window, page_bytes) for window, page_bytes in data["classes"])
-            report = cls(data["limit_bytes"], data["is_by_hand"], classes, data["device"])
-        except (KeyError, TypeError, ValueError):
-            raise ControlError(f"{where} does not say in a readable way how much cache it can hold") from None
-        numbers = [report.limit_bytes, *(c.page_bytes for c in classes), *(c.window or 0 for c in classes)]
-        if any(type(n) is not int or n < 0 for n in numbers) or len(classes) > 1000:
-            raise ControlError(f"{where} says of its caches what cannot be: {str(data)[:200]}")
-        return report
+        get = Fields(data, f"{where}, of its caches", ControlError)
+        classes = []
+        for i, entry in enumerate(get.list("classes")):
+            if i == N_CLASSES_LIMIT or not isinstance(entry, list) or len(entry) != 2:
+                raise get.wrong("classes", f"up to {N_CLASSES_LIMIT} of [window, page_bytes]")
+            pair = Fields({"window": entry[0], "page_bytes": entry[1]}, f"{get.where}.classes[{i}]", ControlError)
+            classes.append(CacheClass(pair.optional("window", pair.integer), pair.integer("page_bytes")))
+        return cls(get.integer("limit_bytes"), get.boolean("is_by_hand"), tuple(classes), get.string("device"))
 
 
 class CachingStage(Protocol):

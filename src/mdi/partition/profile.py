@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mdi.config import N_NODES_LIMIT
 from mdi.errors import UsageError
+from mdi.json_fields import Fields, parse_object, shown
 
 # What a link is taken for if nothing was measured near it: a switched gigabit network.
 DEFAULT_ROUND_TRIP_S = 300e-6
@@ -73,30 +72,30 @@ class NodeProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "node profile") -> NodeProfile:
         """Raises UsageError: a field is missing, unknown or makes no sense; the message names it."""
-        fields = _fields(cls, data, where)
-        for name in ("name", "device"):
-            _text(fields[name], f"{where}.{name}")
-        for name in ("memory_bytes", "disk_bytes", "process_bytes"):
-            fields[name] = _whole(fields[name], f"{where}.{name}")
-        for name in ("shared_bytes", "held_bytes", "n_threads"):
-            fields[name] = _whole(fields.get(name, 0), f"{where}.{name}")
-        for name in ("n_cores", "disk_read_bytes_s", "read_bytes_s"):
-            fields[name] = _number(fields[name], f"{where}.{name}")
-        _text(fields.get("machine", ""), f"{where}.machine", may_be_empty=True)
-        fields["machine_share"] = _number(fields.get("machine_share", 0.0), f"{where}.machine_share")
-        if fields["machine_share"] > 1:
-            raise UsageError(f"{where}.machine_share: a node takes at most 1, all of its machine")
-        if not fields["n_cores"]:
-            raise UsageError(f"{where}.n_cores: a node needs more than 0 cores")
-        for name in ("block_s", "head_s"):
-            fields[name] = _times(fields[name], f"{where}.{name}")
-        if not fields["block_s"] and not fields["read_bytes_s"]:
+        get = _known(cls, data, where)
+        profile = cls(
+            name=get.string("name"),
+            device=get.string("device"),
+            n_cores=get.number("n_cores"),
+            memory_bytes=_whole(get, "memory_bytes"),
+            disk_bytes=_whole(get, "disk_bytes"),
+            disk_read_bytes_s=get.number("disk_read_bytes_s"),
+            read_bytes_s=get.number("read_bytes_s"),
+            block_s=_times(get, "block_s"),
+            head_s=_times(get, "head_s"),
+            process_bytes=_whole(get, "process_bytes"),
+            cached_parts=tuple(get.optional("cached_parts", get.strings) or ()),
+            shared_bytes=get.optional("shared_bytes", lambda key: _whole(get, key)) or 0,
+            held_bytes=get.optional("held_bytes", lambda key: _whole(get, key)) or 0,
+            n_threads=get.optional("n_threads", lambda key: _whole(get, key)) or 0,
+            machine=get.optional("machine", get.text) or "",
+            machine_share=get.optional("machine_share", lambda key: get.number(key, 0, 1)) or 0.0,
+        )
+        if not profile.n_cores:
+            raise get.wrong("n_cores", "more than 0 cores")
+        if not profile.block_s and not profile.read_bytes_s:
             raise UsageError(f"{where}: needs block_s, the times of one block, or at least read_bytes_s")
-        parts = fields.get("cached_parts", ())
-        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-            raise UsageError(f"{where}.cached_parts: expected a list of sha256 sums")
-        fields["cached_parts"] = tuple(parts)
-        return cls(**fields)
+        return profile
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,11 @@ class LinkProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "link profile") -> LinkProfile:
         """Raises UsageError: as for a node."""
-        fields = _fields(cls, data, where)
-        for name in ("source", "target"):
-            _text(fields[name], f"{where}.{name}")
-        for name in ("round_trip_s", "bytes_s"):
-            fields[name] = _number(fields[name], f"{where}.{name}")
-        if not fields["bytes_s"]:
-            raise UsageError(f"{where}.bytes_s: a link carries more than 0 bytes per second")
-        return cls(**fields)
+        get = _known(cls, data, where)
+        link = cls(get.string("source"), get.string("target"), get.number("round_trip_s"), get.number("bytes_s"))
+        if not link.bytes_s:
+            raise get.wrong("bytes_s", "more than 0 bytes per second")
+        return link
 
 
 @dataclass(frozen=True)
@@ -156,16 +152,12 @@ class ClusterProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "cluster profile") -> ClusterProfile:
         """Raises UsageError: a field is missing, unknown or makes no sense, or names do not fit each other."""
-        fields = _fields(cls, data, where)
-        for name in ("model", "config_hash", "format"):
-            _text(fields[name], f"{where}.{name}", may_be_empty=name != "format")
-        for name in ("nodes", "links"):
-            if not isinstance(fields[name], (list, tuple)):
-                raise UsageError(f"{where}.{name}: expected a list, found {_short(fields[name])}")
-        if not 1 <= len(fields["nodes"]) <= N_NODES_LIMIT:
-            raise UsageError(f"{where}.nodes: expected 1 to {N_NODES_LIMIT} nodes, found {len(fields['nodes'])}")
-        nodes = tuple(NodeProfile.from_json(node, f"{where}.nodes[{i}]") for i, node in enumerate(fields["nodes"]))
-        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(fields["links"]))
+        get = _known(cls, data, where)
+        listed = get.list("nodes")
+        if not 1 <= len(listed) <= N_NODES_LIMIT:
+            raise UsageError(f"{where}.nodes: expected 1 to {N_NODES_LIMIT} nodes, found {len(listed)}")
+        nodes = tuple(NodeProfile.from_json(node, f"{where}.nodes[{i}]") for i, node in enumerate(listed))
+        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(get.list("links")))
         names = [node.name for node in nodes]
         for name in names:
             if names.count(name) > 1:
@@ -174,16 +166,12 @@ class ClusterProfile:
             for end in (link.source, link.target):
                 if end not in names:
                     raise UsageError(f"{where}.links: there is no node {end!r}, only {', '.join(names[:8])}")
-        return cls(nodes, links, fields["model"], fields["config_hash"], fields["format"])
+        return cls(nodes, links, get.text("model"), get.text("config_hash"), get.string("format"))
 
 
 def read_profile(text: str, where: str) -> ClusterProfile:
     """A cluster profile from the text of a JSON file. Raises UsageError."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"{where} is not valid JSON: {e}") from None
-    return ClusterProfile.from_json(data, where)
+    return ClusterProfile.from_json(parse_object(text, where, UsageError).data, where)
 
 
 def _plain(data: dict[str, Any]) -> dict[str, Any]:
@@ -192,54 +180,31 @@ def _plain(data: dict[str, Any]) -> dict[str, Any]:
     return lists
 
 
-def _fields(cls: Any, data: Any, where: str) -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        raise UsageError(f"{where}: expected an object, found {_short(data)}")
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    for name in data:
-        if name not in known:
-            raise UsageError(f"{where}: unknown field {_short(name)}; expected {', '.join(known)}")
-    for name, field in known.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            raise UsageError(f"{where}: the field {name!r} is missing")
-    return dict(data)
+def _known(cls: Any, data: Any, where: str) -> Fields:
+    """The fields of an object that has none but those of a dataclass."""
+    get = Fields(data, where, UsageError)
+    get.only([field.name for field in dataclasses.fields(cls)])
+    return get
 
 
-def _text(value: Any, where: str, may_be_empty: bool = False) -> None:
-    if not isinstance(value, str) or not (value or may_be_empty):
-        raise UsageError(f"{where}: expected a string, found {_short(value)}")
-
-
-def _number(value: Any, where: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise UsageError(f"{where}: expected a number from 0 on, found {_short(value)}")
-    return float(value)
-
-
-def _whole(value: Any, where: str) -> int:
-    number = _number(value, where)
+def _whole(get: Fields, key: str) -> int:
+    """A whole number, which may be written as 1e9."""
+    number = get.number(key)
     if number != int(number):
-        raise UsageError(f"{where}: expected a whole number, found {_short(value)}")
-    return int(value)
+        raise get.wrong(key, "a whole number")
+    return int(get.data[key])
 
 
-def _times(value: Any, where: str) -> Times:
-    if not isinstance(value, (list, tuple)):
-        raise UsageError(f"{where}: expected a list of [rows, seconds], found {_short(value)}")
+def _times(get: Fields, key: str) -> Times:
     times: list[tuple[int, float]] = []
-    for i, entry in enumerate(value):
+    for i, entry in enumerate(get.list(key, "a list of [rows, seconds]")):
         if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-            raise UsageError(f"{where}[{i}]: expected [rows, seconds], found {_short(entry)}")
-        rows, seconds = _whole(entry[0], f"{where}[{i}]"), _number(entry[1], f"{where}[{i}]")
+            raise UsageError(f"{get.where}.{key}[{i}]: expected [rows, seconds], found {shown(entry)}")
+        pair = Fields({"rows": entry[0], "seconds": entry[1]}, f"{get.where}.{key}[{i}]", UsageError)
+        rows, seconds = _whole(pair, "rows"), pair.number("seconds")
         if rows < 1 or not seconds:
-            raise UsageError(f"{where}[{i}]: expected at least one row and more than 0 seconds, found {_short(entry)}")
+            raise UsageError(f"{pair.where}: expected at least one row and more than 0 seconds, found {shown(entry)}")
         if times and rows <= times[-1][0]:
-            raise UsageError(f"{where}: rows must rise, but {rows} follows {times[-1][0]}")
+            raise UsageError(f"{get.where}.{key}: rows must rise, but {rows} follows {times[-1][0]}")
         times.append((rows, seconds))
     return tuple(times)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
