@@ -16,9 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest, parse_json
+from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.signing import body_hash, key_of_request, sign_request
-from mdi.errors import MdiError
+from mdi.errors import ControlError, MdiError
+from mdi.json_fields import parse_object
 from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.challenge import Caller, answer_to
@@ -99,7 +100,7 @@ def mutate(n: int, seed: int) -> tuple[int, int, int]:
             raise MdiError
 
     def parsed(text: bytes) -> None:
-        content = parse_json(text)
+        content = parse_object(text, "the body", ControlError).data
         for form in (InitRequest, ProfileRequest, ProbeRequest):
             form.from_json(content)
 
