@@ -48,7 +48,8 @@ def init_request(config: dict[str, Any], stop: int) -> InitRequest:
     parts = tuple(PartSpec(f"block.{i}", f"{i:064x}", 1) for i in range(1, stop))
     return InitRequest(
         run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
-        model="m", config=config, config_hash=config_hash(config), stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
+        model="m", config=config, config_hash=config_hash(config),
+        stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
     )  # fmt: skip
 
 

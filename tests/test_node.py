@@ -402,7 +402,8 @@ def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ri
 def request(**changes: Any) -> InitRequest:
     fields: dict[str, Any] = {
         "run": "0" * 16, "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p",
-        "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": {"n_layer": 1}, "config_hash": "h", "stored_dtype": "float32",
+        "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": {"n_layer": 1}, "config_hash": "h",
+        "stored_dtype": "float32",
         "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
     }  # fmt: skip
     return InitRequest(**{**fields, **changes})

@@ -20,7 +20,8 @@ DEADLINE_S = 30.0
 PARTS = tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in (1, 2))
 REQUEST = InitRequest(
     run="0123456789abcdef", epoch="0123456789abcdef", index=1, names=("starter", "secondary0"), placement="p",
-    next_addr="127.0.0.1", next_port=1, model="tiny", config={"n_layer": 5}, config_hash="c", stored_dtype="float32", blocks=(1, 3), parts=PARTS, max_length=9,
+    next_addr="127.0.0.1", next_port=1, model="tiny", config={"n_layer": 5}, config_hash="c",
+    stored_dtype="float32", blocks=(1, 3), parts=PARTS, max_length=9,
 )  # fmt: skip
 
 
