@@ -25,6 +25,7 @@ ALLOWED = {
     "weight_formats": {"errors"},
     "periodic": set(),
     "columns": {"terminal"},
+    "log_lines": {"terminal"},
     "security": {"errors"},
     "config": {"json_fields", "security", "settings_file", "errors"},
     "disk_space": {"config", "units", "errors"},

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import mdi
 from mdi.errors import MdiError, UsageError
+from mdi.log_lines import VARIABLE, form_of, formatter
 from mdi.terminal import LineFormatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
@@ -118,7 +119,10 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     module.add_arguments(parser)
     args = parser.parse_args(argv)
     is_debugging = bool(getattr(args, "debug", False))
-    _set_up_logging(command, bool(getattr(args, "verb", False)), is_debugging, bool(getattr(args, "quiet", False)))
+    form, inherited = form_of(command, bool(getattr(args, "log_json", False)), os.environ), os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = form  # for child processes
+    is_verbose, is_quiet = bool(getattr(args, "verb", False)), bool(getattr(args, "quiet", False))
+    _set_up_logging(command, form, is_verbose, is_debugging, is_quiet)
     handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
     _on_signal(signal.SIGTERM, _raise_terminated)
     is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
@@ -166,6 +170,9 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         for number, handler in handlers.items():
             _on_signal(number, handler)
         _take_down_logging()
+        os.environ.pop(VARIABLE, None)
+        if inherited is not None:
+            os.environ[VARIABLE] = inherited
 
 
 def set_wait_policy() -> None:
@@ -197,11 +204,12 @@ def heed_interrupts() -> None:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """-v and -d, which every command has."""
+    """-v, -d and --log-json, which every command has."""
     parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
     parser.add_argument(
         "-d", "--debug", action="store_true", help="write a debug log to logs/, and show tracebacks of errors"
     )
+    parser.add_argument("--log-json", action="store_true", help="write log lines as JSON objects")
 
 
 def output_dir(kind: str) -> Path:
@@ -219,10 +227,10 @@ def default_nodes_config() -> Path:
     return src / "settings_distr" / "configuration.json"
 
 
-def _set_up_logging(command: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
+def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
-    handler.setFormatter(LineFormatter("%(asctime)s %(message)s" if is_verbose else "%(message)s", "%H:%M:%S"))
+    handler.setFormatter(formatter(form, is_verbose))
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
     logger.propagate = False

@@ -39,7 +39,7 @@ def examine(
     """
     needed = needed_bytes or {}
     own: list[Problem] = []
-    starter = _starter_finding(cluster.starter, needed, cache_dir)
+    starter = starter_finding(cluster.starter, needed, cache_dir)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             try:
@@ -47,12 +47,13 @@ def examine(
                 cluster = replace(cluster, starter=replace(cluster.starter, port=ports[0], port_in=ports[1]))
             except UsageError as e:
                 own.append(Problem("starter", str(e), "If that is a starter of yours, wait for its end"))
-        nodes = (starter, *_reach_nodes(cluster, deadline_s, needed))
+        nodes = (starter, *reach_nodes(cluster, deadline_s, needed))
         links = _measured(_reach_neighbours(cluster, nodes), nodes, cluster.keys)
     return Report(nodes, tuple(links), tuple(own))
 
 
-def _starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path | None) -> NodeFinding:
+def starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path | None) -> NodeFinding:
+    """This machine, as it describes itself."""
     try:
         free = device_free_bytes(choose_device(node.device))
     except UsageError:  # a device that is not here is told of with the devices that are
@@ -69,7 +70,7 @@ def _starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Pat
     return NodeFinding(node, Route(Reach(), Reach()), status, needed.get(node.name, 0))
 
 
-def _reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str, int]) -> list[NodeFinding]:
+def reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str, int]) -> list[NodeFinding]:
     """Every secondary from here, all at once."""
 
     def reach(node: NodeConfig) -> NodeFinding:

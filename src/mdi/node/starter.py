@@ -366,6 +366,21 @@ class StarterNode(StatusOnly):
     def run_id(self) -> str:
         return self._run
 
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def format(self) -> str:
+        """What weights are held in, on this node."""
+        return self._numbers.quantize or self._numbers.dtype
+
+    @property
+    def weights(self) -> StarterWeights:
+        """Of the model, with the cut; between `open` and `close`."""
+        assert self._weights is not None
+        return self._weights
+
     def measured(self) -> NodeMetrics | None:
         """What this node did in the run so far; None before the ring is closed."""
         ring, weights = self._ring, self._weights

@@ -71,7 +71,7 @@ def _limit(summary: Summary) -> Finding:
     if 0 < summary.running < summary.n_nodes:
         words = (
             f"at most {_n(summary.running, 'text')} ran at once, on {summary.n_nodes} nodes: a text has one token on its way, "
-            f"so at least {summary.n_nodes} texts are needed to keep all nodes busy, and the busiest, {stage.name}, computed "
+            f"so at least {summary.n_nodes} texts are needed to keep all nodes busy. The busiest, {stage.name}, computed "
             f"for {stage.busy:.0%} of the time. More texts at once (--n-samples) make the ring faster, and no text slower"
         )
         return Finding("texts", "", words)
@@ -127,8 +127,7 @@ def _memory(summary: Summary) -> Finding:
     put_out = f", and {_n(summary.put_out, 'time')} one had to give its caches back" if summary.put_out else ""
     words = (
         f"there was no cache memory for all texts: up to {summary.waiting} waited while {summary.running} ran{put_out}. "
-        "Smaller caches (--kv-dtype), more of them (--kv-memory), or fewer blocks on the node with the least memory "
-        "let more run"
+        "Smaller caches (--kv-dtype), more of them (--kv-memory), or fewer blocks on the node with least memory let more run"
     )
     return Finding("memory", "", words)
 
