@@ -33,6 +33,31 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{path.name}: {target}"
 
 
+NAMING = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "README.md",
+    *(ROOT / "docs" / n for n in ("architecture.md", "internals.md")),
+]
+
+
+@pytest.mark.parametrize("path", NAMING, ids=lambda path: path.name)
+def test_files_that_a_document_names_are_there(path: Path) -> None:
+    """`node/starter.py` is a file of the package, `old/gpt/families.py` one of the repository, `plan.py` a launcher."""
+    for name in re.findall(r"`([\w./-]+\.(?:py|cpp|h|md|toml|yml))`", path.read_text(encoding="utf-8")):
+        folders = (ROOT / "src" / "mdi", ROOT / "src", ROOT, path.parent)
+        assert any((folder / name).exists() for folder in folders), f"{path.name} names {name}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "docs" / "architecture.md"], ids=lambda path: path.name)
+def test_what_a_file_is_said_to_have_is_in_it(path: Path) -> None:
+    """`TcpRing` (`net/ring.py`): the file has such a class or function."""
+    found = re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", path.read_text(encoding="utf-8"))
+    assert len(found) > 8
+    for name, file in found:
+        text = (ROOT / "src" / "mdi" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(class|def) {name}\b|^{name} = ", text, re.MULTILINE), f"{file} has no {name}"
+
+
 @pytest.mark.parametrize("path", [*(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
 def test_every_document_is_linked_from_the_readme(path: Path) -> None:
     assert f"](docs/{path.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
