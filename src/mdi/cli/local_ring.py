@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     parser.add_argument(
         "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
     )
-    cli_starter.add_arguments(parser, is_litgpt)
+    cli_starter.add_arguments(parser, is_litgpt, is_resumable=False)
     parser.set_defaults(nodes_config=None)
 
 

@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mdi.cli.resume import Journaling
     from mdi.config import ClusterConfig, NodeConfig
     from mdi.metrics import RunMetrics
     from mdi.node.model_family import ModelFamily
     from mdi.node.starter import StarterNode
+    from mdi.recovery.journal import JournalText
 
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_resumable: bool = True) -> None:
     """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
         add_wire_flags,
     )
     from mdi.cli.output import add_output_flags
+    from mdi.cli.resume import add_resume_flags
 
     add_model_flags(parser, is_litgpt)
     nodes = parser.add_argument_group("nodes")
@@ -72,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
     add_wire_flags(nodes, with_frames=is_litgpt)
     add_generation_flags(parser, n_tokens=300)
+    if is_litgpt and is_resumable:
+        add_resume_flags(parser)
     add_output_flags(parser)
     add_common_flags(parser)
 
@@ -88,9 +93,20 @@ def chosen_placement(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi.cli import default_nodes_config
+    from mdi.cli.resume import Journaling, list_runs
     from mdi.config import load_cluster
 
-    return run_on(args, lambda: load_cluster(args.nodes_config))
+    if args.resume == "":
+        list_runs(args)
+        return 0
+    journaling = None if args.no_journal else Journaling(args, default_nodes_config())
+    try:
+        generate_on(args, lambda: load_cluster(args.nodes_config), journaling=journaling)
+    finally:
+        if journaling is not None:
+            journaling.close()
+    return 0
 
 
 def run_on(
@@ -110,6 +126,7 @@ def generate_on(
     check: Callable[[], None] = lambda: None,
     family: Callable[[], ModelFamily] | None = None,
     is_reported: bool = True,
+    journaling: Journaling | None = None,
 ) -> RunMetrics:
     """One run on a cluster, from flags to what it measured.
 
@@ -117,11 +134,12 @@ def generate_on(
         family: makes that of the model; None is litgpt's.
         check: called again and again while the nodes get ready; raises if that has become pointless.
         is_reported: show the texts as they grow, and tables and files at the end.
+        journaling: writes down what the run reaches.
     """
     from mdi.cli.output import print_json
 
     try:
-        return _generate(args, cluster_of, check, family, is_reported)
+        return _generate(args, cluster_of, check, family, is_reported, journaling)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
@@ -134,6 +152,7 @@ def _generate(
     check: Callable[[], None],
     family: Callable[[], ModelFamily] | None,
     is_reported: bool,
+    journaling: Journaling | None,
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_keys
@@ -141,7 +160,11 @@ def _generate(
     from mdi.prompts import read_prompts
 
     check_computing(args)
-    prompts = read_prompts(args.prompt or [], args.n_samples, default=args.samples_of_one)
+    known = None if journaling is None else journaling.texts
+    if known is None:
+        prompts = read_prompts(args.prompt or [], args.n_samples, default=args.samples_of_one)
+    else:
+        prompts = [text.prompt for text in known]
     params = sampling_params(args)
     starter_options(args)
     cluster = with_keys(args, cluster_of())
@@ -157,11 +180,13 @@ def _generate(
     node = StarterNode(cluster, options, None if family is None else family())
     try:
         node.open()
-        encoded = encode_prompts(node, prompts)
+        encoded = encode_prompts(node, prompts) if known is None else [text.prompt_ids for text in known]
         longest = max(map(len, encoded)) + args.n_tokens
         node.place(len(encoded), longest, check)
         node.prepare(longest, check)
-        return _run(args, node, prompts, encoded, params, is_reported)
+        if journaling is not None:
+            journaling.begin(args, node, prompts, encoded)
+        return _run(args, node, prompts, encoded, params, is_reported, known)
     finally:
         ignore_interrupts()
         node.close()
@@ -269,6 +294,7 @@ def _run(
     encoded: list[list[int]],
     params: Any,
     is_reported: bool,
+    known: list[JournalText] | None,
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
     from mdi.cli.output import report
@@ -283,10 +309,11 @@ def _run(
             tell_seed(params)
         stream = open_stream(len(prompts)) if is_streaming else None
         on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            sample = node.submit(prompt, ids, params, args.stop, on_text)
+        for i, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             if stream is not None:
-                stream.show(sample.index, prompt + ("" if node.codec.prompt_style is None else "\n"))
+                stream.show(i, prompt + ("" if node.codec.prompt_style is None else "\n"))
+            before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
+            node.submit(prompt, ids, params, args.stop, on_text, before=before, finish_reason=reason)
         node.generate()
         node.end(leave=getattr(args, "stop_nodes", False))
     except (MdiError, KeyboardInterrupt) as e:

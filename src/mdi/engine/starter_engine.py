@@ -67,11 +67,13 @@ class StarterEngine:
         self.n_tokens = 0  # generated so far, of all sequences
 
     def submit(
-        self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None
-    ) -> Request:
+        self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None,
+        generated: Iterable[int] = (),
+    ) -> Request:  # fmt: skip
         """Queue a sequence.
 
         Args:
+            generated: tokens that it has already, of an earlier run; its next one is drawn as it would have been then.
             ends: sees each token and may end the sequence, see `Ends`.
             events: where its events go; None makes a queue of its own.
 
@@ -86,7 +88,7 @@ class StarterEngine:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
             )
-        sequence = Sequence(next(self._ids), prompt, params, self._max_length)
+        sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=[*prompt, *generated])
         if (reason := self._scheduler.refusal(sequence)) is not None:
             raise UsageError(reason)
         request = Request(sequence, events, ends, self.cancel)

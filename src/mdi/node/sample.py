@@ -12,6 +12,8 @@ from mdi.engine.scheduler import Event
 from mdi.metrics import SampleMetrics
 
 OnText = Callable[["Sample", str], None]
+# Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.
+Record = Callable[[int, list[int], str | None], None]
 
 
 class Sample:
@@ -69,6 +71,22 @@ class Sample:
             if self._on_text is not None:
                 self._on_text(self, "")
 
+    def restore(self, token_ids: Sequence[int], finish_reason: str | None, n_tokens: int) -> bool:
+        """Take what an earlier run had reached.
+
+        Args:
+            n_tokens: that it may have.
+
+        Returns:
+            whether it goes on.
+        """
+        self.take(Event(-1, tuple(token_ids), None, self._begin))
+        if finish_reason is None:  # its end was not written down, but follows from what was
+            finish_reason = "stop" if self._stream.is_stopped else "length" if len(token_ids) >= n_tokens else None
+        if finish_reason is not None:
+            self.take(Event(-1, (), finish_reason, self._begin))
+        return finish_reason is None
+
     def _show(self, text: str) -> None:
         self._pieces.append(text)
         if text and self._on_text is not None:
@@ -82,10 +100,15 @@ class Sample:
 
 
 class SampleReader:
-    """Reads any number of samples in one thread, each piece as it comes. Left early, it cancels those that go on."""
+    """Reads any number of samples in one thread, each piece as it comes. Left early, it cancels those that go on.
+
+    Attributes:
+        record: told of what each sample has gained.
+    """
 
     def __init__(self) -> None:
         self.events: Events = queue.SimpleQueue()
+        self.record: Record | None = None
         self._samples: dict[int, Sample] = {}  # those that go on, by seq_id
 
     def add(self, sample: Sample, request: Request) -> None:
@@ -100,7 +123,10 @@ class SampleReader:
             sample = self._samples[event.seq_id]
             if event.finish_reason is not None:
                 del self._samples[event.seq_id]
+            n_before = len(sample.token_ids)
             sample.take(event)
+            if self.record is not None:
+                self.record(sample.index, sample.token_ids[n_before:], sample.finish_reason)
 
     def __enter__(self) -> SampleReader:
         return self
@@ -112,8 +138,14 @@ class SampleReader:
             sample.cancel()
 
 
-def stops_at(stream: TextStream) -> Ends:
-    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it."""
+def stops_at(stream: TextStream, before: Sequence[int] = ()) -> Ends:
+    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it.
+
+    Args:
+        before: tokens that the text has already.
+    """
+    for token in before:
+        stream.push(token)
 
     def ends(token: int) -> bool:
         stream.push(token)

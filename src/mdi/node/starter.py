@@ -37,11 +37,12 @@ from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.driver import EngineThread
 from mdi.node.format_choice import choose_numbers, first_that_fits, fits_here, formats_to_try, with_format
 from mdi.node.forming import form_ring
+from mdi.node.identity import identity_of
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
 from mdi.node.run_trace import RunTrace
-from mdi.node.sample import OnText, Sample, SampleReader, stops_at
+from mdi.node.sample import OnText, Record, Sample, SampleReader, stops_at
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss, metrics_of
 from mdi.partition.methods import DEFAULT_METHOD
@@ -261,13 +262,15 @@ class StarterNode(StatusOnly):
 
     def submit(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
-        on_text: OnText | None = None, reader: SampleReader | None = None,
+        on_text: OnText | None = None, reader: SampleReader | None = None, before: Sequence[int] = (),
+        finish_reason: str | None = None,
     ) -> Sample:  # fmt: skip
         """Queue a sample; its own random numbers follow from params.seed and its number in this run. From any thread.
 
         Args:
             stop: strings that end the text and are not part of it.
             reader: who reads it, in this thread; None leaves that to `generate`.
+            before: tokens that an earlier run has generated of it, which ended it if there is a `finish_reason`.
 
         Raises:
             UsageError: the prompt cannot be continued, or the nodes could never hold the text.
@@ -283,10 +286,29 @@ class StarterNode(StatusOnly):
             stop_sequences=tuple(tuple(s) for s in self.codec.stop_sequences),
         )
         sample = Sample(index, prompt, prompt_ids, TextStream(self.codec, stop), self._begin, on_text)
-        ends = stops_at(TextStream(self.codec, stop)) if stop else None
-        reader.add(sample, self.engine.submit(prompt_ids, params, ends, reader.events))
+        ends = stops_at(TextStream(self.codec, stop), before) if stop else None
+        room = min(params.n_tokens, self.max_length - len(prompt_ids))
+        if not (before or finish_reason) or sample.restore(before, finish_reason, room):
+            reader.add(sample, self.engine.submit(prompt_ids, params, ends, reader.events, before))
+        elif reader.record is not None:
+            reader.record(index, [], sample.finish_reason)
         self.samples.append(sample)
         return sample
+
+    def record_to(self, record: Record) -> None:
+        """Have somebody told of what each sample gains that `generate` reads."""
+        self._reader.record = record
+
+    @property
+    def identity(self) -> str:
+        """See `identity_of`; after `prepare`."""
+        assert self._weights is not None
+        return identity_of(self._weights, self._numbers, self._options, self.max_length)
+
+    @property
+    def formats(self) -> tuple[str | None, str | None]:
+        """Of the blocks and of the head: what was asked for, or, with "auto", what was chosen."""
+        return self._options.quantize, self._options.quantize_head
 
     def generate(self) -> None:
         """Read all samples that were submitted without a reader, until they have ended.

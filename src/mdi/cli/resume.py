@@ -1,0 +1,131 @@
+"""--resume: a run whose starter ended goes on with every text that was not finished; and what is written down for that."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.errors import UsageError
+
+if TYPE_CHECKING:
+    from mdi.node.starter import StarterNode
+    from mdi.recovery.journal import JournalText, RunRecord
+
+# Flags that are those of this command, whatever the run was started with.
+OWN = (
+    "resume", "run_dir", "no_journal", "json", "no_stream", "plots", "time_run", "trace", "key", "insecure", "wait",
+    "stop_nodes", "verb", "debug", "quiet",
+)  # fmt: skip
+
+logger = logging.getLogger("mdi")
+
+
+def add_resume_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("going on with a run")
+    group.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run that was broken off, by its name or `last`: its "
+        "flags and prompts are used again, and --nodes-config if it is given; without a name, list such runs",
+    )  # fmt: skip
+    group.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where runs write down what they have reached, readable by you only, until "
+        "they end (default: runs/ in the cache folder)",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-journal", action="store_true", help="write nothing down: such a run cannot be gone on with"
+    )
+
+
+def run_folder(args: argparse.Namespace) -> Path:
+    from mdi.cache_dir import default_cache_dir
+
+    return args.run_dir if args.run_dir is not None else default_cache_dir() / "runs"
+
+
+class Journaling:
+    """The journal of a run of the starter, from its flags to its end.
+
+    Args:
+        args: of the command; with --resume, those of the run that goes on are written into it.
+
+    Raises:
+        UsageError: there is no such run, or another process goes on with it.
+    """
+
+    def __init__(self, args: argparse.Namespace, default_nodes: Path) -> None:
+        from mdi.recovery.journal import Journal
+        from mdi.recovery.runs import find_run
+
+        self._folder = run_folder(args)
+        self._journal: Journal | None = None
+        self._record: RunRecord | None = None
+        if args.resume:
+            self._journal, self._record = Journal.reopen(find_run(self._folder, args.resume))
+            _restore(args, self._record.flags, default_nodes)
+
+    @property
+    def texts(self) -> list[JournalText] | None:
+        """Of the run that goes on; None if this is a new one."""
+        return None if self._record is None else self._record.texts
+
+    def begin(self, args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]]) -> None:
+        """From here on what `node` generates is written down. UsageError if it is not what the run began with."""
+        from mdi.recovery.journal import Journal, JournalText, RunRecord
+        from mdi.recovery.runs import new_run
+
+        if self._journal is None:
+            texts = [JournalText(*pair) for pair in zip(prompts, encoded, strict=True)]
+            flags = {**_saved(args), "quantize": node.formats[0], "quantize_head": node.formats[1]}
+            self._journal = Journal(new_run(self._folder), RunRecord(flags, node.identity, texts))
+        else:
+            assert self._record is not None
+            if node.identity != self._record.identity:
+                raise UsageError(
+                    f"{self._journal.path.parent.name} was begun with another model or other options: its texts would go on "
+                    "as others; begin a new run"
+                )
+            n_left = sum(text.finish_reason is None for text in self._record.texts)
+            logger.info("going on with %d of %d texts", n_left, len(self._record.texts))
+        node.record_to(self._journal.add)
+
+    def close(self) -> None:
+        """Harmless if repeated. A run whose texts have all ended leaves nothing behind."""
+        from mdi.recovery.journal import read_record
+        from mdi.recovery.runs import remove_run
+
+        journal, self._journal = self._journal, None
+        if journal is None:
+            return
+        journal.close()
+        with contextlib.suppress(UsageError):
+            if read_record(journal.path).is_over:
+                return remove_run(journal.path)
+        logger.info("to go on with this run: starter.py --resume %s", journal.path.parent.name)
+
+
+def list_runs(args: argparse.Namespace) -> None:
+    from mdi.recovery.runs import told_runs
+    from mdi.terminal import show
+
+    lines = told_runs(run_folder(args))
+    show("\n".join(lines) if lines else f"no run in {run_folder(args)} was broken off")
+
+
+def _saved(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a run as JSON; files by their whole names."""
+    return {
+        name: {"path": str(value.expanduser().absolute())} if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in OWN
+    }
+
+
+def _restore(args: argparse.Namespace, flags: dict[str, Any], default_nodes: Path) -> None:
+    for name, value in flags.items():
+        if name in OWN or (name == "nodes_config" and args.nodes_config != default_nodes):
+            continue
+        if isinstance(value, dict):
+            value = Path(str(value.get("path")))
+        setattr(args, name, value)

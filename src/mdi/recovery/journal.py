@@ -1,0 +1,258 @@
+"""What a run has reached, on disk: should the starter end, another one goes on with every text.
+
+One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, the next ones are the prompts, and then
+come token ids as they are known. Lines are only ever appended, and synced once a second; whatever is not whole at the end of the
+file is cut off when it is read. Drawing has no state (`engine.sampling`), so ids, prompts and seed are all that a text needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import UsageError
+
+VERSION = 1
+SYNC_S = 1.0
+JOIN_S = 10.0
+N_BYTES_LIMIT = 1 << 32  # of a file that is read
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass
+class JournalText:
+    """One text: its prompt, the ids that were generated so far, and why it has ended; None if it goes on."""
+
+    prompt: str
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class RunRecord:
+    """What a journal holds.
+
+    Attributes:
+        flags: that the run was started with, as JSON.
+        identity: hash of the model and of all options that its numbers depend on.
+        texts: in the order in which they were submitted.
+        n_bytes: of the file that are whole.
+    """
+
+    flags: dict[str, Any]
+    identity: str
+    texts: list[JournalText] = field(default_factory=list)
+    n_bytes: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return all(text.finish_reason is not None for text in self.texts)
+
+
+class Journal:
+    """The journal of one run, locked while it is open. `add` never waits for the disk.
+
+    Raises:
+        UsageError: the file cannot be made, or another process has it.
+    """
+
+    def __init__(self, path: Path, record: RunRecord) -> None:
+        """Make the file, with what is known before the first token."""
+        self.path = path
+        self._file = _opened(path, os.O_CREAT | os.O_EXCL)
+        first = [{"version": VERSION, "flags": record.flags, "identity": record.identity}]
+        self._start(0, [*first, *({"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts)])
+
+    @classmethod
+    def reopen(cls, path: Path) -> tuple[Journal, RunRecord]:
+        """The journal of a run that goes on, and what it holds; a damaged end is cut off. UsageError also if it is none."""
+        journal = cls.__new__(cls)
+        journal.path = path
+        journal._file = _opened(path, 0)
+        try:
+            record = read_record(path)
+            os.ftruncate(journal._file, record.n_bytes)
+        except BaseException:
+            os.close(journal._file)
+            raise
+        journal._start(record.n_bytes, [])
+        return journal, record
+
+    def _start(self, n_bytes: int, records: Sequence[dict[str, Any]]) -> None:
+        self._n_bytes = n_bytes  # of whole lines in the file
+        self._lines: list[bytes] = []
+        self._tokens: dict[int, list[int]] = {}
+        self._ended: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._is_told = False
+        self._closing = threading.Event()
+        for record in records:
+            self._append(record)
+        self._sync()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def add(self, index: int, tokens: list[int], finish_reason: str | None) -> None:
+        """Text number `index` has grown by these tokens, has ended, or both."""
+        with self._lock:
+            self._tokens.setdefault(index, []).extend(tokens)
+            if finish_reason is not None:
+                self._ended[index] = finish_reason
+
+    def close(self) -> None:
+        """Write what is left; harmless if repeated."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            return  # the disk hangs; the file is closed with the process
+        self._sync()
+        os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._closing.wait(SYNC_S):
+            self._sync()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        data = json.dumps(record, separators=(",", ":")).encode()
+        self._lines.append(b"%08x %s\n" % (zlib.crc32(data), data))
+
+    def _sync(self) -> None:
+        """Write what has come since the last time. A disk that is full is told once; the run goes on, and so do the tries."""
+        with self._lock:
+            tokens, self._tokens = self._tokens, {}
+            ended, self._ended = self._ended, {}
+        for index in sorted(tokens):
+            end = {"end": ended[index]} if index in ended else {}
+            self._append({"text": index, "ids": tokens[index], **end})
+        if not self._lines:
+            return
+        data = b"".join(self._lines)
+        try:
+            _write(self._file, data, self._n_bytes)
+            _sync_to_disk(self._file)
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._n_bytes)
+            if not self._is_told:
+                logger.warning("what the run has reached cannot be written to %s: %s; the run goes on", self.path, e)
+                self._is_told = True
+            return
+        self._n_bytes += len(data)
+        self._lines.clear()
+
+
+def read_record(path: Path) -> RunRecord:
+    """What a journal holds, up to the first line that is damaged. Raises UsageError if it is no journal."""
+    try:
+        if path.stat().st_size > N_BYTES_LIMIT:
+            raise UsageError(f"{path} is too large for a journal")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"cannot read {path}: {e.strerror or e}") from None
+    record: RunRecord | None = None
+    n_bytes = 0
+    for line in data.splitlines(keepends=True):
+        fields = _fields_of(line)
+        if fields is None:
+            break
+        if record is None:
+            if fields.get("version") != VERSION or not isinstance(fields.get("flags"), dict):
+                break
+            record = RunRecord(fields["flags"], str(fields.get("identity")))
+        elif not _take(record, fields):
+            break
+        n_bytes += len(line)
+    if record is None:
+        raise UsageError(f"{path} is no journal of this version")
+    record.n_bytes = n_bytes
+    return record
+
+
+def _fields_of(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it is not whole."""
+    check, blank, data = line[:8], line[8:9], line[9:-1]
+    if blank != b" " or not line.endswith(b"\n") or check != b"%08x" % zlib.crc32(data):
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _take(record: RunRecord, fields: dict[str, Any]) -> bool:
+    """Whether the line made sense."""
+    ids, prompt, index = fields.get("ids"), fields.get("prompt"), fields.get("text")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        return False
+    if isinstance(prompt, str):
+        record.texts.append(JournalText(prompt, ids))
+        return True
+    if type(index) is not int or not 0 <= index < len(record.texts):
+        return False
+    text = record.texts[index]
+    text.ids += ids
+    if isinstance(fields.get("end"), str):
+        text.finish_reason = fields["end"]
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has the journal open."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(file)
+    finally:
+        os.close(file)
+
+
+def _opened(path: Path, flags: int) -> int:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | flags, 0o600)
+    except OSError as e:
+        raise UsageError(f"cannot write the journal {path}: {e.strerror or e} (--run-dir, or --no-journal)") from None
+    if not _lock(file):
+        os.close(file)
+        raise UsageError(f"another process goes on with {path.parent.name}")
+    return file
+
+
+def _lock(file: int) -> bool:
+    """Take the lock, which ends with the process; False if somebody has it."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    os.lseek(file, offset, os.SEEK_SET)
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(file, view) :]
+
+
+def _sync_to_disk(file: int) -> None:
+    getattr(os, "fdatasync", os.fsync)(file)

@@ -1,0 +1,72 @@
+"""A starter that is killed in the middle of a run: another one goes on, and gives what an undisturbed run gives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from processes import DEADLINE_S, Cluster, Spawn, Starter
+
+from mdi.cli import launch
+from mdi.errors import UsageError
+from mdi.recovery.journal import read_record
+from mdi.recovery.runs import find_run, runs_in
+
+RUN = ("--prompt-style", "none", "--n-tokens", 2500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
+
+
+def wait_until_written(folder: Path, n_tokens: int) -> None:
+    """Until a run that goes on has written down so many ids of each text."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        for path in folder.glob("*/journal"):
+            try:
+                texts = read_record(path).texts
+            except UsageError:  # not written yet
+                continue
+            if len(texts) == 3 and all(len(text.ids) >= n_tokens for text in texts):
+                return
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+
+
+def test_a_run_whose_starter_was_killed_goes_on(
+    ring: Cluster, endless: Path, spawn: Spawn, starter: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    first = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, *RUN, "--run-dir", folder)
+    wait_until_written(folder, 5)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    before = read_record(find_run(folder, "last")).texts
+    assert all(5 <= len(text.ids) < 2500 for text in before)
+    capsys.readouterr()
+    assert launch("starter", ["--resume", "--run-dir", str(folder)]) == 0
+    assert "endless: 0 of 3 texts ended" in capsys.readouterr().out
+    status = launch("starter", ["--resume", "last", "--run-dir", str(folder), "--json"])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    ids = [sample["token_ids"] for sample in json.loads(printed.out)["samples"]]
+    assert [text.ids for text in before] == [one[: len(text.ids)] for one, text in zip(ids, before, strict=True)]
+    assert not runs_in(folder) and not list(folder.iterdir())
+    assert ids == starter(endless, ring.path, *RUN, "--no-journal").token_ids
+
+
+def test_another_model_is_refused(
+    ring: Cluster, endless: Path, checkpoint: Path, spawn: Spawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    model = tmp_path / "endless"
+    model.symlink_to(endless)
+    first = spawn("starter", "--ckpt", model, "--nodes-config", ring.path, *RUN, "--run-dir", folder)
+    wait_until_written(folder, 1)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    model.unlink()
+    model.symlink_to(checkpoint)
+    assert launch("starter", ["--resume", "last", "--run-dir", str(folder), "--json"]) == 2
+    assert len(runs_in(folder)) == 1

@@ -1,0 +1,171 @@
+"""The journal of a run: what was written is read again, damage at its end is cut off, and a full disk ends nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mdi.errors import UsageError
+from mdi.recovery import journal as journal_module
+from mdi.recovery.journal import Journal, JournalText, RunRecord, is_locked, read_record
+from mdi.recovery.runs import KEPT_S, N_KEPT, find_run, new_run, remove_run, runs_in, told_runs
+
+DEADLINE_S = 60.0
+
+
+def record() -> RunRecord:
+    flags = {"n_tokens": 40, "ckpt": {"path": "/models/tiny"}}
+    return RunRecord(flags, "a" * 64, [JournalText("Who?", [1, 2]), JournalText("Ä\n", [3])])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "one" / "journal"
+
+
+def written(path: Path) -> Path:
+    journal = Journal(path, record())
+    journal.add(0, [10, 11], None)
+    journal.add(1, [20], None)
+    journal.add(0, [12], "length")
+    journal.close()
+    journal.close()
+    return path
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    found = read_record(written(path))
+    assert (found.flags, found.identity) == (record().flags, "a" * 64)
+    assert found.texts == [JournalText("Who?", [1, 2], [10, 11, 12], "length"), JournalText("Ä\n", [3], [20])]
+    assert not found.is_over and found.n_bytes == path.stat().st_size
+
+
+def test_only_the_user_can_read_it(path: Path) -> None:
+    written(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_every_damaged_end_is_cut_off(path: Path) -> None:
+    """Wherever the file ends or a byte is another: what comes before it is read, and the run goes on from there."""
+    data = written(path).read_bytes()
+    first = data.index(b"\n") + 1
+    n_lines = data.count(b"\n")
+    for n_bytes in range(first, len(data)):
+        path.write_bytes(data[:n_bytes])
+        journal, found = Journal.reopen(path)
+        assert found.n_bytes == data[:n_bytes].rfind(b"\n") + 1 == path.stat().st_size
+        journal.close()
+    for place in range(first, len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        found = read_record(path)
+        assert found.n_bytes == data[:place].rfind(b"\n") + 1
+    assert n_lines == 5
+
+
+def test_a_run_goes_on_in_the_same_file(path: Path) -> None:
+    with open(written(path), "ab") as file:
+        file.write(b"0123 half a li")
+    journal, found = Journal.reopen(path)
+    assert found.texts[1].ids == [20]
+    journal.add(1, [21], "eos")
+    journal.close()
+    found = read_record(path)
+    assert found.texts[1] == JournalText("Ä\n", [3], [20, 21], "eos") and found.is_over
+
+
+def test_what_is_no_journal_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError):
+        read_record(path)
+    path.parent.mkdir(parents=True)
+    for data in (b"", b"{}\n", b"00000000 {}\n", b"\0" * 100):
+        path.write_bytes(data)
+        with pytest.raises(UsageError):
+            Journal.reopen(path)
+        assert path.read_bytes() == data and not is_locked(path)
+
+
+def test_two_processes_do_not_go_on_with_the_same_run(path: Path) -> None:
+    journal = Journal(path, record())
+    assert is_locked(path)
+    with pytest.raises(UsageError):
+        Journal.reopen(path)
+    journal.close()
+    assert not is_locked(path)
+    Journal.reopen(path)[0].close()
+
+
+def test_it_is_written_while_the_run_goes_on(path: Path) -> None:
+    journal = Journal(path, record())
+    journal.add(0, [10], None)
+    deadline = time.monotonic() + DEADLINE_S
+    while read_record(path).texts[0].ids != [10]:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+    journal.close()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 7], ids=["nothing", "a part"])
+def test_a_full_disk_is_told_once_and_nothing_is_lost_when_it_has_room_again(
+    path: Path, n_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "SYNC_S", 0.01)
+    write, is_full, n_tries = os.write, threading.Event(), 0
+
+    def failing(file: int, data: memoryview) -> int:
+        nonlocal n_tries
+        if is_full.is_set() and len(data) > 1:
+            n_tries += 1
+            if n_bytes:
+                write(file, data[:n_bytes])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(journal_module.os, "write", failing)
+    journal = Journal(path, record())
+    is_full.set()
+    journal.add(0, [10], None)
+    deadline = time.monotonic() + DEADLINE_S
+    while n_tries < 3:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert read_record(path).texts[0].ids == []
+    is_full.clear()
+    journal.add(0, [11], None)
+    journal.close()
+    assert read_record(path).texts[0].ids == [10, 11]
+    assert caplog.text.count("No space left") == 1
+
+
+def test_runs_are_found_listed_and_removed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        find_run(tmp_path, "last")
+    names = []
+    for i in range(3):
+        path = written(new_run(tmp_path))
+        if i < 2:
+            os.utime(path, (1e9 + i, 1e9 + i))
+        names.append(path.parent.name)
+    assert [run.name for run in runs_in(tmp_path)] == [names[2]], "the others were too old when the next one began"
+    assert find_run(tmp_path, "last") == find_run(tmp_path, names[2]) == find_run(tmp_path, str(tmp_path / names[2]))
+    assert told_runs(tmp_path) == [f"{names[2]}  tiny: 1 of 2 texts ended, 4 tokens"]
+    with pytest.raises(UsageError, match=names[2]):
+        find_run(tmp_path, "another")
+    remove_run(find_run(tmp_path, "last"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_more_than_some_runs_are_kept_and_none_that_goes_on_is_removed(tmp_path: Path) -> None:
+    running = Journal(new_run(tmp_path), record())
+    os.utime(running.path, (0, 0))
+    for _ in range(N_KEPT + 3):
+        written(new_run(tmp_path))
+    assert len(runs_in(tmp_path)) == N_KEPT and running.path.exists()
+    assert time.time() - running.path.stat().st_mtime > KEPT_S
+    running.close()
