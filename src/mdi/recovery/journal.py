@@ -1,8 +1,9 @@
 """What a run has reached, on disk: should the starter end, another one goes on with every text.
 
-One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, the next ones are the prompts, and then
-come token ids as they are known. Lines are only ever appended, and synced once a second; whatever is not whole at the end of the
-file is cut off when it is read. Drawing has no state (`engine.sampling`), so ids, prompts and seed are all that a text needs.
+One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, the next ones are the prompts, and
+then come token ids as they are known. Lines are only ever appended, and synced once a second; whatever is not whole at the end
+of the file is cut off when it is read. Drawing has no state (`engine.sampling`), so ids, prompts and seed are all that a text
+needs.
 """
 
 from __future__ import annotations
