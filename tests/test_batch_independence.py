@@ -9,8 +9,12 @@ import pytest
 import torch
 from litgpt.config import Config
 
+from families import config_of, random_gpt
 from mdi.kernels.layout import Matrix, pack
+from mdi.model.attention import CachedLatentAttention
 from mdi.model.stage import Stage
+from mdi.model.tiles import tiled_bmm
+from mdi.weight_formats import is_packable
 
 CPU = torch.device("cpu")
 # The MLP's width is a multiple of 32, for torch's silu computes what is left over in another way, wherever it is.
@@ -52,7 +56,7 @@ def alone(stage: Stage, seq_id: int, prompt: int, n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_company_changes_no_bit(form: str, kv_dtype: torch.dtype) -> None:
+def test_the_others_of_a_batch_change_no_bit(form: str, kv_dtype: torch.dtype) -> None:
     stage = stage_of(form=form, kv_dtype=kv_dtype)
     prompts = {
         1: 3,
@@ -72,14 +76,14 @@ def test_company_changes_no_bit(form: str, kv_dtype: torch.dtype) -> None:
         # Members come and go, and stand in another order each time; those that pause catch up alone.
         members = [s for s in prompts if torch.rand(1, generator=order) < 0.7]
         members = [members[i] for i in torch.randperm(len(members), generator=order).tolist()]
-        for company in (members, *([s] for s in prompts if s not in members)):
-            if not company:
+        for batch in (members, *([s] for s in prompts if s not in members)):
+            if not batch:
                 continue
-            at = [prompts[s] + step for s in company]
-            rows = torch.stack([own[s][i] for s, i in zip(company, at, strict=True)])
-            found = stage(rows, [(s, i, 1) for s, i in zip(company, at, strict=True)])
-            for s, i, row in zip(company, at, found, strict=True):
-                assert torch.equal(row, expected[s][i]), f"sequence {s} at position {i} beside {company}"
+            at = [prompts[s] + step for s in batch]
+            rows = torch.stack([own[s][i] for s, i in zip(batch, at, strict=True)])
+            found = stage(rows, [(s, i, 1) for s, i in zip(batch, at, strict=True)])
+            for s, i, row in zip(batch, at, found, strict=True):
+                assert torch.equal(row, expected[s][i]), f"sequence {s} at position {i} beside {batch}"
 
 
 def test_a_prompt_in_the_frame_stands_beside_the_group() -> None:
@@ -124,3 +128,24 @@ def test_what_a_new_page_never_held_is_a_number() -> None:
     stage.caches.free(2)
     assert torch.equal(alone(stage, 1, 40, 3), expected)
     assert expected.isfinite().all()
+
+
+def test_routers_and_latent_products_of_packed_models_do_not_see_how_many_rows_there_are() -> None:
+    gpt = random_gpt(config_of("deepseek-v3-shape"), seed=1)
+    stage = Stage(gpt.config, 1, 2)
+    own = {n: t for n, t in gpt.state_dict().items() if n.startswith("transformer.h.1.")}
+    packed = {n: pack("int8", t.numpy()) if is_packable(n, t.shape) else t for n, t in own.items()}
+    stage.load(["block.1"], lambda part: packed, CPU, torch.float32)
+    attn, gate = stage.blocks[0].attn, stage.blocks[0].mlp.gate
+    assert isinstance(attn, CachedLatentAttention) and attn.multiply is tiled_bmm
+    x = torch.randn(70, gpt.config.n_embd, generator=torch.Generator().manual_seed(1))
+    a, b = torch.randn(70, 4, 12).transpose(0, 1), torch.randn(4, 12, 16)
+    whole, product = gate(x), attn.multiply(a, b)
+    torch.testing.assert_close(product, a @ b)
+    for n in (1, 2, 3, 7, 8, 9, 64):
+        assert all(torch.equal(p, w[:n]) for p, w in zip(_several(gate(x[:n])), _several(whole), strict=True))
+        assert torch.equal(attn.multiply(a[:, :n], b), product[:, :n])
+
+
+def _several(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else result

@@ -24,6 +24,7 @@ from mdi.model.batch import Batch
 from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
 from mdi.model.few_rows import pad_few_rows
 from mdi.model.packed_linear import Weights, install, kernel_context
+from mdi.model.tiles import keep_rows_apart
 
 # Of modules, measured: of a block without experts, of one expert.
 BLOCK_BYTES = 40_000
@@ -99,6 +100,8 @@ class Stage(nn.Module):
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
         self.requires_grad_(False)
         pad_few_rows(self)
+        if context is not None:  # packed layers round their rows to 8 bits, which makes last bits visible
+            keep_rows_apart(self)
 
     def _check(self, part: str, given: Tensors) -> None:
         wanted = self.state_dict()

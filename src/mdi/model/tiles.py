@@ -2,7 +2,7 @@
 
 A matrix product adds up in another order for one row than for eight, which changes the last bits. Where the next layer
 rounds its input to 8 bits, or an expert is chosen by the result, the last bits become visible: logits of mixtures of experts
-differed by 0.03 between a sequence alone and one in company. So routers and the products of latent attention always take TILE
+differed by 0.03 between a sequence alone and one in a batch. So routers and the products of latent attention always take TILE
 rows, of which those beyond the end are zeros.
 """
 
