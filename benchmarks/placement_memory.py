@@ -109,13 +109,14 @@ def speeds(width: int, fmt: str) -> Any:
     import torch
 
     from mdi.checkpoint.packing import Packing
+    from mdi.machine.computing import Computing
     from mdi.measure.profiler import bench_of
     from mdi.measure.profiling import SPAN_S, Subject
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         packing = Packing("int8", "int8") if fmt == "int8" else None
-        subject = Subject(config_of(width), "", "cpu", "float32", None, packing=packing)
+        subject = Subject(config_of(width), "", Computing("cpu", "float32", packing=packing))
         return bench_of(subject, SPAN_S, lambda *told: None).run(Path(folder), False)
 
 

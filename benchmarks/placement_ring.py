@@ -93,6 +93,7 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
+    from mdi.machine.computing import Computing
     from mdi.machine.device import choose_packing
     from mdi.machine.threads import choose_threads
     from mdi.measure.profiler import bench_of
@@ -101,7 +102,7 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
     choose_threads(1)
     config = read_config(ckpt / "model_config.yaml")
     packing = choose_packing(config, "cpu", "float32", "float32", None, None)
-    bench = bench_of(Subject(config, "", "cpu", "float32", None, packing=packing), 0.6, lambda *told: None)
+    bench = bench_of(Subject(config, "", Computing("cpu", "float32", packing=packing)), 0.6, lambda *told: None)
     print("ready", flush=True)
     for _ in sys.stdin:
         speeds = bench.run(ckpt, with_head)

@@ -59,7 +59,7 @@ def test_one_node_takes_what_its_memory_allows(
     try:
         starter.open()
         starter.place(1, 20)
-        packing = starter._numbers.packing
+        packing = starter.computing.packing
         assert packing is not None and packing.blocks in expected and packing.head == packing.blocks
     finally:
         starter.close()

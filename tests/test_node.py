@@ -25,7 +25,8 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
-from mdi.machine.device import Computing, check_format, choose_device, choose_dtype
+from mdi.machine.computing import Computing
+from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S

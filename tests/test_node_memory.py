@@ -14,7 +14,8 @@ from loopback import stages_of
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.page_sizes import CacheClass, cache_type_named
 from mdi.machine import threads as node_threads
-from mdi.machine.device import Computing, choose_kv_dtype
+from mdi.machine.computing import Computing
+from mdi.machine.device import choose_kv_dtype
 from mdi.machine.threads import pin_to_cores
 from mdi.node import cache_budget as node_memory
 from mdi.node.cache_budget import CacheReport, report_caches, share_out

@@ -28,6 +28,7 @@ from mdi.control.messages import ProfileRequest, Slots
 from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.machine.computing import Computing
 from mdi.machine.neighbours import host_of
 from mdi.measure.cluster_measurement import BROKEN_S, ClusterMeasurement
 from mdi.measure.planning import told_blocks
@@ -367,7 +368,7 @@ def test_what_takes_long_is_told(
         measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
     assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
     config = plain(asdict(tiny_config()))
-    Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", "cpu", "float32", None), None)
+    Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", Computing("cpu", "float32")), None)
     assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
 
 

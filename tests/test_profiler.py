@@ -20,6 +20,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
+from mdi.machine.computing import Computing
 from mdi.measure.profiler import FILE, Profiler, bench_of
 from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.secondary import SecondaryNode
@@ -29,7 +30,11 @@ from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 
 CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
-SUBJECT = Subject(CONFIG, "h" * 64, "cpu", "float32", None)
+SUBJECT = Subject(CONFIG, "h" * 64, Computing("cpu", "float32"))
+
+
+def computed(**changes: Any) -> Subject:
+    return replace(SUBJECT, computing=replace(SUBJECT.computing, **changes))
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -43,10 +48,10 @@ def profiler(folder: Path) -> Profiler:
 @pytest.mark.parametrize(
     "subject",
     [
-        *(replace(SUBJECT, quantize=form, quantize_head=form) for form in (None, "int8", "fp16")),
-        *(replace(SUBJECT, packing=Packing(form, form)) for form in LAYOUTS),
+        *(computed(quantize=form, quantize_head=form) for form in (None, "int8", "fp16")),
+        *(computed(packing=Packing(form, form)) for form in LAYOUTS),
     ],
-    ids=lambda subject: f"{'torch' if subject.packing is None else 'kernels'}-{subject.format}",
+    ids=lambda subject: f"{'torch' if subject.computing.packing is None else 'kernels'}-{subject.computing.format}",
 )
 def test_a_node_measures_itself(tmp_path: Path, subject: Subject) -> None:
     told: list[tuple[str, int, int]] = []
@@ -93,9 +98,9 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert again.block_s == found.block_s and again.read_bytes_s == found.read_bytes_s
     for other in (
         replace(SUBJECT, config_hash="i" * 64),
-        replace(SUBJECT, quantize="int8"),
-        replace(SUBJECT, packing=Packing("float32", "float32")),
-        replace(SUBJECT, dtype="bfloat16"),
+        computed(quantize="int8"),
+        computed(packing=Packing("float32", "float32")),
+        computed(dtype="bfloat16"),
         replace(SUBJECT, with_head=True),
     ):
         with pytest.raises(AssertionError, match="measured again"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mdi.block_ranges import block_span
@@ -18,26 +17,6 @@ from mdi.machine.processor import warn_of_processor
 from mdi.machine.threads import choose_threads
 from mdi.machine.torch_use import load_torch, may_have_gpu
 from mdi.weight_formats import check_packed
-
-
-@dataclass(frozen=True)
-class Computing:
-    """What a node computes with: device, numbers, what its caches hold, weight format of its blocks, CPU threads.
-
-    `threads` None leaves them as they are. `packing` is what weights are brought into for the kernels; None: torch computes.
-    """
-
-    device: str
-    dtype: str
-    kv_dtype: str
-    quantize: str | None
-    threads: int | None = None
-    packing: Packing | None = None
-
-    @property
-    def format(self) -> str:
-        """What the weights of the blocks are held in, see weight_formats."""
-        return (self.packing and self.packing.blocks) or self.quantize or self.dtype
 
 
 def check_format(name: str | None, device: str) -> None:

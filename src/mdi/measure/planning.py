@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import span
-from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
 from mdi.errors import CheckpointError
-from mdi.machine.device import check_format, choose_device, choose_dtype, choose_packing
+from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import choose_device
 from mdi.measure.cluster_measurement import ClusterMeasurement
 from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler, share_of
@@ -43,22 +43,11 @@ class Model:
     stored_dtype: str
 
 
-@dataclass(frozen=True)
-class Requested:
-    """What the starter computes in and has its weights in, and what it wishes of the others (see `InitRequest`)."""
-
-    device: str
-    dtype: str
-    requested_dtype: str | None
-    quantize: str | None
-    quantize_head: str | None
-    packing: Packing | None = None
-
-
 def profile_cluster(
     cluster: ClusterConfig,
     model: Model,
-    requested: Requested,
+    computing: Computing,
+    dtype: str | None,
     cache_dir: Path | None,
     wait_s: float,
     fresh: bool = False,
@@ -69,22 +58,14 @@ def profile_cluster(
 
     Args:
         cluster: with the ports that are really listened on, the starter's too.
+        computing: of the starter; `dtype` is what the others are asked to compute in.
         cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
         fresh: measure again, whatever is kept.
         run: id of the run that is to be placed; None is only a plan.
     """
     folder = cache_dir or Path.cwd()
     profiler = Profiler(cluster.starter.name, folder)
-    subject = Subject(
-        model.config,
-        model.config_hash,
-        requested.device,
-        requested.dtype,
-        requested.quantize,
-        requested.quantize_head,
-        with_head=True,
-        packing=requested.packing,
-    )
+    subject = Subject(model.config, model.config_hash, computing, with_head=True)
 
     def own() -> NodeProfile:
         try:
@@ -96,17 +77,19 @@ def profile_cluster(
         model.config,
         model.config_hash,
         model.stored_dtype,
-        requested.requested_dtype,
-        requested.quantize,
+        dtype,
+        computing.quantize,
         fresh,
         run=run,
     )
-    survey = ClusterMeasurement(cluster, request, own, wait_s, check, partial(share_of, subject), subject.format)
-    nodes, links = survey.run()
-    for name, other in survey.formats.items():
-        if other != subject.format:
-            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.format)
-    return ClusterProfile(nodes, links, model.name, model.config_hash, subject.format)
+    measurement = ClusterMeasurement(
+        cluster, request, own, wait_s, check, partial(share_of, subject), subject.computing.format
+    )
+    nodes, links = measurement.run()
+    for name, other in measurement.formats.items():
+        if other != subject.computing.format:
+            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.computing.format)
+    return ClusterProfile(nodes, links, model.name, model.config_hash, subject.computing.format)
 
 
 def measure_live(
@@ -121,16 +104,14 @@ def measure_live(
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
     device = choose_device(node.device)
-    check_format(quantize, device)
-    wished = requested_dtype or node.dtype
-    packing = choose_packing(model.config, device, wished, model.stored_dtype, quantize, quantize)
-    dtype = choose_dtype(wished, model.stored_dtype, device, quantize is not None or packing is not None)
-    requested = Requested(device, dtype, requested_dtype, quantize, quantize, packing)
+    computing = choose_computing(
+        model.config, device, requested_dtype or node.dtype, model.stored_dtype, quantize, quantize
+    )
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             port, port_in = stack.enter_context(open_ports(node, cluster.keys))
             cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
-        return profile_cluster(cluster, model, requested, cache_dir, wait_s, fresh)
+        return profile_cluster(cluster, model, computing, requested_dtype, cache_dir, wait_s, fresh)
 
 
 def choose(

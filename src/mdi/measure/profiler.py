@@ -88,19 +88,19 @@ class Profiler:
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.
         """
-        with computing_threads(subject.threads):
+        with computing_threads(subject.computing.threads):
             key = self._key(subject)
             speeds = None if fresh else self._kept().get(key)
             if speeds is None:
                 speeds = self._measure(subject, check)
                 self._keep(key, speeds)
             threads = n_threads()
-        process_bytes = 0 if subject.device.startswith("cuda") else self._process_bytes
+        process_bytes = 0 if subject.computing.device.startswith("cuda") else self._process_bytes
         return NodeProfile(
             name=self._name,
-            device=subject.device,
+            device=subject.computing.device,
             n_cores=n_cores(),
-            memory_bytes=self.available_bytes(subject.device) + process_bytes,
+            memory_bytes=self.available_bytes(subject.computing.device) + process_bytes,
             disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
             process_bytes=process_bytes,
             cached_parts=store.parts() if store is not None else (),
@@ -108,14 +108,14 @@ class Profiler:
             read_bytes_s=speeds.read_bytes_s,
             block_s=speeds.block_s,
             head_s=speeds.head_s,
-            shared_bytes=machine_free_bytes(subject.device),
-            held_bytes=self.held_bytes_of(subject.device),
+            shared_bytes=machine_free_bytes(subject.computing.device),
+            held_bytes=self.held_bytes_of(subject.computing.device),
             n_threads=threads,
         )
 
     def is_kept(self, subject: Subject) -> bool:
         """Whether a profile of this subject needs no measuring."""
-        with computing_threads(subject.threads):
+        with computing_threads(subject.computing.threads):
             return self._key(subject) in self._kept()
 
     def _measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
@@ -128,7 +128,12 @@ class Profiler:
             if report.is_due():
                 logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
 
-        logger.info("%s measures itself: %s in %s", self._name, subject.config.get("name") or "a model", subject.format)
+        logger.info(
+            "%s measures itself: %s in %s",
+            self._name,
+            subject.config.get("name") or "a model",
+            subject.computing.format,
+        )
         try:
             return bench_of(subject, self._span_s, told).run(self._folder, subject.with_head)
         finally:
@@ -137,20 +142,21 @@ class Profiler:
 
     def _key(self, subject: Subject) -> str:
         """Everything that the times depend on; a change of it makes what is kept worthless."""
+        packing = subject.computing.packing
         parts = {
             "version": mdi.__version__,
             "computed by": _computed_by(subject),
             "cpu": cpu_model(),
             "cores": n_cores(),
             "memory": psutil.virtual_memory().total,
-            "device": _device_name(subject.device),
+            "device": _device_name(subject.computing.device),
             "threads": n_threads(),
             "rows": ROWS,
             "model": subject.config_hash,
-            "dtype": subject.dtype,
-            "quantize": subject.quantize,
-            "packing": subject.packing and [subject.packing.blocks, subject.packing.head, LAYOUT_VERSION],
-            "head": [subject.with_head, subject.quantize_head],
+            "dtype": subject.computing.dtype,
+            "quantize": subject.computing.quantize,
+            "packing": packing and [packing.blocks, packing.head, LAYOUT_VERSION],
+            "head": [subject.with_head, subject.computing.quantize_head],
         }
         return json.dumps(parts, sort_keys=True)
 
@@ -178,15 +184,15 @@ class Profiler:
 def share_of(subject: Subject, slots: Slots) -> float:
     """The part of its machine that this node takes while it computes the subject; see `mdi.measure.contention`."""
     shapes = model_shapes(subject.config, "the model to be measured")
-    form = weight_format(subject.format)
+    form = weight_format(subject.computing.format)
     n_bytes = int(sum(form.tensor_bytes(n, shape) for n, shape in shapes.items() if part_of(n).startswith("block.")))
-    with computing_threads(subject.threads):
-        return machine_share(slots, n_bytes, subject.device)
+    with computing_threads(subject.computing.threads):
+        return machine_share(slots, n_bytes, subject.computing.device)
 
 
 def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:
     """What measures the blocks of a subject: in the kernels, or in torch. CheckpointError if there is no such model."""
-    if subject.packing is not None:
+    if subject.computing.packing is not None:
         from mdi.measure.kernel_bench import KernelBench
 
         return KernelBench(subject, span_s, progress)
@@ -196,7 +202,7 @@ def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int]
 
 
 def _computed_by(subject: Subject) -> str:
-    if subject.packing is not None:
+    if subject.computing.packing is not None:
         return f"kernels {LAYOUT_VERSION} {library.instruction_set()}"
     import torch
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
+from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.measure.reading import reader
 from mdi.units import size
@@ -39,30 +39,17 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be measured: one model in the format that this node would hold it in.
+    """What is to be measured: one model, computed as this node would.
 
     Attributes:
         config: litgpt Config as a plain dict; `config_hash` is its hash.
-        quantize, quantize_head: weight formats; None is `dtype`.
-        device, threads: that it would compute with; threads None leaves them as they are.
         with_head: whether the node would hold embedding, final norm and head as well.
-        packing: what weights are brought into for the kernels; None: torch computes.
     """
 
     config: dict[str, Any]
     config_hash: str
-    device: str
-    dtype: str
-    quantize: str | None
-    quantize_head: str | None = None
+    computing: Computing
     with_head: bool = False
-    threads: int | None = None
-    packing: Packing | None = None
-
-    @property
-    def format(self) -> str:
-        """Of the blocks, see weight_formats."""
-        return (self.packing and self.packing.blocks) or self.quantize or self.dtype
 
 
 @dataclass(frozen=True)
@@ -147,8 +134,8 @@ class Bench(ABC):
         """What a tensor of the model takes while weights of chance are made."""
 
     def _read_bytes_s(self) -> float:
-        n_bytes = min(READ_BYTES, device_free_bytes(self._subject.device) // 8)
-        read, n_bytes = reader(n_bytes, self._subject.device)
+        n_bytes = min(READ_BYTES, device_free_bytes(self._subject.computing.device) // 8)
+        read, n_bytes = reader(n_bytes, self._subject.computing.device)
         return n_bytes / self._mean_s(read)
 
     def _blocks(self, check: Callable[[], None]) -> Any:
@@ -195,7 +182,7 @@ class Bench(ABC):
         return sum(self.bytes_of(name) for name in self._shapes if name.startswith(prefixes))
 
     def _check_capacity(self, n_bytes: float, what: str) -> None:
-        free = device_free_bytes(self._subject.device)
+        free = device_free_bytes(self._subject.computing.device)
         if n_bytes > free:
             raise CheckpointError(
                 f"{what} of the model takes {size(n_bytes)} to be built and measured, but {size(free)} of memory are free"

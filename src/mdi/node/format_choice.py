@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
 from mdi.errors import PlacementError
-from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, why_torch
+from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.resources import device_free_bytes
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
@@ -20,36 +19,14 @@ from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 logger = logging.getLogger("mdi")
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What the starter computes with.
-
-    Attributes:
-        quantize: format of the blocks that was asked for, or that the weights are stored in; None loses nothing.
-        packing: what the kernels read; None if torch computes.
-        dtype, kv_dtype: of rows, and of what caches hold.
-    """
-
-    quantize: str | None
-    packing: Packing | None
-    dtype: str
-    kv_dtype: str
-
-
-def choose_numbers(
-    family: ModelFamily, weights: StarterWeights, options: StarterOptions, device: str, requested_dtype: str | None
-) -> Numbers:
-    """Raises UsageError if the device cannot do what was asked for."""
-    quantize = options.quantize or weights.quantize
-    check_format(quantize, device)
-    config = family.kernel_config(weights.config)
-    packing = choose_packing(
-        config, device, requested_dtype, weights.dtype, quantize or weights.stored_format,
-        options.quantize_head or weights.quantize_head,
+def starter_computing(
+    family: ModelFamily, weights: StarterWeights, options: StarterOptions, device: str, dtype: str | None
+) -> Computing:
+    """What the starter computes with. Raises UsageError if the device cannot do what was asked for."""
+    return choose_computing(
+        family.kernel_config(weights.config), device, dtype, weights.dtype, options.quantize or weights.quantize,
+        options.quantize_head or weights.quantize_head, options.kv_dtype, weights.stored_format,
     )  # fmt: skip
-    dtype = choose_dtype(requested_dtype, weights.dtype, device, quantize is not None or packing is not None)
-    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device, why_torch(config, device, requested_dtype))
-    return Numbers(quantize, packing, dtype, kv_dtype)
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import MdiError
-from mdi.machine.device import Computing
+from mdi.machine.computing import Computing
 from mdi.net.ring import TcpRing
 from mdi.node.cache_budget import CacheReport
 

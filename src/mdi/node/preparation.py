@@ -17,7 +17,8 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.cache_memory import CacheMemory
 from mdi.errors import UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage
-from mdi.machine.device import Computing, told_path, why_torch
+from mdi.machine.computing import Computing
+from mdi.machine.device import told_path, why_torch
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_spins, n_threads
 from mdi.model.stage import StarterStage
@@ -173,10 +174,7 @@ class Preparation:
         start, stop = weights.blocks[0]
         needed = 0
         for part in self._family.starter_parts(stop, self._cluster.n_nodes):
-            held = computing.format
-            if not part.startswith("block."):
-                packed = computing.packing.head if computing.packing else None
-                held = packed or self._options.quantize_head or weights.quantize_head or computing.dtype
+            held = computing.format if part.startswith("block.") else computing.head_format
             needed += held_bytes([weights.part_bytes(part)], weights.dtype, held, weights.stored_format)
         free = device_free_bytes(computing.device)
         if needed > free:
@@ -215,8 +213,8 @@ class Preparation:
         else:
             self.stage = self._family.starter_stage(self._config, stop, self._cluster.n_nodes)
             loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
-            head = options.quantize_head or weights.quantize_head
-            loaded.load(parts, lambda part: torch_weights(source(part), part, computing.quantize, head))
+            formats = computing.quantize, computing.quantize_head
+            loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
         reason = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
         told = told_path(self._cluster.starter.name, 0, stop, reason if computing.packing is None else None)
         logger.debug("%s", told)

@@ -312,10 +312,7 @@ class SecondaryNode:
 
     def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
         computing = self._stages.computing(request)
-        subject = Subject(
-            request.config, request.config_hash, computing.device, computing.dtype, computing.quantize,
-            threads=computing.threads, packing=computing.packing,
-        )  # fmt: skip
+        subject = Subject(request.config, request.config_hash, computing)
         if request.slots is not None:
             return {"machine_share": share_of(subject, request.slots)}
         is_kept = not request.fresh and self._profiler.is_kept(subject)
@@ -327,7 +324,7 @@ class SecondaryNode:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         with computing_threads(computing.threads):
             threads = n_threads()
-        return {"profile": profile.to_json(), "format": subject.format, "threads": threads, "kept": is_kept}
+        return {"profile": profile.to_json(), "format": subject.computing.format, "threads": threads, "kept": is_kept}
 
     def _work(self, job: Job) -> None:
         assert self._listener is not None

@@ -10,7 +10,7 @@ from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import Rows, SecondaryLoop
 from mdi.errors import MdiError, RingError
-from mdi.machine.device import Computing
+from mdi.machine.computing import Computing
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
 from mdi.model.array_stage import ArrayStage

@@ -17,16 +17,8 @@ from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.kernel_stage import KernelStage
-from mdi.machine.device import (
-    Computing,
-    check_format,
-    choose_device,
-    choose_dtype,
-    choose_kv_dtype,
-    choose_packing,
-    told_path,
-    why_torch,
-)
+from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import check_format, choose_device, choose_dtype, told_path, why_torch
 from mdi.machine.threads import n_spins, n_threads
 from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
@@ -80,7 +72,7 @@ class StageHolder:
         self._weight_memory = weight_memory
         self.family = family
         check_format(quantize, self.device)
-        choose_dtype(dtype, "float32", self.device)  # a wrong wish is told before anything is bound
+        choose_dtype(dtype, "float32", self.device)  # what cannot be is told before anything is bound
         self._stage: NodeStage | None = None
         self._stage_key: tuple[Any, ...] | None = None
         self.blocks: tuple[int, int] | None = None
@@ -104,7 +96,7 @@ class StageHolder:
         return was_there
 
     def computing(self, request: InitRequest | ProfileRequest) -> Computing:
-        """What this node computes with: what it was started with goes before the starter's requested.
+        """What this node computes with: what it was started with goes before what the starter asks for.
 
         Raises:
             UsageError: there is no such device here, or it cannot do that, or it takes torch, which is not here.
@@ -113,31 +105,28 @@ class StageHolder:
         if self.own["device"] is None and request.device is not None:
             device = choose_device(request.device)
         quantize = self._format(request.quantize, device)
-        wished = self._dtype or request.dtype
+        wanted = self._dtype or request.dtype
         config = self.family.kernel_config(request.config)
-        blocks = quantize or (request.stored_format if isinstance(request, InitRequest) else None)
-        packing = choose_packing(config, device, wished, request.stored_dtype, blocks, None)
-        if packing is None:
-            load_torch(f"{self._name}: {why_torch(config, device, wished)}")
-        is_float32 = quantize is not None or packing is not None
-        dtype = choose_dtype(wished, request.stored_dtype, device, is_float32)
-        requested_kv = request.kv_dtype if isinstance(request, InitRequest) else "auto"
-        kv_dtype = choose_kv_dtype(requested_kv, dtype, device, why_torch(config, device, wished))
-        threads = request.threads if self.own["threads"] is None else None  # its own are set already
-        return Computing(device, dtype, kv_dtype, quantize, threads, packing)
+        if (reason := why_torch(config, device, wanted)) is not None:
+            load_torch(f"{self._name}: {reason}")
+        return choose_computing(
+            config, device, wanted, request.stored_dtype, quantize, kv_dtype=request.kv_dtype if isinstance(request, InitRequest) else "auto",
+            stored_format=request.stored_format if isinstance(request, InitRequest) else None,
+            threads=request.threads if self.own["threads"] is None else None,  # its own are set already
+        )  # fmt: skip
 
-    def _format(self, wished: str | None, device: str) -> str | None:
+    def _format(self, wanted: str | None, device: str) -> str | None:
         """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
         if self._quantize is not None:
             check_format(self._quantize, device)
-        if self._quantize is not None or wished is None:
+        if self._quantize is not None or wanted is None:
             return self._quantize
         try:
-            check_format(wished, device)
+            check_format(wanted, device)
         except UsageError as e:
             logger.warning("%s: %s", self._name, e)
             return None
-        return wished
+        return wanted
 
     def refuse_misfit_chunk(self, request: InitRequest) -> None:
         """A chunk that was named on the command line is a promise for its own weights. ControlError if it has other blocks.

@@ -29,13 +29,13 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
-from mdi.machine.device import Computing, check_format, choose_device, choose_dtype
-from mdi.measure.planning import Model, Requested, choose, profile_cluster, told_blocks
+from mdi.machine.device import check_format, choose_device, choose_dtype
+from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.driver import EngineThread
-from mdi.node.format_choice import choose_numbers, first_that_fits, fits_here, formats_to_try, with_format
+from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.forming import form_ring
 from mdi.node.identity import identity_of
 from mdi.node.model_family import ModelFamily
@@ -121,7 +121,9 @@ class StarterNode(StatusOnly):
         if self._is_auto:
             self._options = with_format(self._options, form)
         assert self._weights is not None
-        self._numbers = choose_numbers(self._family, self._weights, self._options, self._device, self._requested_dtype)
+        self.computing = starter_computing(
+            self._family, self._weights, self._options, self._device, self._requested_dtype
+        )
 
     @property
     def context_length(self) -> int:
@@ -182,18 +184,15 @@ class StarterNode(StatusOnly):
     ) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
         self._take_format(form)
-        weights, options, numbers = self._weights, self._options, self._numbers
+        weights, options = self._weights, self._options
         assert weights is not None
         assert self._listener is not None and self._control is not None
         self._state = "PLANNING"
         here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
         model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-        requested = Requested(
-            self._device, numbers.dtype, options.dtype, numbers.quantize, options.quantize_head, numbers.packing
-        )
         profile = profile_cluster(
-            replace(self.cluster, starter=here), model, requested, options.cache_dir, options.wait_s, check=check,
-            run=self._run,
+            replace(self.cluster, starter=here), model, self.computing, options.dtype, options.cache_dir, options.wait_s,
+            check=check, run=self._run,
         )  # fmt: skip
         length = min(max_length, self.context_length)
         placement, n_frames = choose(profile, model, method, n_sequences, length, options.prefer_memory)
@@ -221,10 +220,8 @@ class StarterNode(StatusOnly):
         if self._clients:
             logger.info("loading %s on %d nodes", self._weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
-        numbers = self._numbers
-        computing = Computing(self._device, numbers.dtype, numbers.kv_dtype, numbers.quantize, packing=numbers.packing)
         preparation = Preparation(
-            self._family, self.config, self.cluster, self._clients, self._options, computing, self._weights, self._run,
+            self._family, self.config, self.cluster, self._clients, self._options, self.computing, self._weights, self._run,
             self._listener.port if self._listener is not None else None, self.max_length,
         )  # fmt: skip
         try:
@@ -251,7 +248,7 @@ class StarterNode(StatusOnly):
         )  # fmt: skip
         scheduler = self._family.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
         self.engine = StarterEngine(
-            self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self._numbers.dtype], wire
+            self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self.computing.dtype], wire
         )
         self._state = "RUNNING"
         self._begin = time.perf_counter()
@@ -303,7 +300,7 @@ class StarterNode(StatusOnly):
     def identity(self) -> str:
         """See `identity_of`; after `prepare`."""
         assert self._weights is not None
-        return identity_of(self._weights, self._numbers, self._options, self.max_length)
+        return identity_of(self._weights, self.computing, self._options, self.max_length)
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
@@ -395,7 +392,7 @@ class StarterNode(StatusOnly):
     @property
     def format(self) -> str:
         """What weights are held in, on this node."""
-        return self._numbers.quantize or self._numbers.dtype
+        return self.computing.quantize or self.computing.dtype
 
     @property
     def weights(self) -> StarterWeights:

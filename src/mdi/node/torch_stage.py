@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mdi.engine.tensors import DTYPES, TensorRows
-from mdi.machine.device import Computing
+from mdi.machine.computing import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage

@@ -1,0 +1,69 @@
+"""What a node computes with, decided once and then handed on whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.checkpoint.packing import Packing
+from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, why_torch
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Devices and number types are named as torch names them.
+
+    Attributes:
+        dtype: of the rows.
+        kv_dtype: what caches hold.
+        quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
+        threads: of the CPU; None leaves them as they are.
+        packing: what weights are brought into for the kernels; None: torch computes.
+    """
+
+    device: str
+    dtype: str
+    kv_dtype: str = "float32"
+    quantize: str | None = None
+    threads: int | None = None
+    packing: Packing | None = None
+    quantize_head: str | None = None
+
+    @property
+    def format(self) -> str:
+        """What the weights of the blocks are held in, a name in weight_formats.FORMATS."""
+        return (self.packing and self.packing.blocks) or self.quantize or self.dtype
+
+    @property
+    def head_format(self) -> str:
+        """The same for head and embedding."""
+        return (self.packing and self.packing.head) or self.quantize_head or self.dtype
+
+
+def choose_computing(
+    config: Mapping[str, Any] | None,
+    device: str,
+    dtype: str | None,
+    stored: str,
+    quantize: str | None,
+    quantize_head: str | None = None,
+    kv_dtype: str = "auto",
+    stored_format: str | None = None,
+    threads: int | None = None,
+) -> Computing:
+    """What a node computes with, from what was asked for.
+
+    Args:
+        config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        dtype: what the user wants to compute in; None leaves the choice.
+        stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
+
+    Raises:
+        UsageError: the device cannot do that.
+    """
+    check_format(quantize, device)
+    packing = choose_packing(config, device, dtype, stored, quantize or stored_format, quantize_head)
+    chosen = choose_dtype(dtype, stored, device, quantize is not None or packing is not None)
+    kv_chosen = choose_kv_dtype(kv_dtype, chosen, device, why_torch(config, device, dtype))
+    return Computing(device, chosen, kv_chosen, quantize, threads, packing, quantize_head)
