@@ -109,9 +109,11 @@ class StageHolder:
         config = self.family.kernel_config(request.config)
         if (reason := why_torch(config, device, wanted)) is not None:
             load_torch(f"{self._name}: {reason}")
+        kv_dtype, stored_format = "auto", None
+        if isinstance(request, InitRequest):
+            kv_dtype, stored_format = request.kv_dtype, request.stored_format
         return choose_computing(
-            config, device, wanted, request.stored_dtype, quantize, kv_dtype=request.kv_dtype if isinstance(request, InitRequest) else "auto",
-            stored_format=request.stored_format if isinstance(request, InitRequest) else None,
+            config, device, wanted, request.stored_dtype, quantize, kv_dtype=kv_dtype, stored_format=stored_format,
             threads=request.threads if self.own["threads"] is None else None,  # its own are set already
         )  # fmt: skip
 
