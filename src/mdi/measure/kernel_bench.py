@@ -22,8 +22,8 @@ class KernelBench(Bench):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self._subject.packing is not None
-        self._packing = self._subject.packing
+        assert self._subject.computing.packing is not None
+        self._packing = self._subject.computing.packing
         self._random = np.random.default_rng(1)
 
     def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> ArrayStage:

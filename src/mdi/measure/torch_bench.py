@@ -25,7 +25,7 @@ class TorchBench(Bench):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = Config(**self._subject.config)
-        self._device, self._dtype = torch.device(self._subject.device), DTYPES[self._subject.dtype]
+        self._device, self._dtype = torch.device(self._subject.computing.device), DTYPES[self._subject.computing.dtype]
         self._generator = torch.Generator().manual_seed(1)
 
     def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Stage:
@@ -36,7 +36,7 @@ class TorchBench(Bench):
         return stage
 
     def _weights(self, part: str) -> Weights:
-        form = self._subject.quantize if part.startswith("block.") else self._subject.quantize_head
+        form = self._subject.computing.quantize if part.startswith("block.") else self._subject.computing.quantize_head
         shapes = {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
         if form is not None:
             return dict(chance_weights(shapes, Packing(form, form)))
@@ -49,7 +49,9 @@ class TorchBench(Bench):
 
     def head(self) -> Callable[[torch.Tensor], object]:
         stage = StarterStage(self._config, 0)
-        given = install(stage, self._weights("head"), kernel_context() if self._subject.quantize_head else None)
+        given = install(
+            stage, self._weights("head"), kernel_context() if self._subject.computing.quantize_head else None
+        )
         stage.load_state_dict({name: t.to(self._device) for name, t in given.items()}, strict=False, assign=True)
         stage.requires_grad_(False)
         pad_few_rows(stage)
