@@ -74,14 +74,15 @@ ALLOWED = {
     "gpu_memory": set(),
     "process_memory": {"errors", "gpu_memory"},
     "token_times": {"errors"},
-    "tracing": {"block_ranges", "net", "errors"},
+    "tracing": {"block_ranges", "columns", "units", "net", "errors"},
 }
 BELOW_NODE = set(ALLOWED)
 ALLOWED["machine"] = BELOW_NODE
 ALLOWED["measure"] = BELOW_NODE | {"machine"}
 ALLOWED["examine"] = BELOW_NODE | {"machine"}
 ALLOWED["node"] = BELOW_NODE | {"machine", "measure", "examine"}
-ALLOWED["cli"] = ALLOWED["node"] | {"node"}
+ALLOWED["serve"] = ALLOWED["node"] | {"node"}
+ALLOWED["cli"] = ALLOWED["serve"] | {"serve"}
 
 # The root itself holds the version and nothing else.
 ROOT = "version"

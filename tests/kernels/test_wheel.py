@@ -16,6 +16,7 @@ from mdi.kernels import build
 from tiny_kernels import write_tiny_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "src" / "mdi" / "serve" / "page"
 CROSS = "aarch64-linux-gnu-g++"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux wheels")
@@ -35,6 +36,9 @@ def project(tmp_path: Path) -> Path:
         ROOT / "src" / "mdi" / "kernels", kernels, ignore=shutil.ignore_patterns("csrc", "*.so", "__pycache__")
     )
     write_tiny_kernels(kernels / "csrc")
+    (project / "src" / "mdi" / "serve").mkdir()
+    (project / "src" / "mdi" / "serve" / "__init__.py").touch()
+    shutil.copytree(PAGE, project / "src" / "mdi" / "serve" / "page")
     return project
 
 
@@ -51,6 +55,7 @@ def _setup(project: Path, *commands: str, **environment: str) -> list[Path]:
 def _libraries(wheel: Path) -> list[bytes]:
     with zipfile.ZipFile(wheel) as file:
         assert "mdi/kernels/csrc/api.cpp" in file.namelist()
+        assert {f"mdi/serve/page/files/{path.name}" for path in (PAGE / "files").iterdir()} <= set(file.namelist())
         return [file.read(name) for name in file.namelist() if name.endswith(".so")]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.tracing.stages import Stage, Summary, Way
+from mdi.units import counted, duration, size
 
 BUSY = 0.75  # who is busy for so much of the time keeps the others waiting
 UNEVEN = 1.15  # so much slower than the mean stage: blocks are worth moving
@@ -70,8 +71,8 @@ def _limit(summary: Summary) -> Finding:
         return _stage(stage, summary)
     if 0 < summary.running < summary.n_nodes:
         words = (
-            f"at most {_n(summary.running, 'text')} ran at once, on {summary.n_nodes} nodes: a text has one token on its way, "
-            f"so at least {summary.n_nodes} texts are needed to keep all nodes busy. The busiest, {stage.name}, computed "
+            f"at most {counted(summary.running, 'text')} ran, on {summary.n_nodes} nodes. A text has one token on its way: "
+            f"at least {summary.n_nodes} texts keep all nodes busy. The busiest, {stage.name}, computed "
             f"for {stage.busy:.0%} of the time. More texts at once (--n-samples) make the ring faster, and no text slower"
         )
         return Finding("texts", "", words)
@@ -82,7 +83,7 @@ def _stage(stage: Stage, summary: Summary) -> Finding:
     others = [s for s in summary.stages if s is not stage]
     words = (
         f"{stage.name} ({block_span(*stage.blocks)}) is the slowest stage: it computes for {stage.busy:.0%} of the time, "
-        f"{_ms(stage.frame_s)} for each frame"
+        f"{duration(stage.frame_s)} for each frame"
     )
     mean_s = sum(s.frame_s for s in summary.stages) / len(summary.stages)
     if not others:
@@ -92,7 +93,7 @@ def _stage(stage: Stage, summary: Summary) -> Finding:
     words += ", and the others wait for it"
     if stage.frame_s > UNEVEN * mean_s:
         words += (
-            f". With blocks moved to the others until all take {_ms(mean_s)}, the ring would be up to "
+            f". With blocks moved to the others until all take {duration(mean_s)}, the ring would be up to "
             f"{stage.frame_s / mean_s:.1f} times as fast (--placement throughput measures and does that; --layers by hand)"
         )
     else:
@@ -105,7 +106,7 @@ def _stage(stage: Stage, summary: Summary) -> Finding:
 def _link(way: Way) -> Finding:
     words = (
         f"the link from {way.source} to {way.target} is the limit: for {way.busy:.0%} of the time frames wait behind one "
-        f"another on it; one of {way.frame_bytes / 1e3:.1f} kB takes {_ms(way.transit_s)}. Send less over it (--wire-dtype "
+        f"another on it; one of {size(way.frame_bytes)} takes {duration(way.transit_s)}. Send less over it (--wire-dtype "
         "fp16 or int8), use a faster link, or give the ring another order"
     )
     return Finding("link", way.source, words)
@@ -116,15 +117,15 @@ def _round_trip(summary: Summary, stage: Stage) -> Finding:
     slow = max(summary.ways, key=lambda w: w.transit_s)
     words = (
         f"no node and no link is busy all the time ({stage.name}, the busiest, computes for {stage.busy:.0%}): a frame's way "
-        f"takes {_ms(summary.round_s)}, {_ms(on_links)} of it on links (the slowest: {slow.source} to {slow.target}, "
-        f"{_ms(slow.transit_s)}), and {summary.in_flight:.1f} frames are on their way. More frames (--frames) hide the links, "
+        f"takes {duration(summary.round_s)}, {duration(on_links)} of it on links (the slowest: {slow.source} to {slow.target}, "
+        f"{duration(slow.transit_s)}), and {summary.in_flight:.1f} frames are on their way. More frames (--frames) hide links, "
         "as far as there are texts to fill them"
     )
     return Finding("round trip", slow.source, words)
 
 
 def _memory(summary: Summary) -> Finding:
-    put_out = f", and {_n(summary.put_out, 'time')} one had to give its caches back" if summary.put_out else ""
+    put_out = f", and {counted(summary.put_out, 'time')} one had to give its caches back" if summary.put_out else ""
     words = (
         f"there was no cache memory for all texts: up to {summary.waiting} waited while {summary.running} ran{put_out}. "
         "Smaller caches (--kv-dtype), more of them (--kv-memory), or fewer blocks on the node with least memory let more run"
@@ -147,11 +148,3 @@ def _rows(summary: Summary) -> Finding:
         "rows cost next to nothing: more texts at once give more tokens per second"
     )
     return Finding("rows", "", words)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _n(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -11,6 +11,7 @@ from mdi.net.wire import Frame
 from mdi.tracing.spans import N_SPANS, Activity, Span, SpanBuffer, pack
 
 LIVE_SPANS = 256  # that are told while a run goes on: enough for the last frames of its links
+SERVE_SPANS = 1024  # that a node of a server keeps, where no trace is asked for
 _FIELD = "spans"  # of the extensions of a run: how many each node keeps
 
 # How many texts run, how many wait for memory, and how often one was put out so far.

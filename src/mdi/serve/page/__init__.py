@@ -1,0 +1,92 @@
+"""The page in the browser: files that are sent as they are, and the questions that only the page asks.
+
+Nothing comes from another server, and no script but the page's own runs: the Content-Security-Policy says so to the browser. It
+also forbids HTML made of text (Trusted Types), so that what a model writes stays text even if the page had a mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mdi.serve.prometheus import ApiMetrics
+
+if TYPE_CHECKING:
+    from mdi.serve.service import Service
+
+FILES = Path(__file__).resolve().parent / "files"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+QUESTION_S = {"doctor": 60.0, "plan": 60.0}  # how long the engine process may take
+
+
+def routes(service: Service) -> list[Route]:
+    """`/`, its files, what it asks for, and `/metrics`."""
+    metrics = ApiMetrics(service)
+    service.observe.append(metrics)
+    files = {path.name: _File(path) for path in sorted(FILES.iterdir()) if path.suffix in TYPES}
+
+    async def page(request: Request) -> Response:
+        return files["index.html"].answer(request)
+
+    async def file(request: Request) -> Response:
+        found = files.get(request.path_params["name"])
+        return Response(status_code=404) if found is None else found.answer(request)
+
+    async def ring(request: Request) -> Response:
+        admission = service.admission
+        queue = {"running": admission.n_running, "waiting": admission.n_waiting, "limit": admission.max_waiting}
+        return _json({"status": service.engine.status, "queue": queue, "ring": service.engine.ring})
+
+    async def ask(request: Request) -> Response:
+        what = request.path_params["what"]
+        if what not in QUESTION_S:
+            return Response(status_code=404)
+        return _json(await service.engine.ask(what, {}, QUESTION_S[what]))
+
+    async def exposition(request: Request) -> Response:
+        body, content_type = metrics.exposition()
+        return Response(body, headers={"content-type": content_type})
+
+    return [
+        Route("/", page, methods=["GET"]),
+        Route("/favicon.ico", lambda request: files["icon.svg"].answer(request), methods=["GET"]),
+        Route("/static/{name}", file, methods=["GET"]),
+        Route("/api/ring", ring, methods=["GET"]),
+        Route("/api/{what}", ask, methods=["POST"]),
+        Route("/metrics", exposition, methods=["GET"]),
+    ]
+
+
+class _File:
+    """One file of the page, in memory; a browser that has it is told so."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:16]}"'
+        self._type = f"{TYPES[path.suffix]}; charset=utf-8"
+
+    def answer(self, request: Request) -> Response:
+        headers = {**HEADERS, "etag": self._tag}
+        if request.headers.get("if-none-match") == self._tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, headers={**headers, "content-type": self._type})
+
+
+def _json(content: object) -> Response:
+    return JSONResponse(content, headers={"cache-control": "no-store", "x-content-type-options": "nosniff"})

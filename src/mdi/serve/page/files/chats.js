@@ -1,0 +1,94 @@
+// The chats, as this browser keeps them. What is read back is checked: another version, or a person, may have written it.
+
+const KEY = "mdi.chats";
+const SETTINGS = "mdi.settings";
+const N_CHATS = 200;
+
+export class Chats {
+  constructor(storage) {
+    this.storage = storage;
+    this.list = read(storage, KEY, []).filter(isChat);
+    this.current = this.list[0] ?? null;
+  }
+
+  begin() {
+    if (!this.current || this.current.messages.length) {
+      this.current = { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "New chat", messages: [] };
+      this.list.unshift(this.current);
+      this.list.length = Math.min(this.list.length, N_CHATS);
+    }
+    return this.current;
+  }
+
+  open(id) {
+    this.current = this.list.find((chat) => chat.id === id) ?? this.current;
+  }
+
+  remove(id) {
+    this.list = this.list.filter((chat) => chat.id !== id);
+    if (this.current?.id === id) this.current = this.list[0] ?? null;
+    return this.save();
+  }
+
+  add(role, content, chat = this.current) {
+    const message = { role, content };
+    chat.messages.push(message);
+    if (role === "user" && chat.messages.length === 1) chat.title = content.replace(/\s+/g, " ").trim().slice(0, 60) || "New chat";
+    return message;
+  }
+
+  // Whether they could be kept: a browser's storage is limited, or may be forbidden. The oldest make place.
+  save() {
+    const kept = this.list.filter((chat) => chat.messages.length);
+    while (true) {
+      try {
+        this.storage.setItem(KEY, JSON.stringify(kept));
+        return true;
+      } catch {
+        if (kept.length <= 1) return false;
+        kept.pop();
+      }
+    }
+  }
+}
+
+export function readSettings(storage) {
+  const found = read(storage, SETTINGS, {});
+  return found && typeof found === "object" && !Array.isArray(found) ? found : {};
+}
+
+export function saveSettings(storage, settings) {
+  try {
+    storage.setItem(SETTINGS, JSON.stringify(settings));
+  } catch {
+    // then they last as long as the page
+  }
+}
+
+// localStorage, or something as good for as long as the page is open: a browser may forbid it.
+export function browserStorage() {
+  try {
+    localStorage.setItem("mdi.probe", "1");
+    localStorage.removeItem("mdi.probe");
+    return localStorage;
+  } catch {
+    const values = new Map();
+    return { getItem: (name) => values.get(name) ?? null, setItem: (name, value) => values.set(name, value) };
+  }
+}
+
+function read(storage, key, otherwise) {
+  try {
+    return JSON.parse(storage.getItem(key)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+function isChat(chat) {
+  return typeof chat?.id === "string" && typeof chat.title === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
+}
+
+function isMessage(message) {
+  return ["user", "assistant", "system"].includes(message?.role) && typeof message.content === "string";
+}

@@ -1,0 +1,35 @@
+// Plan and doctor: a question to the server, and its answer in words.
+
+import { postJson } from "./api.js";
+import { byId, el } from "./dom.js";
+
+export function listen() {
+  byId("run-plan").addEventListener("click", () => ask("api/plan", planAnswer));
+  byId("run-doctor").addEventListener("click", () => ask("api/doctor", doctorAnswer));
+}
+
+async function ask(path, draw) {
+  const buttons = [byId("run-plan"), byId("run-doctor")];
+  const answer = byId("answer");
+  buttons.forEach((button) => { button.disabled = true; });
+  answer.hidden = false;
+  answer.replaceChildren("The nodes are asked …");
+  try {
+    answer.replaceChildren(...draw(await postJson(path)));
+  } catch (error) {
+    answer.replaceChildren(el("span", { class: "ill", text: error.message }));
+  }
+  buttons.forEach((button) => { button.disabled = false; });
+}
+
+function doctorAnswer(report) {
+  const problems = report.problems ?? [];
+  const head = problems.length ? el("span", { class: "ill", text: `${problems.length} ${problems.length === 1 ? "problem" : "problems"}` }) : el("span", { class: "well", text: "All is well." });
+  const list = el("ul", {}, ...problems.map((one) => el("li", {}, el("strong", { text: one.node }), `: ${one.what}. ${one.advice}`)));
+  return [head, list, el("pre", { tabindex: "0", text: report.text ?? "" })];
+}
+
+function planAnswer(report) {
+  const words = report.error ? el("span", { class: "ill", text: report.error }) : el("strong", { text: report.words ?? "" });
+  return [words, el("pre", { tabindex: "0", text: report.text ?? "" })];
+}

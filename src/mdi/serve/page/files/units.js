@@ -1,0 +1,25 @@
+// Numbers as people read them; "–" for what is not known.
+
+const NONE = "–";
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+export const share = (value) => (isNumber(value) ? `${Math.round(value * 100)}%` : NONE);
+
+export function time(seconds) {
+  if (!isNumber(seconds)) return NONE;
+  return seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 2 : 0)} ms` : `${seconds.toFixed(1)} s`;
+}
+
+export function bytes(n) {
+  if (!isNumber(n)) return NONE;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let i = 0;
+  let value = n;
+  while (value >= 1000 && i < units.length - 1) {
+    value /= 1000;
+    i += 1;
+  }
+  return `${value.toFixed(i && value < 100 ? 1 : 0)} ${units[i]}`;
+}
+
+export const rate = (value) => (isNumber(value) ? `${bytes(value)}/s` : NONE);

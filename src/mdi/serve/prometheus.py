@@ -1,0 +1,139 @@
+"""`/metrics`: what the API process counts, and what the engine process says of the ring, in Prometheus' text form.
+
+The registry is this server's own: nothing of the process or of Python's interpreter is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from mdi.serve.service import Service
+
+FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
+
+# Of each node: key of the snapshot -> name and help.
+_NODE_COUNTERS = {
+    "compute_s": ("mdi_node_compute_seconds", "Time that a node has computed"),
+    "wait_s": ("mdi_node_wait_seconds", "Time that a node has waited for a frame"),
+    "send_s": ("mdi_node_send_seconds", "Time that a node has written to its socket"),
+    "frames": ("mdi_node_frames", "Frames that a node has sent on"),
+    "bytes_sent": ("mdi_node_sent_bytes", "Bytes that a node has sent over its link in the ring"),
+}
+_MEMORY_GAUGES = {
+    "rss_bytes": ("mdi_node_memory_used_bytes", "Memory of a node's process"),
+    "available_bytes": ("mdi_node_memory_free_bytes", "Memory that a node's device has free"),
+}
+_CACHE_GAUGES = {
+    "used": ("mdi_node_cache_used_bytes", "Cache that the running texts take on a node"),
+    "limit": ("mdi_node_cache_limit_bytes", "Cache that a node can hold"),
+}
+_LINK_GAUGES = {
+    "delay_s": ("mdi_link_delay_seconds", "Time of a frame from one node's socket to the next one's, lately"),
+    "bytes_s": ("mdi_link_bytes_per_second", "What a link carries now"),
+}
+
+
+class ApiMetrics:
+    """What is counted, as an Observer of the service."""
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter("mdi_requests", "Texts that were asked for", ["model"], registry=self._registry)
+        self._ended = Counter("mdi_texts_ended", "Texts that have ended", ["reason"], registry=self._registry)
+        self._prompt = Counter("mdi_prompt_tokens", "Tokens of prompts", registry=self._registry)
+        self._generated = Counter("mdi_generated_tokens", "Tokens that were generated", registry=self._registry)
+        self._first = Histogram(
+            "mdi_first_token_seconds", "From the request to the first token", buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._between = Histogram(
+            "mdi_token_seconds",
+            "From one token of a text to its next",
+            buckets=TOKEN_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._registry.register(_Ring(service))
+
+    def began(self, owner: str, model: str, n_prompt: int) -> None:
+        self._requests.labels(model).inc()
+        self._prompt.inc(n_prompt)
+
+    def first_token(self, wait_s: float) -> None:
+        self._first.observe(max(0.0, wait_s))
+
+    def tokens(self, n: int, since_s: float) -> None:
+        self._generated.inc(n)
+        if since_s > 0:
+            for _ in range(n):
+                self._between.observe(since_s / n)
+
+    def ended(self, reason: str) -> None:
+        self._ended.labels(reason).inc()
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class _Ring(Collector):
+    """What is true at this moment: the queue, and the latest snapshot of the ring."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        yield GaugeMetricFamily("mdi_queue_texts", "Texts that wait for their turn", service.admission.n_waiting)
+        yield GaugeMetricFamily("mdi_running_texts", "Texts that are being written", service.admission.n_running)
+        is_serving = service.engine.status.get("state") == "serving"
+        yield GaugeMetricFamily("mdi_serving", "1 if a model is loaded and serves", float(is_serving))
+        loads = service.engine.status.get("load", 0)
+        yield CounterMetricFamily("mdi_model_loads", "Times that a model was loaded; again after each lost ring", loads)
+        yield from ring_metrics(service.engine.ring)
+
+
+def ring_metrics(ring: Mapping[str, Any]) -> Iterator[Metric]:
+    """A snapshot (see `mdi.serve.snapshot`) as metrics; what it does not say is left out."""
+    nodes, links = ring.get("nodes", ()), ring.get("links", ())
+    yield GaugeMetricFamily("mdi_tokens_per_second", "Of all texts, lately", ring.get("tokens_s", 0.0))
+    yield CounterMetricFamily("mdi_ring_tokens", "Tokens that came out of the ring", ring.get("n_tokens", 0))
+    texts = ring.get("texts", {})
+    put_out, waiting = texts.get("put_out", 0), texts.get("waiting", 0)
+    yield CounterMetricFamily("mdi_texts_put_out", "Texts that had to give their caches back", put_out)
+    yield GaugeMetricFamily("mdi_memory_waiting_texts", "Texts that wait for cache memory on the nodes", waiting)
+    here = GaugeMetricFamily("mdi_node_up", "1 if the node answers", labels=["node"])
+    for node in nodes:
+        here.add_metric([node["name"]], float(bool(node.get("is_here"))))
+    yield here
+    for key, (name, words) in _NODE_COUNTERS.items():
+        yield _filled(CounterMetricFamily(name, words, labels=["node"]), nodes, key)
+    for group, gauges in (("memory", _MEMORY_GAUGES), ("cache", _CACHE_GAUGES)):
+        for key, (name, words) in gauges.items():
+            values = [{"name": node["name"], **(node.get(group) or {})} for node in nodes]
+            yield _filled(GaugeMetricFamily(name, words, labels=["node"]), values, key)
+    for key, (name, words) in _LINK_GAUGES.items():
+        family = GaugeMetricFamily(name, words, labels=["source", "target"])
+        for link in links:
+            if link.get(key) is not None:
+                family.add_metric([link["source"], link["target"]], link[key])
+        yield family
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, nodes: Iterable[Mapping[str, Any]], key: str
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for node in nodes:
+        if node.get(key) is not None:
+            family.add_metric([node["name"]], node[key])
+    return family

@@ -1,0 +1,135 @@
+"""A server whose engine is the test: the page's true routes, and answers that come when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mdi.serve.page import routes
+
+DEADLINE_S = 30.0
+
+
+def node(name: str, **others: Any) -> dict[str, Any]:
+    """A node of a snapshot."""
+    memory = {"rss_bytes": 400_000_000, "available_bytes": 3_200_000_000}
+    found = {
+        "name": name, "addr": "192.168.1.10", "blocks": [0, 2], "blocks_text": "blocks 0-1", "is_here": True,
+        "state": "RUNNING", "device": "cpu", "memory": memory, "cache": {"used": 12_000_000, "limit": 900_000_000},
+        "compute_s": 12.5, "wait_s": 3.0, "send_s": 0.5, "frames": 1000, "bytes_sent": 4_000_000, "busy": 0.4,
+        "waiting": 0.5, "sending": 0.02, "bytes_s": 41_000.0,
+    }  # fmt: skip
+    return {**found, **others}
+
+
+def snapshot(*nodes: dict[str, Any]) -> dict[str, Any]:
+    names = [one["name"] for one in nodes]
+    pairs = zip(names, names[1:] + names[:1], strict=True)
+    links = [
+        {"source": a, "target": b, "delay_s": 0.0021, "error_s": 0.0004, "bytes_s": 41_000.0, "bytes": 4_000_000}
+        for a, b in pairs
+    ]
+    return {
+        "nodes": list(nodes), "links": links, "texts": {"running": 8, "waiting": 1, "put_out": 0}, "n_tokens": 12345,
+        "tokens_s": 38.2, "waits_for": names[1] if len(names) > 1 else None,
+    }  # fmt: skip
+
+
+class FakeService:
+    """What `routes` needs of a service, and what the test says that comes.
+
+    Attributes:
+        pieces: of the next answer, one after the other as the test puts them; None ends it.
+        asked: bodies of the requests for answers.
+        gone: set when a client has gone in the middle of an answer.
+    """
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(
+            status={"state": "serving", "model": "nano-llama", "text": "it serves", "done": 1.0, "load": 1}
+        )
+        self.engine.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
+        self.engine.ask = self._ask
+        self.admission = SimpleNamespace(n_running=8, n_waiting=2, max_waiting=512)
+        self.observe: list[Any] = []
+        self.asked: list[dict[str, Any]] = []
+        self.gone = threading.Event()
+        self._pieces: asyncio.Queue[str | None]
+        self._loop: asyncio.AbstractEventLoop
+        self._ready = threading.Event()
+
+    def put(self, *pieces: str | None) -> None:
+        """From the test's thread: what comes next of the answer."""
+        for piece in pieces:
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def _ask(self, what: str, args: dict[str, Any], timeout_s: float = 0) -> dict[str, Any]:
+        if what == "plan":
+            return {"words": "Another cut would be better.", "text": "starter  blocks 0-1"}
+        problem = {"node": "secondary1", "what": "<b>its clock is 9 s ahead</b>", "advice": "Set it"}
+        return {"problems": [problem], "text": "node  state"}
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "nano-llama"}, {"id": "org/other"}]})
+
+    async def _complete(self, request: Request) -> Response:
+        self.asked.append(await request.json())
+        self._pieces = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._ready.set()
+        return StreamingResponse(self._stream(request), media_type="text/event-stream")
+
+    async def _stream(self, request: Request) -> AsyncIterator[str]:
+        n = 0
+        try:
+            while (piece := await self._pieces.get()) is not None:
+                n += 1
+                yield f"data: {json.dumps({'choices': [{'delta': {'content': piece}, 'finish_reason': None}]})}\n\n"
+            yield f"data: {json.dumps({'choices': [{'delta': {}, 'finish_reason': 'stop'}]})}\n\n"
+            yield f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': n}})}\n\ndata: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.gone.set()
+            raise
+
+    def wait_asked(self) -> None:
+        """Until there is a new request for an answer."""
+        assert self._ready.wait(DEADLINE_S)
+        self._ready.clear()
+
+    def app(self) -> Starlette:
+        own = [
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+        ]
+        return Starlette(routes=[*own, *routes(self)])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def running(service: FakeService) -> Any:
+    """The address of a server, in a thread of its own until the end."""
+    config = uvicorn.Config(
+        service.app(), port=0, ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="fake-server", daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)

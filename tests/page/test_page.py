@@ -1,0 +1,258 @@
+"""The page in a real browser: Chromium of the system, driven by Playwright."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_service import FakeService, node, running, snapshot
+
+CHROMIUM = os.environ.get("MDI_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium, or MDI_CHROMIUM)"),
+]
+TEXT = "document.querySelector('.message.assistant .body')?.textContent ?? ''"
+MARKDOWN = """# Title
+
+Some *soft* and **hard** `code`.
+
+- one
+- two
+  1. inner
+
+```python
+print('x')
+```
+
+> said
+
+|a|b|
+|-|-|
+|1|2|
+"""
+HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">
+
+<a href="https://evil.example" onclick="window.hacked = 3">click</a> [here](javascript:window.hacked=4)
+[there](data:text/html,<script>alert(1)</script>) ![pixel](https://evil.example/pixel.png) [good](https://good.example/a?b=1)
+
+> <iframe src="https://evil.example"></iframe>
+
+```html
+<style>body { display: none }</style>
+```
+
+| a | <svg onload="window.hacked=5"> |
+|---|---|
+| **b** | https://plain.example/x |
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+def address(service: FakeService) -> Iterator[str]:
+    with running(service) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """The page, open; what its scripts complained about fails the test."""
+    context = browser.new_context(viewport={"width": 1200, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    wrong: list[str] = []
+    asked: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    page.wait_for_function("document.querySelector('#model').options.length > 0")
+    yield page
+    context.close()
+    assert not wrong
+    assert all(url.startswith(address) for url in asked), "nothing comes from another server"
+
+
+def say(page: Any, service: FakeService, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    service.wait_asked()
+
+
+def ended(page: Any) -> None:
+    page.wait_for_selector("#send:visible")
+
+
+def test_an_answer_grows_before_its_end(page: Any, service: FakeService) -> None:
+    say(page, service, "Who are you?")
+    shown = ""
+    for piece in ("One ", "model ", "on ", "several ", "machines"):
+        service.put(piece)
+        shown += piece
+        page.wait_for_function(f"({TEXT}).trim() === {shown.strip()!r}")
+        assert page.is_visible("#stop"), "it has not ended"
+    service.put(None)
+    ended(page)
+    assert page.evaluate(TEXT) == shown
+    assert service.asked[0]["messages"] == [{"role": "user", "content": "Who are you?"}]
+    assert service.asked[0]["stream"] is True
+
+
+def test_hostile_output_stays_text(page: Any, service: FakeService) -> None:
+    say(page, service, "<img src=x onerror='window.hacked = 9'>")
+    service.put(*HOSTILE.splitlines(keepends=True), None)
+    ended(page)
+    box = page.locator(".message.assistant .body")
+    assert "<script>window.hacked = 1</script>" in box.inner_text()
+    for name in ("script", "img", "iframe", "style", "svg", "object", "form"):
+        assert page.locator(f"#messages .body {name}").count() == 0, name
+    links = box.locator("a").evaluate_all(
+        "all => all.map(a => [a.getAttribute('href'), a.rel, a.parentElement.textContent])"
+    )
+    assert all(href.startswith(("https://", "http://")) and "noopener" in rel for href, rel, _ in links)
+    assert "https://good.example/a?b=1" in [href for href, _, _ in links]
+    assert any("good (https://good.example/a?b=1)" in around for _, _, around in links), "it shows where it leads"
+    assert box.locator("[onclick], [onerror], [onload], [style]").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_markdown_is_drawn(page: Any, service: FakeService) -> None:
+    say(page, service, "show")
+    service.put(MARKDOWN, None)
+    ended(page)
+    body = page.locator(".message.assistant .body")
+    for selector, words in {
+        "h3": "Title", "em": "soft", "strong": "hard", "p code": "code", "ul > li >> nth=0": "one", "ul ol li": "inner",
+        "pre code": "print('x')", "blockquote": "said", "td >> nth=1": "2",
+    }.items():  # fmt: skip
+        assert body.locator(selector).first.inner_text().strip() == words, selector
+
+
+def test_stop_and_regenerate(page: Any, service: FakeService) -> None:
+    say(page, service, "count")
+    service.put("one two")
+    page.wait_for_function(f"({TEXT}).includes('two')")
+    page.keyboard.press("Escape")
+    ended(page)
+    assert service.gone.wait(20), "the server is told"
+    assert page.evaluate(TEXT) == "one two", "what has come stays"
+    page.click("text=Regenerate")
+    service.wait_asked()
+    service.put("three", None)
+    ended(page)
+    assert page.locator(".message.assistant").count() == 1
+    assert page.evaluate(TEXT) == "three"
+    assert service.asked[1]["messages"] == service.asked[0]["messages"]
+
+
+def test_several_chats_are_kept(page: Any, service: FakeService) -> None:
+    for words, answer in (("first question", "first answer"), ("second question", "second answer")):
+        page.click("#new-chat")
+        say(page, service, words)
+        service.put(answer, None)
+        ended(page)
+    page.reload()
+    assert page.locator("#chats .open").all_inner_texts() == ["second question", "first question"]
+    page.click("text=first question")
+    assert page.evaluate(TEXT) == "first answer"
+    page.click("[aria-label='Delete the chat: first question']")
+    page.reload()
+    assert page.locator("#chats .open").all_inner_texts() == ["second question"]
+
+
+def test_damaged_storage_is_survived(page: Any) -> None:
+    page.evaluate('localStorage.setItem(\'mdi.chats\', \'[{"id": 3}, null, {"id": "x"}]\')')
+    page.evaluate("localStorage.setItem('mdi.settings', '{')")
+    page.reload()
+    assert page.locator("#chats li").count() == 0 and page.is_visible("#prompt")
+
+
+def test_an_error_is_told(page: Any, service: FakeService, address: str) -> None:
+    refused = {"error": {"message": "8 texts are being written <b>and</b> 512 wait", "code": "queue_full"}}
+    body = f"data: {json.dumps(refused)}\n\n"
+    answer = {"status": 200, "content_type": "text/event-stream", "body": body}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    page.fill("#prompt", "hello")
+    page.press("#prompt", "Enter")
+    ended(page)
+    assert "<b>and</b>" in page.inner_text(".failed")
+
+
+def test_the_ring_and_nodes_that_come_and_go(page: Any, service: FakeService) -> None:
+    page.click("#tab-ring")
+    page.wait_for_selector("#nodes .node >> nth=2")
+    assert "38.2" in page.inner_text("#figures") and "secondary0" in page.inner_text("#waits")
+    assert page.locator("#links tbody tr").count() == 3
+    assert page.locator("#picture .gauge").count() == 3
+    service.engine.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
+    page.wait_for_selector("#events .gone")
+    assert page.locator("#nodes .node.gone").count() == 1
+    service.engine.ring = snapshot(node("starter"), node("secondary0"), node("secondary1"))
+    page.wait_for_selector("#events .came")
+
+
+def test_plan_and_doctor(page: Any, service: FakeService) -> None:
+    page.click("#tab-ring")
+    page.click("#run-plan")
+    page.wait_for_selector("#answer >> text=Another cut would be better.")
+    page.click("#run-doctor")
+    page.wait_for_selector("#answer >> text=1 problem")
+    assert "<b>its clock is 9 s ahead</b>" in page.inner_text("#answer")
+
+
+def test_by_keyboard_alone(page: Any, service: FakeService) -> None:
+    page.keyboard.type("first line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("second line")
+    page.keyboard.press("Enter")
+    service.wait_asked()
+    service.put("yes", None)
+    ended(page)
+    assert service.asked[0]["messages"][0]["content"] == "first line\nsecond line"
+    page.focus("#tab-chat")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("#view-ring") and page.evaluate("document.activeElement.id") == "tab-ring"
+    page.wait_for_selector("#nodes .node")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone(browser: Any, address: str, service: FakeService, scheme: str) -> None:
+    context = browser.new_context(
+        viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True, color_scheme=scheme
+    )
+    page = context.new_page()
+    page.goto(address)
+    assert page.is_hidden("#new-chat")
+    page.tap("#menu")
+    page.wait_for_selector("#new-chat:visible")
+    page.tap("#new-chat")
+    page.fill("#prompt", "hello")
+    page.tap("#send")
+    service.wait_asked()
+    service.put("a" * 500 + " `" + "b" * 300 + "`", None)
+    page.wait_for_selector("#send:visible")
+    for tab in ("#tab-chat", "#tab-ring"):
+        page.tap(tab)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, "nothing is wider than the screen"
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
+    context.close()

@@ -1,0 +1,74 @@
+"""Units and containers name commands, flags and nodes that there are; they cannot be run here."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import importlib
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mdi.cli import COMMANDS
+from mdi.config import load_cluster
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+UNITS = sorted(DEPLOY.glob("*.service"))
+
+
+def parse(command_line: list[str]) -> argparse.Namespace:
+    """As `mdi` would; SystemExit for a flag that there is not."""
+    command, *flags = command_line
+    module: Any = importlib.import_module(COMMANDS[command][0])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    module.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
+    unit = configparser.ConfigParser(interpolation=None, strict=True)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE))
+    program, *command = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/mdi")
+    assert parse(command)
+    assert int(unit["Service"]["TimeoutStopSec"]) > 25, "it may take as long as it needs to end in good order"
+    assert unit["Install"]["WantedBy"] == "multi-user.target"
+
+
+def test_there_is_a_unit_for_each_part() -> None:
+    assert [path.name for path in UNITS] == ["mdi-secondary.service", "mdi-serve.service"]
+
+
+@pytest.mark.parametrize("name", ["starter", "secondary0", "secondary1"])
+def test_a_container_starts_a_command_that_there_is(name: str) -> None:
+    assert parse(shlex.split(services()[name]["command"]))
+
+
+def test_the_containers_are_the_nodes_of_the_file() -> None:
+    cluster = load_cluster(DEPLOY / "nodes.json")
+    assert [node.addr for node in cluster.nodes] == list(services())
+    assert all(node.listen_addr == "0.0.0.0" for node in cluster.nodes)
+    for i in (0, 1):
+        assert parse(shlex.split(services()[f"secondary{i}"]["command"])).nodes_config[1] == str(i)
+
+
+def test_the_api_is_not_open_to_other_machines() -> None:
+    assert services()["starter"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
+def test_the_image_takes_what_there_is() -> None:
+    """Every file that is copied exists."""
+    lines = (DEPLOY / "Containerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert copied and all((DEPLOY.parent / name).exists() for name in copied)
