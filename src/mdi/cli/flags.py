@@ -31,9 +31,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         metavar="DIR",
         help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()}), or a GGUF file",
     )
-    model.add_argument(
-        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
-    )
+    add_machine_flags(model, is_litgpt)
     model.add_argument(
         "--dtype",
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
@@ -46,19 +44,10 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
     model.add_argument(
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
     )
-    model.add_argument(
-        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
-    )
-    model.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    add_weight_memory_flags(model, is_litgpt)
     if is_litgpt:
         model.add_argument(
             "--kv-dtype", choices=KV_DTYPES, type=cache_type_named, default="auto", help="what the key/value caches of all "
             "nodes hold (%(default)s: as computed); bf16 and fp16 take half of float32, int8 about a quarter (kernels only)",
-        )  # fmt: skip
-        model.add_argument(
-            "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "
-            "(default: the nodes file, else what is free)",
         )  # fmt: skip
     else:
         parser.set_defaults(**WITHOUT)
@@ -66,10 +55,27 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
         "reach, prompt included (default: what the model was made for)",
     )  # fmt: skip
-    model.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
 
 
-def add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
+def add_machine_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
+    """What this node computes on, and with how much of it."""
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
+    )
+    parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
+    _add_weight_memory_flags(parser, is_litgpt)
+    if is_litgpt:
+        parser.add_argument(
+            "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "
+            "(default: the nodes file, else what is free)",
+        )  # fmt: skip
+    parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
+
+
+def _add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
     """Where weights that lie in files are read from; models that are none of litgpt's compute in torch, which copies."""
     from mdi.config import WEIGHT_MODES
 

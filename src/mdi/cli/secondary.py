@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
 
 def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
     """What a node computes with, and where its weights are."""
-    from mdi.cli.flags import add_weight_memory_flags
+    from mdi.cli.flags import add_machine_flags
 
     weights = parser.add_mutually_exclusive_group()
     if is_litgpt:
@@ -60,26 +60,13 @@ def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> N
         metavar="SIZE",
         help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
     )
-    parser.add_argument(
-        "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
-    )
+    add_machine_flags(parser, is_litgpt)
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
     parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
-    parser.add_argument(
-        "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
-    )
-    parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    add_weight_memory_flags(parser, is_litgpt)
-    if is_litgpt:
-        parser.add_argument(
-            "--kv-memory", metavar="SIZE", help="memory for this node's key/value caches, like 2G or 500M (default: the "
-            "nodes file, else what is free)",
-        )  # fmt: skip
-    else:
+    if not is_litgpt:
         parser.set_defaults(chunk=None, kv_memory=None)
-    parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.
