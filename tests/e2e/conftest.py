@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,19 @@ def ring(shared_ring: Cluster) -> Iterator[Cluster]:
     shared_ring.revive()
 
 
+def unjournaled(command: str, args: Sequence[object]) -> list[str]:
+    """What keeps a starter from leaving a journal in the user's cache folder when its run is broken off."""
+    is_decided = command != "starter" or {"--run-dir", "--no-journal"} & {*map(str, args)}
+    return [] if is_decided else ["--no-journal"]
+
+
 @pytest.fixture
 def spawn(reader: Reader) -> Iterator[Spawn]:
     """Start a launcher as a process; it is gone when the test is over."""
     started: list[Process] = []
 
     def start(launcher: str, *args: object, **options: Any) -> Process:
-        started.append(Process(reader, launcher, *args, **options))
+        started.append(Process(reader, launcher, *args, *unjournaled(launcher, args), **options))
         return started[-1]
 
     yield start
@@ -87,6 +93,7 @@ def starter(capsys: pytest.CaptureFixture[str]) -> Starter:
         argv = ["--nodes-config", str(nodes), "--prompt-style", "none", "--json", *map(str, args)]
         if "--temperature" not in argv:
             argv += ["--temperature", "0"]
+        argv += unjournaled(command, argv)
         status = launch(command, argv if ckpt is None else ["--ckpt", str(ckpt), *argv])
         printed = capsys.readouterr()
         return Result(status, printed.out, printed.err)

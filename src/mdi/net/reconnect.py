@@ -93,6 +93,8 @@ class Dialer:
             if e.is_refused:
                 raise _RefusedError(f"nobody listens on its ring port: {e}") from None
             raise
+        except ConnectionError as e:  # what forwards its port may take the connection before it knows
+            raise _RefusedError(f"it closes each connection: {e}") from None
         self._sock = sock
         try:
             if self._stopped.is_set():
@@ -100,6 +102,9 @@ class Dialer:
             # One that was halted may go on yet, and finds this call: so the answer has all the time that is left.
             sock.settimeout(max(PAUSE_S, until - time.monotonic()))
             hello_back = self._answer(read_frame(sock, codec))
+        except ConnectionError as e:
+            sock.close()
+            raise _RefusedError(f"it closes each connection: {e}") from None
         except BaseException:
             sock.close()
             raise
@@ -110,7 +115,7 @@ class Dialer:
 
     def _answer(self, frame: Frame | None) -> Hello:
         if frame is None:
-            raise ConnectionAbortedError("it closed the connection")
+            raise _RefusedError("it closes each connection")
         if frame.type is FrameType.ERROR:
             raise _RefusedError(Fault.from_bytes(frame.payload).message)
         if frame.type is not FrameType.HELLO or frame.epoch != self._seat.epoch:

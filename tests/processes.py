@@ -20,7 +20,7 @@ import requests
 
 from mdi.node.local import free_ports
 
-SRC = Path(__file__).resolve().parents[2] / "src"
+SRC = Path(__file__).resolve().parents[1] / "src"
 DEADLINE_S = 120.0  # of whatever a test waits for: far beyond what it takes, so that a slow machine fails nothing
 SOON_S = 30.0  # what the documents call ten seconds
 
