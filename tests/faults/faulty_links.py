@@ -1,7 +1,7 @@
 """Links that break on request: each node is called at an address where we listen, and what comes is passed on to the node.
 
-The nodes know nothing of it: the nodes file names the front addresses (127.0.0.2), and `bind` the true ones (127.0.0.1), with the
-same ports. So a test breaks a link from outside, at the byte that it wants.
+The nodes know nothing of it: the nodes file names the front addresses (127.0.0.2), and `bind` the true ones (127.0.0.1), with
+the same ports. So a test breaks a link from outside, at the byte that it wants.
 """
 
 from __future__ import annotations
