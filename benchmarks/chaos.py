@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Random faults, by the hundred: does every text come out as on an undisturbed ring, does anybody hang, is anything left?
+
+Runs of 3 to 5 nodes (the starter in this process, the others as processes of their own, behind links that can be broken), each
+with several faults of a seeded schedule (tests/faults): nodes are killed, halted, paused, their links reset or cut in the
+middle of a frame, their disks filled, and some come back late; a third of it during load, prefill, recovery or hand-over, a
+tenth two at once. Greedy and sampled texts, in float32, int8 and int4, are compared with those of one node alone.
+
+example:
+  chaos.py --faults 1000 --minutes 240 --seed 1 --json chaos.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the children inherit it
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tests/faults")]
+
+if TYPE_CHECKING:
+    from fault_ring import FaultRing, Outcome, Wanted
+
+FORMATS = ("float32", "int8", "int4")
+N_NODES = 5
+HANG_S = 240.0  # of one run; far beyond what it takes with all its faults
+
+
+@dataclass
+class Tally:
+    """What was seen so far."""
+
+    runs: int = 0
+    faults: int = 0
+    by_action: collections.Counter[str] = field(default_factory=collections.Counter)
+    by_point: collections.Counter[str] = field(default_factory=collections.Counter)
+    double: int = 0
+    recoveries: int = 0
+    reconnected: int = 0
+    hangs: int = 0
+    wrong: int = 0
+    lost: int = 0
+    ended_before: int = 0  # runs that a fault ended before the first token, while the nodes loaded
+    left: int = 0
+    seconds: float = 0.0
+    complaints: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000, help="stop after so many (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=240.0, help="or after so long (%(default)g)")
+    parser.add_argument("--seed", type=int, default=1, help="of all schedules (%(default)s)")
+    parser.add_argument("--silence-s", type=float, default=2.0, help="after which a node is lost (%(default)g)")
+    parser.add_argument("--tokens", type=int, default=80, help="of each text (%(default)s)")
+    parser.add_argument("--fixed", action="store_true", help="no lost node is replaced")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
+    parser.add_argument("-v", "--verb", action="store_true", help="say what each run did")
+    args = parser.parse_args()
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="mdi-chaos-") as folder:
+        try:
+            attack(args, Path(folder), tally)
+        finally:
+            show(tally)
+            if args.json is not None:
+                args.json.write_text(json.dumps(asdict(tally), indent=1) + "\n", encoding="utf-8")
+    return 1 if tally.hangs or tally.wrong or tally.lost or tally.left else 0
+
+
+def attack(args: argparse.Namespace, folder: Path, tally: Tally) -> None:
+    """Run after run, until there have been enough faults or the time is over."""
+    from fault_ring import fault_ring, texts
+
+    from tiny_checkpoint import write_checkpoint
+
+    checkpoint = write_checkpoint(folder / "tiny", with_end=False)
+    expected: dict[tuple[str, int], list[list[int]]] = {}
+    begin = time.monotonic()
+    with fault_ring(folder / "ring", N_NODES) as ring:
+        while tally.faults < args.faults and time.monotonic() - begin < args.minutes * 60:
+            chance = random.Random(f"{args.seed} {tally.runs}")
+            form, text_seed = FORMATS[tally.runs % len(FORMATS)], tally.runs // len(FORMATS) % 4
+            wanted = texts(4, args.tokens, text_seed)
+            if (form, text_seed) not in expected:
+                expected[form, text_seed] = alone(checkpoint, form, wanted)
+            ring.start_all()
+            one_run(args, ring, checkpoint, form, wanted, expected[form, text_seed], chance, tally)
+            tally.seconds = time.monotonic() - begin
+            if tally.runs % 10 == 0:
+                show(tally)
+        tally.left += len(ring.close())
+
+
+def options(args: argparse.Namespace | None, checkpoint: Path, form: str) -> Any:
+    from mdi.node.options import StarterOptions
+
+    fields: dict[str, Any] = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "placement": "even"}
+    if args is not None:
+        fields |= {"silence_s": args.silence_s, "fixed": args.fixed}
+    return StarterOptions(**fields, quantize=form, quantize_head=form, wait_s=60.0)
+
+
+def alone(checkpoint: Path, form: str, wanted: list[Wanted]) -> list[list[int]]:
+    from fault_ring import run
+
+    from mdi.config import standalone
+
+    outcome = run(standalone(), options(None, checkpoint, form), wanted)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.ids
+
+
+def one_run(
+    args: argparse.Namespace, ring: FaultRing, checkpoint: Path, form: str, wanted: list[Wanted],
+    expected: list[list[int]], chance: random.Random, tally: Tally,
+) -> None:  # fmt: skip
+    from fault_ring import Outcome, Running, run
+    from fault_schedule import Saboteur, complaint, schedule
+
+    n_nodes = chance.randint(3, N_NODES)
+    faults = schedule(chance.randrange(1 << 30), n_nodes, chance.randint(2, 4))
+    cluster = ring.cluster(n_nodes)
+    if not args.fixed and chance.random() < 0.5:
+        others = ring.cluster(N_NODES).secondaries[n_nodes - 1 :]
+        cluster = replace(cluster, spares=tuple(replace(node, is_spare=True) for node in others))
+    running, found = Running(), [Outcome()]
+    saboteur = Saboteur(ring, faults, sum(map(len, expected)), args.silence_s, running)
+    begin = time.monotonic()
+
+    def work() -> None:
+        found[0] = run(cluster, options(args, checkpoint, form), wanted, running)
+
+    thread = threading.Thread(target=work, name="run", daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    if thread.is_alive():
+        tally.hangs += 1
+        tally.complaints.append(f"run {tally.runs}: hangs after {[str(f) for f in saboteur.done]}")
+        faulthandler.dump_traceback(all_threads=True)
+        raise SystemExit("a run hangs; its threads are above")
+    saboteur.join()
+    what = complaint(found[0], expected, may_be_lost=args.fixed and saboteur.loses_a_node)
+    judge(what, found[0], saboteur, tally)
+    if args.verb or what:
+        told = ", ".join(map(str, saboteur.done))
+        seconds = time.monotonic() - begin
+        print(
+            f"run {tally.runs} ({n_nodes} nodes, {form}, {seconds:.1f} s): {told}: {what or 'as it must be'}",
+            flush=True,
+        )
+    with contextlib.suppress(AssertionError):
+        ring.wait_waiting(HANG_S)
+        tally.runs += 1
+        return
+    tally.hangs += 1
+    tally.complaints.append(f"run {tally.runs}: a node does not wait for the next run")
+    raise SystemExit(tally.complaints[-1])
+
+
+def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
+    is_early = outcome.error is not None and not any(outcome.ids)
+    if is_early and any(fault.point == "load" for fault in saboteur.done):
+        tally.ended_before += 1  # a run that has not begun has lost nothing
+    elif what:
+        tally.wrong += what.startswith("wrong")
+        tally.lost += what.startswith("lost")
+        tally.complaints.append(f"run {tally.runs}: {what} after {[str(fault) for fault in saboteur.done]}")
+    tally.faults += len(saboteur.done)
+    tally.by_action.update(fault.action for fault in saboteur.done)
+    tally.by_point.update(fault.point for fault in saboteur.done)
+    moments = collections.Counter((fault.point, fault.after) for fault in saboteur.done)
+    tally.double += sum(n for n in moments.values() if n > 1)
+    tally.recoveries += outcome.recoveries
+    tally.reconnected += outcome.reconnected
+
+
+def show(tally: Tally) -> None:
+    print(
+        f"{tally.faults} faults in {tally.runs} runs, {tally.seconds / 60:.1f} min: {tally.hangs} hangs, {tally.wrong} wrong, "
+        f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.left} processes left, {tally.recoveries} rings "
+        f"formed anew, {tally.reconnected} connections of the starter made again\n  {dict(tally.by_action)}\n  "
+        f"{dict(tally.by_point)}, {tally.double} at once with another",
+        flush=True,
+    )
+    for line in tally.complaints[-5:]:
+        print("  " + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""The short form of the endurance benchmark: nothing grows from run to run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import endurance
+from endurance import Held, growth
+
+
+def test_growth_is_seen() -> None:
+    before = Held(100_000_000, 5, 4, 10)
+    quiet = [[before, before]] * 3
+    assert growth(quiet) == []
+    assert len(growth([*quiet, [before, Held(100_000_000, 6, 5, 11)]])) == 3
+    assert len(growth([*quiet, [Held(200_000_000, 5, 4, 10), before]])) == 1
+    assert growth([*quiet, [Held(101_000_000, 5, 4, 10), Held(90_000_000, 1, 1, 1)]]) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
+def test_nothing_grows_in_a_few_runs() -> None:
+    found = endurance.measure(12, 100)
+    assert found["wrong"] == 0 and not [line for line in found["growth"] if "memory" not in line]
