@@ -49,7 +49,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
     from mdi.kernels.kernel_stage import KernelStage
-    from mdi.measure.chance import chance_weights
+    from mdi.measure.random_weights import random_weights
     from mdi.metrics import peak_rss_bytes
     from mdi.model.array_stage import ArrayStage
     from mdi.model.stage import Stage
@@ -72,7 +72,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
             part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
             for part in parts
         }
-        stage.load(parts, lambda part: chance_weights(own[part], Packing("int8", "int8")))
+        stage.load(parts, lambda part: random_weights(own[part], Packing("int8", "int8")))
         stage.prepare(LENGTH)
     else:
         plain.load(parts, tensors, torch.device("cpu"), torch.float32)

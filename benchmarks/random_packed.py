@@ -16,7 +16,7 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
-from mdi.measure.chance import chance_weights
+from mdi.measure.random_weights import random_weights
 from mdi.weight_formats import EMBEDDING
 
 SCALE = np.float32(0.02)  # of a weight
@@ -48,7 +48,7 @@ class RandomPacked(WeightSource):
     def _weights(self, name: str) -> Mapping[str, Any]:
         shape = self._shapes_of[name]
         if name != EMBEDDING:
-            return chance_weights({name: shape}, self.packing)
+            return random_weights({name: shape}, self.packing)
         rows = np.random.default_rng(0).standard_normal((256, shape[1]), dtype=np.float32) * SCALE
         table, scale = int8_rows(np.resize(rows, shape))
         return {EMBEDDING: table, EMBEDDING_SCALE: scale}

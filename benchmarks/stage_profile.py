@@ -34,7 +34,7 @@ from mdi.kernels.context import Context, linear  # noqa: E402
 from mdi.kernels.kernel_stage import KernelStage, Weights  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
-from mdi.measure.chance import chance_weights  # noqa: E402
+from mdi.measure.random_weights import random_weights  # noqa: E402
 from mdi.weight_formats import LAYOUTS  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
@@ -52,7 +52,7 @@ class Profiled:
         self.matrices: list[Matrix] = []
 
         def weights(part: str) -> Weights:
-            made = chance_weights({n: s for n, s in shapes.items() if part_of(n) == part}, Packing(form, form))
+            made = random_weights({n: s for n, s in shapes.items() if part_of(n) == part}, Packing(form, form))
             self.matrices += [weight for weight in made.values() if isinstance(weight, Matrix)]
             return made
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Cluster, Process, Reader, Result, Spawn, Starter
 
 from mdi.cli import launch
+from processes import Cluster, Process, Reader, Result, Spawn, Starter
 from tiny_checkpoint import write_checkpoint
 
 if not sys.platform.startswith("linux"):  # SIGSTOP, resource limits and /proc are used freely

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import Cluster, Spawn, Starter
 
+from processes import Cluster, Spawn, Starter
 from tiny_checkpoint import reference
 
 THREE = ("--n-tokens", 6, "--n-samples", 3)

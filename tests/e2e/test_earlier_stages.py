@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from gpt_models import TEXT, write_gpt2
-from processes import Process, Spawn
 
 from gpt.model import PositionGPT, greedy
 from gpt.nodes_file import arrange
 from gpt.weights import GPTConfig, open_gpt2, open_nano
 from mdi.node.local import free_ports
+from processes import Process, Spawn
 
 OLD = Path(__file__).resolve().parents[2] / "old"
 

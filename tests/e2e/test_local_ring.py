@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import SOON_S, Process, Spawn, children_of, wait_gone
 
 from mdi.tracing.chrome import read_trace
 from mdi.tracing.explain import explain
 from mdi.tracing.spans import Activity
 from mdi.tracing.stages import summarize
 from mdi.tracing.trace import Trace
+from processes import SOON_S, Process, Spawn, children_of, wait_gone
 from tiny_checkpoint import TEXT, reference
 
 ENDLESS = ("--nodes", 3, "--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 2, "--temperature", 0)

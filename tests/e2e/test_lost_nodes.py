@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from processes import DEADLINE_S, SOON_S, Cluster, Process, Result, Spawn, Starter
 
+from processes import DEADLINE_S, SOON_S, Cluster, Process, Result, Spawn, Starter
 from tiny_checkpoint import reference
 
 ENDLESS = ("--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 3, "--temperature", 0)

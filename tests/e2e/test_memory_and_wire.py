@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import Cluster, Starter
 
+from processes import Cluster, Starter
 from tiny_checkpoint import reference
 
 NANO_LLAMA = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"

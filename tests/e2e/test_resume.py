@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import DEADLINE_S, Cluster, Spawn, Starter
 
 from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.recovery.journal import read_record
 from mdi.recovery.runs import find_run, runs_in
+from processes import DEADLINE_S, Cluster, Spawn, Starter
 
 RUN = ("--prompt-style", "none", "--n-tokens", 2500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import Cluster, Spawn, Starter
 
+from processes import Cluster, Spawn, Starter
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, write_checkpoint
 
 LONG = (TEXT * 4)[:1100]

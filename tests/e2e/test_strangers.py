@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import requests
-from processes import Cluster, Spawn, Starter
 
 from mdi.net.frame_io import send_frame
 from mdi.net.hello import Hello
 from mdi.net.wire import Frame, FrameType
+from processes import Cluster, Spawn, Starter
 from tiny_checkpoint import reference
 
 NOISE = [

@@ -9,11 +9,11 @@ import pytest
 import torch
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
-from processes import Spawn
 
 from families import greedy
 from mdi.cli import launch
 from mdi.training.new_model import load_shape
+from processes import Spawn
 from tiny_training import argv_of, make_dataset, make_shape
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import requests
-from processes import DEADLINE_S, SOON_S, Cluster, Spawn, Starter
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
+from processes import DEADLINE_S, SOON_S, Cluster, Spawn, Starter
 from tiny_checkpoint import reference, write_checkpoint
 
 ONE = ("--n-tokens", 6, "--n-samples", 1)

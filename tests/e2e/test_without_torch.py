@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import Cluster, Starter
 
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.kernels import library
+from processes import Cluster, Starter
 from tiny_checkpoint import reference, write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs the kernels")

@@ -11,8 +11,8 @@ from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
 from mdi.machine.threads import n_threads
-from mdi.measure.chance import chance_weights
 from mdi.measure.profiling import Bench
+from mdi.measure.random_weights import random_weights
 from mdi.model.array_stage import ArrayStage
 from mdi.weight_formats import weight_format
 
@@ -39,7 +39,7 @@ class KernelBench(Bench):
 
     def _weights(self, part: str) -> PartWeights:
         shapes = {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
-        return chance_weights(shapes, self._packing)
+        return random_weights(shapes, self._packing)
 
     def head(self) -> Callable[[np.ndarray], object]:
         stage = KernelStarterStage(self._subject.config, 0, n_threads())

@@ -111,7 +111,7 @@ class Bench(ABC):
 
     @abstractmethod
     def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Any:
-        """Blocks of the model, with weights of chance, as a stage: called with rows and slices, and with caches.
+        """Blocks of the model, with random weights, as a stage: called with rows and slices, and with caches.
 
         Args:
             check: called between the blocks.
@@ -119,7 +119,7 @@ class Bench(ABC):
 
     @abstractmethod
     def head(self) -> Callable[[Any], object]:
-        """Final norm and head, with weights of chance: called with rows."""
+        """Final norm and head, with random weights: called with rows."""
 
     @abstractmethod
     def rows(self, n: int) -> Any:
@@ -131,7 +131,7 @@ class Bench(ABC):
 
     @abstractmethod
     def bytes_of(self, name: str) -> float:
-        """What a tensor of the model takes while weights of chance are made."""
+        """What a tensor of the model takes while random weights are made."""
 
     def _read_bytes_s(self) -> float:
         n_bytes = min(READ_BYTES, device_free_bytes(self._subject.computing.device) // 8)

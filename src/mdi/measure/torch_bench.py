@@ -12,8 +12,8 @@ from litgpt.config import Config
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.engine.tensors import DTYPES
-from mdi.measure.chance import chance_weights
 from mdi.measure.profiling import Bench
+from mdi.measure.random_weights import random_weights
 from mdi.model.few_rows import pad_few_rows
 from mdi.model.packed_linear import Weights, install, kernel_context
 from mdi.model.stage import Stage, StarterStage
@@ -39,7 +39,7 @@ class TorchBench(Bench):
         form = self._subject.computing.quantize if part.startswith("block.") else self._subject.computing.quantize_head
         shapes = {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
         if form is not None:
-            return dict(chance_weights(shapes, Packing(form, form)))
+            return dict(random_weights(shapes, Packing(form, form)))
         return {name: self._random(shape) for name, shape in shapes.items()}
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:

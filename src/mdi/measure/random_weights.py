@@ -1,4 +1,4 @@
-"""Weights of chance, to be measured with: of a trained model's size, made as fast as memory is written."""
+"""Random weights, to be measured with: of a trained model's size, made as fast as memory is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdi.weight_formats import EMBEDDING, PANEL
 SIZE = 0.02  # of a weight
 
 
-def chance_weights(shapes: Mapping[str, tuple[int, ...]], packing: Packing, seed: int = 1) -> PartWeights:
+def random_weights(shapes: Mapping[str, tuple[int, ...]], packing: Packing, seed: int = 1) -> PartWeights:
     """Packed weights of the given shapes, by their names in the full model. An embedding is all zeros, and takes no memory."""
     generator = np.random.default_rng(seed)
     weights: PartWeights = {}
