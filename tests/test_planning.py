@@ -366,7 +366,7 @@ def test_what_takes_long_is_told(
     monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
     with secondaries(1, tmp_path) as nodes, open_ports(OWN_NODE) as (port, port_in):
         measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
-    assert "measuring the way from secondary0 to starter (1 of 2)" in caplog.messages
+    assert "measuring the link from secondary0 to starter (1 of 2)" in caplog.messages
     config = plain(asdict(tiny_config()))
     Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", Computing("cpu", "float32")), None)
     assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages

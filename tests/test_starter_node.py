@@ -66,7 +66,7 @@ def test_loading_that_takes_long_is_told(
             threading.Event().wait(0.02)
 
     missing, source_of = StageHolder.missing, StageHolder._source_of
-    looks = "secondary0 looks through the weights that it has"
+    looks = "secondary0 checks which weights it already has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
     monkeypatch.setattr(StageHolder, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
 

@@ -1,6 +1,6 @@
 """Whether another node can be reached from here, and how well: its control port, its ring port, the way between.
 
-What goes wrong is told in kinds, because each has a cure of its own: see `PROBLEMS`.
+Each type of problem has its own remedy: see `PROBLEMS`.
 """
 
 from __future__ import annotations

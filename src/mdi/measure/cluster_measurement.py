@@ -173,7 +173,7 @@ class ClusterMeasurement:
                 share = float(self._clients[node.name].profile(request).get("machine_share", 0.0))
                 found[node.name] = share if 0 <= share <= 1 else 0.0
             except (ControlError, TypeError, ValueError) as e:
-                logger.info("what %s takes of its machine was not measured: %s", node.name, e)
+                logger.info("the share of its machine that %s uses was not measured: %s", node.name, e)
 
         others = self._all({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
         if own is not None:
@@ -186,7 +186,9 @@ class ClusterMeasurement:
         """What a node was started with goes before the nodes file; then the plan is not quite what the file says."""
         for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
             if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
-                logger.info("%s computes with %s %s: that it was started with, not %s", node.name, what, found, named)
+                logger.info(
+                    "%s computes with %s %s, as it was started; the nodes file says %s", node.name, what, found, named
+                )
 
     def _report(self) -> None:
         for name, client in self._clients.items():
@@ -210,7 +212,7 @@ class ClusterMeasurement:
         for i, (source, target) in enumerate(pairs):
             self._check()
             if report.is_due():
-                logger.info("measuring the way from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
+                logger.info("measuring the link from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
             link = self._link(source, target)
             if link is not None:
                 links.append(link)
@@ -225,7 +227,7 @@ class ClusterMeasurement:
                 try_node(request, keys=self._cluster.keys) if client is None else Route.from_json(client.probe(request))
             )
         except ControlError as e:
-            logger.info("the way from %s to %s was not measured: %s", source.name, target.name, e)
+            logger.info("the link from %s to %s was not measured: %s", source.name, target.name, e)
             return None
         if not route.ring.is_well:
             logger.warning(

@@ -29,7 +29,7 @@ from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Limits
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0
-REPORT_S = 2.0  # after so long, who waits says for whom
+REPORT_S = 2.0  # after so long, a node says whom it waits for
 
 logger = logging.getLogger("mdi")
 

@@ -33,7 +33,7 @@ class Patience:
         elif now_s - self._since_s > self._limit_s:
             raise NodeLostError(
                 self._name,
-                f"{self._name} says that it is getting ready, but has not come on for {self._limit_s:.0f} s: look at what it "
+                f"{self._name} says that it is getting ready, but has made no progress for {self._limit_s:.0f} s: look at what it "
                 "prints, and start it again",
             )
 

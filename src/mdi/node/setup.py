@@ -134,7 +134,7 @@ class SecondarySetup:
         while (missing := (status := self._loading_status()).get("missing")) is None:
             patience.look(status, time.monotonic())
             if report.is_due():
-                logger.info("%s looks through the weights that it has", self.name)
+                logger.info("%s checks which weights it already has", self.name)
             self._cancelled.wait(POLL_S)
         specs = {part.sha256: part for part in self._request.parts}
         try:
