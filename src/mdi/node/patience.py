@@ -33,8 +33,8 @@ class Patience:
         elif now_s - self._since_s > self._limit_s:
             raise NodeLostError(
                 self._name,
-                f"{self._name} says that it is getting ready, but has made no progress for {self._limit_s:.0f} s: look at what it "
-                "prints, and start it again",
+                f"{self._name} says that it is getting ready, but has made no progress for {self._limit_s:.0f} s: look at "
+                "what it prints, and start it again",
             )
 
     def _count(self, stage: Any) -> int:
