@@ -1,8 +1,9 @@
-"""The engine over whole rings in one process: the ids of litgpt's uncached model, whatever the ring and the company."""
+"""The engine over whole rings in one process: the ids of litgpt's uncached model, whatever the ring and the other texts."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
 from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
 from mdi.engine.secondary_loop import SecondaryLoop
-from mdi.engine.sequence import SamplingParams
+from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import TensorRows, frame_of, rows_of
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage
@@ -90,6 +91,18 @@ def test_many_submitted_before_the_run_do_not_block_it(n_nodes: int) -> None:
         texts = ring.generate(prompts, params)
         assert ring.caches() == [0] * n_nodes
     assert [t.ids for t in texts] == reference(LLAMA, prompts, 2)
+
+
+def test_a_thousand_short_texts_leave_nothing_behind() -> None:
+    prompts = [prompt(1 + i % 3, i) for i in range(50)]
+    params = SamplingParams(n_tokens=2, temperature=0)
+    expected = reference(LLAMA, prompts, 2)
+    with ring_of(model_of(LLAMA), 2) as ring:
+        for _ in range(20):
+            assert [text.ids for text in ring.generate(prompts, params)] == expected
+            assert ring.caches() == [0, 0]
+        gc.collect()
+        assert not [o for o in gc.get_objects() if isinstance(o, Sequence)], "the engine keeps texts that have ended"
 
 
 def memory_of(ring: InProcessRing, n_bytes: int) -> CacheMemory:
