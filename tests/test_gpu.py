@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from families import FAMILIES, config_of, greedy, model_of, prompt
-from mdi.checkpoint.shapes import plain
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
 from mdi.machine.computing import choose_computing
@@ -24,7 +23,7 @@ from mdi.node.forming import receive_buffers
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, reference, write_checkpoint
+from tiny_checkpoint import encode, plain, reference, write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda:0")

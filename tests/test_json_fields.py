@@ -30,7 +30,7 @@ def test_what_is_as_it_should_be() -> None:
     assert (fields.integer("whole"), fields.integer("below", -1), fields.number("whole")) == (3, -1, 3.0)
     assert fields.boolean("truth") and fields.span("span") == (1, 3) and fields.strings("words") == ["a", "b"]
     assert fields.choice("text", ("a", "b")) == "a" and fields.object("object") == {"a": 1}
-    assert fields.fields("object").integer("a") == 1 and fields.list("list") == [1, "x"]
+    assert fields.fields("object").integer("a") == 1 and fields.entries("list") == [1, "x"]
     assert fields.optional("nothing", fields.string) is None is fields.optional("missing", fields.string)
     assert fields.optional("text", fields.string) == "a"
 
@@ -58,7 +58,7 @@ def test_what_is_as_it_should_be() -> None:
         (lambda f: f.strings("list"), "expected a list of strings, found a list"),
         (lambda f: f.fields("object").integer("b"), r"^file\.object: the field 'b' is missing"),
         (lambda f: f.items("objects"), r"^file\.objects\[1\]: expected an object, found 7$"),
-        (lambda f: f.list("object"), "expected a list, found an object"),
+        (lambda f: f.entries("object"), "expected a list, found an object"),
         (lambda f: f.only(["text"]), "unknown field 'empty'; expected text"),
     ],
 )

@@ -95,7 +95,7 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     nodes = Fields(read_json(path), f"{path}:", UsageError).fields("nodes")
     where = nodes.where
     starter = node_of(nodes.object("starter"), "starter", f"{where}.starter")
-    listed = nodes.list("secondary", "a list of nodes (it may be empty)") if "secondary" in nodes.data else []
+    listed = nodes.entries("secondary", "a list of nodes (it may be empty)") if "secondary" in nodes.data else []
     if len(listed) >= N_NODES_LIMIT:
         raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
     if starter.is_spare:

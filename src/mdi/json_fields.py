@@ -50,7 +50,7 @@ class Fields:
         """A field that may be missing or null, read by another method."""
         return None if self.data.get(key) is None else read(key)
 
-    def typed(self, key: str, wanted: type[T], expected: str) -> T:
+    def typed(self, key: str, wanted: type | tuple[type, ...], expected: str) -> Any:
         if key not in self.data:
             raise self._error(f"{self.where.removesuffix(':')}: the field {key!r} is missing: expected {expected}")
         value = self.data[key]
@@ -59,10 +59,11 @@ class Fields:
         return value
 
     def boolean(self, key: str) -> bool:
-        return self.typed(key, bool, "true or false")
+        value: bool = self.typed(key, bool, "true or false")
+        return value
 
     def string(self, key: str, may_be_empty: bool = False) -> str:
-        value = self.typed(key, str, "a string")
+        value: str = self.typed(key, str, "a string")
         if len(value) > STRING_LIMIT or not (value or may_be_empty):
             raise self.wrong(key, f"a string of {0 if may_be_empty else 1} to {STRING_LIMIT} characters")
         return value
@@ -84,43 +85,44 @@ class Fields:
         return value
 
     def integer(self, key: str, low: int = 0, high: float = math.inf) -> int:
-        value = self.typed(key, int, "a whole number")
+        value: int = self.typed(key, int, "a whole number")
         if not low <= value <= high:
             raise self.wrong(key, f"a whole number from {low}" + (" on" if high == math.inf else f" to {high}"))
         return value
 
     def number(self, key: str, low: float = 0.0, high: float = math.inf) -> float:
         """A finite number, as a float."""
-        value = self.typed(key, (int, float), "a number")  # type: ignore[arg-type]
+        value: float = self.typed(key, (int, float), "a number")
         if not low <= value <= high or value > 1e300 or math.isinf(value):  # nan compares with nothing
             raise self.wrong(key, f"a number from {low:g}" + (" on" if high == math.inf else f" to {high:g}"))
         return float(value)
 
     def object(self, key: str) -> dict[str, Any]:
-        return self.typed(key, dict, "an object")
+        value: dict[str, Any] = self.typed(key, dict, "an object")
+        return value
 
     def fields(self, key: str, expected: str = "an object") -> Fields:
         """The fields of an object in this one."""
         return Fields(self.typed(key, dict, expected), self._at(key), self._error)
 
-    def list(self, key: str, expected: str = "a list") -> list[Any]:
+    def entries(self, key: str, expected: str = "a list") -> list[Any]:
         """Tuples count as lists: they become such when they are written."""
-        return list(self.typed(key, (list, tuple), expected))  # type: ignore[arg-type]
+        return list(self.typed(key, (list, tuple), expected))
 
     def items(self, key: str, expected: str = "a list of objects") -> list[Fields]:
         """The fields of each object of a list."""
-        values = self.list(key, expected)
+        values = self.entries(key, expected)
         return [Fields(value, f"{self._at(key)}[{i}]", self._error) for i, value in enumerate(values)]
 
     def strings(self, key: str) -> list[str]:
-        values = self.list(key, "a list of strings")
+        values = self.entries(key, "a list of strings")
         if not all(isinstance(v, str) and len(v) <= STRING_LIMIT for v in values):
             raise self.wrong(key, "a list of strings")
         return values
 
     def span(self, key: str) -> tuple[int, int]:
         """[start, stop)"""
-        values = self.list(key, "[start, stop]")
+        values = self.entries(key, "[start, stop]")
         if len(values) != 2 or not all(type(v) is int for v in values) or not 0 <= values[0] <= values[1]:
             raise self.wrong(key, "[start, stop] with 0 <= start <= stop")
         return values[0], values[1]

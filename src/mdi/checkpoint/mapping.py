@@ -27,9 +27,9 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < stop:
-                raise CheckpointError(f"{path} was cut short: {size} bytes, {stop} expected at least")
+            found = os.fstat(file.fileno()).st_size
+            if found < stop:
+                raise CheckpointError(f"{path} was cut short: {found} bytes, {stop} expected at least")
             access = mmap.ACCESS_COPY if is_writable else mmap.ACCESS_READ
             mapped = mmap.mmap(file.fileno(), stop - first, access=access, offset=first)
     except OSError as e:

@@ -50,7 +50,7 @@ class CacheReport:
         """Raises ControlError if it cannot be read."""
         get = Fields(data, f"{where}, of its caches", ControlError)
         classes = []
-        for i, entry in enumerate(get.list("classes")):
+        for i, entry in enumerate(get.entries("classes")):
             if i == N_CLASSES_LIMIT or not isinstance(entry, list) or len(entry) != 2:
                 raise get.wrong("classes", f"up to {N_CLASSES_LIMIT} of [window, page_bytes]")
             pair = Fields({"window": entry[0], "page_bytes": entry[1]}, f"{get.where}.classes[{i}]", ControlError)

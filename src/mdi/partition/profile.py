@@ -153,11 +153,11 @@ class ClusterProfile:
     def from_json(cls, data: Any, where: str = "cluster profile") -> ClusterProfile:
         """Raises UsageError: a field is missing, unknown or makes no sense, or names do not fit each other."""
         get = _known(cls, data, where)
-        listed = get.list("nodes")
+        listed = get.entries("nodes")
         if not 1 <= len(listed) <= N_NODES_LIMIT:
             raise UsageError(f"{where}.nodes: expected 1 to {N_NODES_LIMIT} nodes, found {len(listed)}")
         nodes = tuple(NodeProfile.from_json(node, f"{where}.nodes[{i}]") for i, node in enumerate(listed))
-        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(get.list("links")))
+        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(get.entries("links")))
         names = [node.name for node in nodes]
         for name in names:
             if names.count(name) > 1:
@@ -197,7 +197,7 @@ def _whole(get: Fields, key: str) -> int:
 
 def _times(get: Fields, key: str) -> Times:
     times: list[tuple[int, float]] = []
-    for i, entry in enumerate(get.list(key, "a list of [rows, seconds]")):
+    for i, entry in enumerate(get.entries(key, "a list of [rows, seconds]")):
         if not isinstance(entry, (list, tuple)) or len(entry) != 2:
             raise UsageError(f"{get.where}.{key}[{i}]: expected [rows, seconds], found {shown(entry)}")
         pair = Fields({"rows": entry[0], "seconds": entry[1]}, f"{get.where}.{key}[{i}]", UsageError)

@@ -87,7 +87,7 @@ class MovingCut:
         known = self._index(name)
         if self._cost is not None and known is not None:
             terms = self._cost.terms(n_used)
-            return terms.unit_s(known), terms.base_s[known], min(terms.room(known))
+            return terms.unit_s(known), terms.base_s[known], min(terms.capacity(known))
         head_s = 0.0 if place else self._shape.head_bytes / READ_BYTES_S
         if self._cost is None or self._profile is None:
             return self._shape.reference.weight_bytes / READ_BYTES_S, head_s, float("inf")
