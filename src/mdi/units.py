@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def size(n_bytes: float) -> str:
     """1234567890 -> "1.2 GB"; powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(n_bytes) >= scale:
             return f"{n_bytes / scale:.1f} {unit}"
     return f"{n_bytes:.0f} bytes"
@@ -21,6 +21,8 @@ def duration(time_s: float | None) -> str:
         return f"{time_s:.1f} s"
     minutes, seconds = divmod(round(time_s), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours} h"
     return f"{hours}:{minutes:02}:{seconds:02} h" if hours else f"{minutes}:{seconds:02} min"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mdi.errors import CheckpointError, MemoryShortError
+from mdi.units import size
 
 
 def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -> np.ndarray:

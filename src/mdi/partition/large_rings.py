@@ -6,6 +6,7 @@ The spread of blocks over each ring that is looked at stays exact.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 from mdi.partition.cost import CostModel
@@ -34,7 +35,7 @@ def guessed(cost: CostModel) -> Spread | None:
 
 
 def improved(cost: CostModel, best: Spread) -> Spread:
-    """Leave out, put in or exchange single nodes as long as it helps; a given number of tries, so that it always ends."""
+    """Leave out, put in or exchange nodes as long as it helps; a given number of tries, so that it always ends."""
     tries = max(8, WORK // len(best.order))
     is_better = True
     while is_better and tries > 0:
@@ -59,8 +60,9 @@ def _neighbours(cost: CostModel, best: Spread) -> Iterator[list[int]]:
     unused = heapq.nsmallest(
         NEAR, (i for i in range(1, cost.n_nodes) if i not in used), key=lambda i: (terms.block_s[i], i)
     )
-    for node in slow_first:
-        yield [i for i in order if i != node]
+    # Two at a time as well: with one less, frames may have as many rows as before, and the ring gains nothing yet.
+    for left_out in (*((i,) for i in slow_first), *itertools.combinations(slow_first[:NEAR], 2)):
+        yield [i for i in order if i not in left_out]
     for new in unused if len(order) <= cost.n_layer else ():
         yield [*order, new]
     for new in unused[:2]:
