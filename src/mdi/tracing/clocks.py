@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-N_ROUND_TRIPS = 8
+N_ROUND_TRIPS = 16
 # Timers of real machines run apart by less than this; what looks like more is a round trip that took long one way.
 DRIFT_LIMIT = 2e-4
 
