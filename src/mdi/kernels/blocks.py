@@ -105,6 +105,7 @@ def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel
         activation=ACTIVATIONS[_MLPS[config["mlp_class_name"]](config)],
         n_expert_per_token=config["n_expert_per_token"],
         cache_type=CACHE_TYPES[cache_type],
+        heads_per_group=config["n_head"] // config["n_query_groups"],
         norm_eps=config["norm_eps"],
         scale=mscale**2 / math.sqrt(config["attention_scores_scalar"] or config["head_size"]),
         softcap=config["attention_logit_softcapping"] or 0.0,
@@ -176,14 +177,18 @@ class Blocks:
         """
         frame, kept = self._frame(rows, slices)
         y = np.empty_like(rows)
+        self._piece(block, half, frame, y)
+        del kept
+        return y
+
+    def _piece(self, block: int, piece: int, frame: MdiFrame, y: np.ndarray) -> None:
+        """Compute one piece of a block (structures.PIECES) for a frame that `_frame` made."""
         done = self.context.library.mdi_half(
-            self.context.handle, ctypes.byref(self._stage), block - self.start, half, ctypes.byref(frame),
+            self.context.handle, ctypes.byref(self._stage), block - self.start, piece, ctypes.byref(frame),
             ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
-        del kept
-        return y
+            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows")
 
     def _frame(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> tuple[MdiFrame, object]:
         """The structure of a frame, and what it refers to."""

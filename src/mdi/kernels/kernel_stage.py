@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, model_of
-from mdi.kernels.context import Context, linear
+from mdi.kernels.blocks import Blocks
+from mdi.kernels.context import Context
+from mdi.kernels.head import Head, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.rope import n_tables, rope_n_elem
-
-Weights = Mapping[str, Matrix | np.ndarray]
 
 
 class KernelStage:
@@ -55,7 +54,10 @@ class KernelStage:
         """
         self._weights = {part: weights(part) for part in parts}
         self._context = Context(self._n_threads, self._spins)
-        self._blocks = Blocks(self.config, self.start, self.stop, self._of_block, self.cache_type, self._context)
+        self._blocks = self._made_blocks()
+
+    def _made_blocks(self) -> Blocks:
+        return Blocks(self.config, self.start, self.stop, self._of_block, self.cache_type, self._context)
 
     def _of_block(self, index: int) -> dict[str, Matrix | np.ndarray]:
         prefix = f"transformer.h.{index}."
@@ -132,20 +134,15 @@ class KernelStarterStage(KernelStage):
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         super().load(parts, weights)
         embedding, head = self._weights["embedding"], self._weights["head"]
-        self._table = _array(embedding, "transformer.wte.weight")
+        self._table = array_of(embedding, "transformer.wte.weight")
         self._table_scale = embedding.get("transformer.wte.weight_scale")
-        matrix = head.get("lm_head.weight")
-        shape = (self.config["padded_vocab_size"], self.n_embd)
-        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != shape or self._table.shape != shape:
-            raise KernelError(f"embedding and head of this model are {shape[0]} x {shape[1]}")
-        self._head = matrix
-        self._head_bias = _array(head, "lm_head.bias") if "lm_head.bias" in head else None
-        if "transformer.ln_f.weight" in head:
-            bias = _array(head, "transformer.ln_f.bias") if "transformer.ln_f.bias" in head else None
-            self._norm: tuple[np.ndarray, np.ndarray | None] = (_array(head, "transformer.ln_f.weight"), bias)
-        else:
-            self._norm = (np.ones(self.n_embd, dtype=np.float32), None)  # a norm without weights
-        self._model = model_of(self.config, self.cache_type)
+        n_tokens = int(self.config["padded_vocab_size"])
+        if self._table.shape != (n_tokens, self.n_embd):
+            raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
+        self._head = self._made_head(head)
+
+    def _made_head(self, weights: Weights) -> Head:
+        return Head(self.config, weights, int(self.config["padded_vocab_size"]), self._context)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """(N,) token ids -> float32 (N, n_embd)
@@ -166,13 +163,4 @@ class KernelStarterStage(KernelStage):
 
     def head(self, x: np.ndarray) -> np.ndarray:
         """float32 (M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
-        rows = np.ascontiguousarray(x, dtype=np.float32)
-        softcap = self.config["final_logit_softcapping"]
-        return linear(self._context, self._model, self._norm, self._head, self._head_bias, rows, softcap)
-
-
-def _array(weights: Weights, name: str) -> np.ndarray:
-    found = weights.get(name)
-    if not isinstance(found, np.ndarray):
-        raise KernelError(f"the weights lack {name}")
-    return found
+        return self._head(x)

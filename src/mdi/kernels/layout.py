@@ -42,15 +42,17 @@ class Matrix:
 
     Attributes:
         data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
+        skip: of n_in, the first ones, which are zero and which rows lack, see kernels.cut.
     """
 
     format: str
     n_out: int
     n_in: int
     data: Bytes
+    skip: int = 0
 
 
-def _padded(n: int, to: int) -> int:
+def padded(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
@@ -58,9 +60,9 @@ def matrix_bytes(form: str, n_out: int, n_in: int) -> int:
     """Bytes of a packed weight."""
     layout = LAYOUTS[form]
     return (
-        _padded(n_out, PANEL)
+        padded(n_out, PANEL)
         // PANEL
-        * (_padded(n_in, layout.record_inputs) // layout.record_inputs)
+        * (padded(n_in, layout.record_inputs) // layout.record_inputs)
         * layout.record_bytes
     )
 
@@ -93,11 +95,11 @@ def pack(form: str, weight: np.ndarray) -> Matrix:
     n_out, n_in = weight.shape
     layout = LAYOUTS[form]
     data = aligned_bytes(matrix_bytes(form, n_out, n_in))
-    panels = data.reshape(_padded(n_out, PANEL) // PANEL, -1)
-    width = _padded(n_in, layout.record_inputs)
+    panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
+    width = padded(n_in, layout.record_inputs)
     for first in range(0, n_out, _ROWS_AT_ONCE):
         rows = weight[first : first + _ROWS_AT_ONCE]
-        n_rows = _padded(len(rows), PANEL)
+        n_rows = padded(len(rows), PANEL)
         block = np.zeros((n_rows, width), dtype=weight.dtype)
         block[: len(rows), :n_in] = rows
         panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
@@ -107,8 +109,8 @@ def pack(form: str, weight: np.ndarray) -> Matrix:
 def unpack(matrix: Matrix) -> Floats:
     """The float32 weight (n_out, n_in) that a packed one stands for."""
     layout = LAYOUTS[matrix.format]
-    width = _padded(matrix.n_in, layout.record_inputs)
-    whole = _UNPACKERS[matrix.format](matrix.data, _padded(matrix.n_out, PANEL), width)
+    width = padded(matrix.n_in, layout.record_inputs)
+    whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
     return np.ascontiguousarray(whole[: matrix.n_out, : matrix.n_in])
 
 
@@ -117,13 +119,13 @@ def floats(weight: np.ndarray) -> Floats:
     return float32_from_bf16(weight) if weight.dtype == np.uint16 else np.asarray(weight, dtype=np.float32)
 
 
-def _lines(values: np.ndarray, per_line: int) -> np.ndarray:
+def lines_of(values: np.ndarray, per_line: int) -> np.ndarray:
     """(rows, inputs) -> (panels, lines, 16, per_line): the order in which bytes lie."""
     n_rows, n_in = values.shape
     return values.reshape(n_rows // PANEL, PANEL, n_in // per_line, per_line).transpose(0, 2, 1, 3)
 
 
-def _rows(lines: np.ndarray, n_rows: int, n_in: int) -> np.ndarray:
+def rows_of_lines(lines: np.ndarray, n_rows: int, n_in: int) -> np.ndarray:
     """The other way round: (panels, lines, 16, per_line) -> (rows, inputs)"""
     return lines.transpose(0, 2, 1, 3).reshape(n_rows, n_in)
 
@@ -133,18 +135,18 @@ def _bytes(values: np.ndarray) -> Bytes:
 
 
 def _pack_float32(block: np.ndarray) -> Bytes:
-    return _bytes(_lines(floats(block), 1))
+    return _bytes(lines_of(floats(block), 1))
 
 
 def _pack_bf16(block: np.ndarray) -> Bytes:
     bits = block if block.dtype == np.uint16 else bf16_from_float32(floats(block))
-    return _bytes(_lines(bits, 2))
+    return _bytes(lines_of(bits, 2))
 
 
 def _pack_fp16(block: np.ndarray) -> Bytes:
     """A weight that half precision cannot hold becomes its largest number, not infinity."""
     half = block if block.dtype == np.float16 else np.clip(floats(block), -65504, 65504).astype(np.float16)
-    return _bytes(_lines(half, 1))
+    return _bytes(lines_of(half, 1))
 
 
 def _pack_int8(block: np.ndarray) -> Bytes:
@@ -152,7 +154,7 @@ def _pack_int8(block: np.ndarray) -> Bytes:
     scale = _half_up(np.abs(groups).max(axis=2) / 127)
     q = np.clip(np.rint(groups / np.where(scale == 0, 1, scale).astype(np.float32)[..., None]), -127, 127)
     stored = (q + 128).astype(np.uint8).reshape(block.shape)
-    return _records(scale, _lines(stored, 4), 32)
+    return records_of(scale, lines_of(stored, 4), 32)
 
 
 def _half_up(x: Floats) -> np.ndarray:
@@ -198,11 +200,11 @@ def int4_bytes(scale: np.ndarray, halves: np.ndarray) -> Bytes:
     """Records of int4: scales float16 (rows, n) and halves of bytes uint8 (rows, 32 * n), rows in whole panels, n even."""
     n_rows, n_in = halves.shape
     pairs = halves.reshape(n_rows, n_in // 8, 2, 4)
-    lines = _lines((pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(n_rows, n_in // 2), 4)
-    return _records(scale, lines, 8)
+    lines = lines_of((pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(n_rows, n_in // 2), 4)
+    return records_of(scale, lines, 8)
 
 
-def _records(scale: np.ndarray, lines: np.ndarray, per_record: int) -> Bytes:
+def records_of(scale: np.ndarray, lines: np.ndarray, per_record: int) -> Bytes:
     """Scales (rows, groups) before the lines that they belong to, (panels, lines, 16, 4)."""
     n_panels, n_lines = lines.shape[:2]
     n_records = n_lines // per_record
@@ -213,7 +215,7 @@ def _records(scale: np.ndarray, lines: np.ndarray, per_record: int) -> Bytes:
     return records.reshape(-1)
 
 
-def _split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[Floats, np.ndarray]:
+def split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[Floats, np.ndarray]:
     """Records -> scales float32 (rows, groups), lines uint8 (panels, lines, 16, 4)"""
     layout = LAYOUTS[form]
     n_panels, n_records = n_rows // PANEL, n_in // layout.record_inputs
@@ -224,26 +226,30 @@ def _split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[Floa
 
 
 def _unpack_float32(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    return _rows(data.view(np.float32).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in)
+    return rows_of_lines(data.view(np.float32).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in)
 
 
 def _unpack_bf16(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    return float32_from_bf16(_rows(data.view(np.uint16).reshape(n_rows // PANEL, n_in // 2, PANEL, 2), n_rows, n_in))
+    return float32_from_bf16(
+        rows_of_lines(data.view(np.uint16).reshape(n_rows // PANEL, n_in // 2, PANEL, 2), n_rows, n_in)
+    )
 
 
 def _unpack_fp16(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    return _rows(data.view(np.float16).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in).astype(np.float32)
+    return rows_of_lines(data.view(np.float16).reshape(n_rows // PANEL, n_in, PANEL, 1), n_rows, n_in).astype(
+        np.float32
+    )
 
 
 def _unpack_int8(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    scales, lines = _split_records(data, n_rows, n_in, "int8")
-    q = _rows(lines, n_rows, n_in).astype(np.float32) - 128
+    scales, lines = split_records(data, n_rows, n_in, "int8")
+    q = rows_of_lines(lines, n_rows, n_in).astype(np.float32) - 128
     return (q.reshape(n_rows, -1, 64) * scales[..., None]).reshape(n_rows, n_in)
 
 
 def _unpack_int4(data: Bytes, n_rows: int, n_in: int) -> Floats:
-    scales, lines = _split_records(data, n_rows, n_in, "int4")
-    both = _rows(lines, n_rows, n_in // 2).reshape(n_rows, n_in // 8, 4)
+    scales, lines = split_records(data, n_rows, n_in, "int4")
+    both = rows_of_lines(lines, n_rows, n_in // 2).reshape(n_rows, n_in // 8, 4)
     halves = np.stack((both & 15, both >> 4), axis=2).reshape(n_rows, n_in)
     return ((halves.astype(np.float32) - 8).reshape(n_rows, -1, 32) * scales[..., None]).reshape(n_rows, n_in)
 

@@ -39,7 +39,7 @@ class BlockReader:
 
     def matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
         matrix = self._tensors.get(f"{name}.weight")
-        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_out, n_in):
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in - matrix.skip) != (n_out, n_in):
             raise KernelError(f"block {self._block}: {name}.weight is no packed weight of {n_out} x {n_in}")
         check_matrix(matrix)
         bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
@@ -82,3 +82,5 @@ def check_matrix(matrix: Matrix) -> None:
         raise KernelError(
             f"a weight of {matrix.n_out} x {matrix.n_in} in {matrix.format} has {n_bytes} bytes, not {data.size}"
         )
+    if not 0 <= matrix.skip <= matrix.n_in:
+        raise KernelError(f"a weight of {matrix.n_in} inputs that begins with input {matrix.skip}")

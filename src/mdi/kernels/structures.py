@@ -13,20 +13,23 @@ from mdi.weight_formats import LAYOUTS
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+PIECES = {"attention": 0, "mlp": 1, "project": 2, "attend": 3, "add_attention": 4, "add_mlp": 5}  # MdiPiece
 
 
 class MdiMatrix(ctypes.Structure):
     _fields_ = [
         ("data", c_void_p),
         ("bias", c_void_p),
-        *((n, c_int32) for n in ("format", "n_out", "n_in", "reserved")),
+        *((n, c_int32) for n in ("format", "n_out", "n_in", "skip")),
     ]
 
     @classmethod
     def of(cls, matrix: Matrix, bias: np.ndarray | None = None) -> MdiMatrix:
         """Refers to the memory of both, which must stay."""
         address = None if bias is None else bias.ctypes.data
-        return cls(matrix.data.ctypes.data, address, LAYOUTS[matrix.format].number, matrix.n_out, matrix.n_in, 0)
+        return cls(
+            matrix.data.ctypes.data, address, LAYOUTS[matrix.format].number, matrix.n_out, matrix.n_in, matrix.skip
+        )
 
 
 class MdiNorm(ctypes.Structure):
@@ -53,6 +56,7 @@ class MdiModel(ctypes.Structure):
         *((n, c_int32) for n in ("n_embd", "n_head", "n_groups", "head_size", "rope_n_elem", "rope_interleave")),
         *((n, c_int32) for n in ("norm_type", "unit_offset", "parallel_residual", "shared_attention_norm")),
         *((n, c_int32) for n in ("qk_norm_all_heads", "activation", "n_expert_per_token", "cache_type")),
+        *((n, c_int32) for n in ("heads_per_group", "first_head")),
         *((n, c_float) for n in ("norm_eps", "scale", "softcap", "expert_scale")),
     ]
 

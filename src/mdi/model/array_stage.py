@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mdi.kernels.kernel_stage import KernelStage, Weights
+from mdi.kernels.head import Weights
+from mdi.kernels.kernel_stage import KernelStage
 from mdi.kernels.pages import CachePages
 
 

@@ -77,7 +77,9 @@ class Header:
 
 
 class FrameCodec:
-    """Writes and reads the frames of one connection; `limits` is what is accepted."""
+    """Writes and reads the frames of one connection; `limits` is what is accepted. `session` seals them, if there is one."""
+
+    session: Session | None = None
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
@@ -168,16 +170,16 @@ class SealedCodec(FrameCodec):
 
     def __init__(self, session: Session, limits: Limits) -> None:
         super().__init__(limits)
-        self._session = session
+        self.session: Session = session
 
     def parts(self, frame: Frame) -> tuple[bytes, Buffer]:
-        head, body = self._session.seal(_fields_of(frame)), b"".join((frame.payload, _tables_of(frame)))
-        return head, self._session.seal(body) if body else b""
+        head, body = self.session.seal(_fields_of(frame)), b"".join((frame.payload, _tables_of(frame)))
+        return head, self.session.seal(body) if body else b""
 
     def header(self, data: Buffer) -> Header:
         """As FrameCodec's; also WireError if it is not the next header of this connection. Once for each frame."""
         fields = bytearray(_FIELDS.size)
-        self._session.open(data, fields)
+        self.session.open(data, fields)
         return self._parsed(bytes(fields), b"")
 
     def body_bytes(self, header: Header) -> int:
@@ -189,7 +191,7 @@ class SealedCodec(FrameCodec):
         if len(body):
             sealed = bytearray(self.body_bytes(header))
             read(memoryview(sealed))
-            self._session.open(sealed, body)
+            self.session.open(sealed, body)
         return _assembled(header, bytes(body[header.payload_bytes :]), body[: header.payload_bytes])
 
 

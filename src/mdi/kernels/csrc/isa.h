@@ -8,7 +8,7 @@ struct InstructionSet {
   void* (*new_scratch)();
   void (*delete_scratch)(void*);
   void (*forward)(const MdiStage&, const MdiFrame&, Team&, void* scratch);
-  // One half of one block: 0 is attention, 1 the MLP. The frame's rows stay as they are; y is (n_rows, n_embd).
+  // A piece of one block, see MdiPiece.
   void (*half)(const MdiStage&, int block, int half, const MdiFrame&, float* y, Team&, void* scratch);
   // Norm, if it has a weight, then a matrix: x (n, n_in) -> y (n, n_out).
   void (*linear)(const MdiModel&, const MdiNorm&, const MdiMatrix&, const float* x, int n, float* y, Team&, void* scratch);

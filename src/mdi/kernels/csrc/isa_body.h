@@ -15,8 +15,15 @@ static void forward(const MdiStage& stage, const MdiFrame& frame, Team& team, vo
 static void half(const MdiStage& stage, int block, int which, const MdiFrame& frame, float* y, Team& team, void* scratch) {
   FloatMode mode;
   Runner runner(stage, frame, team, *(Scratch*)scratch);
-  if (which == 0) runner.attention_half(stage.blocks[block], frame.rows, y);
-  else runner.mlp_half(stage.blocks[block], frame.rows, y);
+  const MdiBlock& own = stage.blocks[block];
+  switch (which) {
+    case kAttention: return runner.attention_half(own, frame.rows, y);
+    case kMlp: return runner.mlp_half(own, frame.rows, y);
+    case kProject: return runner.project(own, frame.rows, y);
+    case kAttend: return runner.attend_heads(own, frame.rows, y);
+    case kAddAttention: return runner.add_normed(own.post_attention_norm, y);
+    default: return runner.add_normed(own.post_mlp_norm, y);
+  }
 }
 
 static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& w, const float* x, int n, float* y, Team& team,

@@ -7,10 +7,21 @@ enum MdiCacheType { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheFp16 = 2, kCacheInt
 enum MdiNormType { kRmsNorm = 0, kLayerNorm = 1 };
 enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
+// Pieces of a block that can be computed alone. The first two read the frame's rows and write y (n_rows, n_embd).
+enum MdiPiece {
+  kAttention = 0,
+  kMlp = 1,
+  kProject = 2,       // the frame's rows -> y (n_rows, n_out of qkv): queries, keys, values without norms and positions
+  kAttend = 3,        // the frame's rows are what kProject gave, and are changed -> y (n_rows, n_embd)
+  kAddAttention = 4,  // the frame's rows += norm of y, behind attention; y is changed
+  kAddMlp = 5,        // and behind the MLP
+};
+
 struct MdiMatrix {
   const uint8_t* data;  // null: there is no such layer
   const float* bias;    // n_out floats, or null
-  int32_t format, n_out, n_in, reserved;
+  int32_t format, n_out, n_in;
+  int32_t skip;         // of n_in, the first ones, which rows lack: a share of a weight that begins within a group
 };
 
 struct MdiNorm {
@@ -44,6 +55,8 @@ struct MdiModel {
   int32_t parallel_residual, shared_attention_norm;
   int32_t qk_norm_all_heads;       // norms of q and k go over all heads together (OLMo 2)
   int32_t activation, n_expert_per_token, cache_type;
+  int32_t heads_per_group;         // queries that share keys and values, on all nodes together
+  int32_t first_head;              // place of the first head in its group, of which another node may have some
   float norm_eps, scale, softcap, expert_scale;  // softcap 0: none
 };
 

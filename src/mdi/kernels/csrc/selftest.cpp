@@ -171,7 +171,7 @@ struct Stage {
   Floats cos, sin;
 
   explicit Stage(const Shape& s) {
-    model.n_embd = 72, model.n_head = 4, model.n_groups = 2, model.head_size = 20;
+    model.n_embd = 72, model.n_head = 4, model.n_groups = 2, model.head_size = 20, model.heads_per_group = 2;
     model.rope_n_elem = s.interleaved ? 12 : 20, model.rope_interleave = s.interleaved;
     model.norm_type = s.layer_norm ? kLayerNorm : kRmsNorm, model.unit_offset = s.window;
     model.parallel_residual = s.parallel, model.shared_attention_norm = s.parallel;

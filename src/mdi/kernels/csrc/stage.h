@@ -18,7 +18,7 @@ struct Scratch {
     Buffer<const float*> q;
     Buffer<int32_t> position;
   };
-  Buffer<float> normed, heads, attended, gate, up, result, chosen, expert;
+  Buffer<float> normed, heads, attended, gate, up, result, chosen, expert, shifted;
   Buffer<float> router, probability;
   Buffer<int32_t> choice;
   Buffer<float> floats;
@@ -52,10 +52,17 @@ class Runner {
 
   // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.
   void attention_half(const MdiBlock& block, const float* x, float* y) {
-    const float* normed = normalized(block.norm_1, x);
+    float* heads = scratch_.heads.of((size_t)n_ * block.qkv.n_out);
+    project(block, x, heads);
+    attend_heads(block, heads, y);
+  }
+
+  // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions.
+  void project(const MdiBlock& block, const float* x, float* heads) { multiply(block.qkv, normalized(block.norm_1, x), n_, heads); }
+
+  // heads as `project` gives them, changed in place -> y (n, n_embd).
+  void attend_heads(const MdiBlock& block, float* heads, float* y) {
     int width = (model_.n_head + 2 * model_.n_groups) * model_.head_size, wide = model_.n_head * model_.head_size;
-    float* heads = scratch_.heads.of((size_t)n_ * width);
-    multiply(block.qkv, normed, n_, heads);
     prepare_heads(block, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
     attend_slices(block, heads, width, attended, wide);
@@ -85,6 +92,7 @@ class Runner {
 
  private:
   Rows prepared(const MdiMatrix& w, const float* x, int n) {
+    if (w.skip) x = shifted(w, x, n);
     if (wants_bytes(w)) {
       ByteRows& bytes = scratch_.bytes;
       bytes.reserve(n, w.n_in);
@@ -95,6 +103,18 @@ class Runner {
     float* floats = scratch_.floats.of((size_t)n * w.n_in);
     team_.run(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, floats); });
     return {n, floats, nullptr};
+  }
+
+  // Rows (n, n_in - skip) behind `skip` zeros.
+  const float* shifted(const MdiMatrix& w, const float* x, int n) {
+    float* y = scratch_.shifted.of((size_t)n * w.n_in);
+    size_t there = (size_t)(w.n_in - w.skip);
+    for (int m = 0; m < n; m++) {
+      float* row = y + (int64_t)m * w.n_in;
+      std::memset(row, 0, sizeof(float) * (size_t)w.skip);
+      std::memcpy(row + w.skip, x + (int64_t)m * there, sizeof(float) * there);
+    }
+    return y;
   }
 
   void multiply_prepared(const MdiMatrix& w, const Rows& rows, float* y) {
@@ -179,14 +199,17 @@ class Runner {
   // Rows [first, first + n) of a slice, which are rows row0, ... of the frame, in one group of heads.
   void attend_rows(const MdiBlock& block, const MdiSlice& slice, int first, int n, int row0, int group, const float* heads,
                    int width, float* attended, int wide, int thread) {
-    int size = model_.head_size, repeat = model_.n_head / model_.n_groups, padded_size = padded(size, 16);
-    int n_queries = n * repeat;
+    int size = model_.head_size, padded_size = padded(size, 16);
+    int first_head = group * model_.heads_per_group - model_.first_head, end = first_head + model_.heads_per_group;
+    if (first_head < 0) first_head = 0;
+    if (end > model_.n_head) end = model_.n_head;
+    int repeat = end - first_head, n_queries = n * repeat;
     Scratch::PerThread& own = scratch_.threads[thread];
     Queries queries{own.q.of((size_t)n_queries), own.position.of((size_t)n_queries),
                     own.weights.of((size_t)n_queries * kPage), own.most.of((size_t)n_queries),
                     own.total.of((size_t)n_queries), own.result.of((size_t)n_queries * padded_size), n_queries};
     for (int i = 0; i < n_queries; i++) {
-      own.q.data()[i] = heads + (int64_t)(row0 + i / repeat) * width + (group * repeat + i % repeat) * size;
+      own.q.data()[i] = heads + (int64_t)(row0 + i / repeat) * width + (first_head + i % repeat) * size;
       own.position.data()[i] = slice.start + first + i / repeat;
     }
     auto page_at = [&](int p) { return page_of(block, slice, p, group); };
@@ -197,7 +220,7 @@ class Runner {
       default: attend<kCacheInt8>(model_, block.window, queries, page_at);
     }
     for (int i = 0; i < n_queries; i++)
-      std::memcpy(attended + (int64_t)(row0 + i / repeat) * wide + (group * repeat + i % repeat) * size,
+      std::memcpy(attended + (int64_t)(row0 + i / repeat) * wide + (first_head + i % repeat) * size,
                   queries.result + (int64_t)i * padded_size, sizeof(float) * (size_t)size);
   }
 

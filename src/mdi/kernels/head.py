@@ -1,0 +1,54 @@
+"""The final norm and the head, whole or some of its rows, in the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mdi.errors import KernelError
+from mdi.kernels.blocks import model_of
+from mdi.kernels.context import Context, linear
+from mdi.kernels.layout import Matrix
+
+Weights = Mapping[str, Matrix | np.ndarray]
+
+
+class Head:
+    """Rows that went through all blocks -> logits.
+
+    Args:
+        config: litgpt's Config as a plain dict.
+        weights: of the part "head".
+        n_tokens: how many of the vocabulary the weights are for.
+
+    Raises:
+        KernelError: a tensor is missing or of another shape.
+    """
+
+    def __init__(self, config: Mapping[str, Any], weights: Weights, n_tokens: int, context: Context) -> None:
+        matrix, n_embd = weights.get("lm_head.weight"), int(config["n_embd"])
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
+            raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
+        self._matrix, self._context = matrix, context
+        self._bias = array_of(weights, "lm_head.bias") if "lm_head.bias" in weights else None
+        if "transformer.ln_f.weight" in weights:
+            bias = array_of(weights, "transformer.ln_f.bias") if "transformer.ln_f.bias" in weights else None
+            self._norm: tuple[np.ndarray, np.ndarray | None] = (array_of(weights, "transformer.ln_f.weight"), bias)
+        else:
+            self._norm = (np.ones(n_embd, dtype=np.float32), None)  # a norm without weights
+        self._model = model_of(config)
+        self._softcap = config["final_logit_softcapping"]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32 (M, n_embd) -> (M, n_tokens)"""
+        rows = np.ascontiguousarray(x, dtype=np.float32)
+        return linear(self._context, self._model, self._norm, self._matrix, self._bias, rows, self._softcap)
+
+
+def array_of(weights: Weights, name: str) -> np.ndarray:
+    found = weights.get(name)
+    if not isinstance(found, np.ndarray):
+        raise KernelError(f"the weights lack {name}")
+    return found

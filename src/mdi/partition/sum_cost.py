@@ -1,0 +1,45 @@
+"""What a sum over a group costs in each way, by the delay and the rate of the links; numbers alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALGORITHMS = ("star", "exchange", "scatter", "ring", "tree")
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Of the links of a group.
+
+    Attributes:
+        delay_s: from one node to another, of a few bytes.
+        bytes_s: that one node can send, to all others together.
+        message_s: of a node's own time for each message, sent and received.
+    """
+
+    delay_s: float
+    bytes_s: float
+    message_s: float = 1e-5
+
+
+def seconds(algorithm: str, n_nodes: int, n_bytes: int, speed: LinkSpeed) -> float:
+    """Of one sum of `n_bytes`, until the last node has it. Nodes send and receive at the same time."""
+    if n_nodes < 2:
+        return 0.0
+    n, d, o, b = n_nodes, speed.delay_s, speed.message_s, n_bytes / speed.bytes_s
+    if algorithm == "star":
+        return 2 * (d + (n - 1) * (b + o))
+    if algorithm == "exchange":
+        return d + (n - 1) * (b + 2 * o)
+    if algorithm == "scatter":
+        return 2 * (d + (n - 1) * (b / n + 2 * o))
+    if algorithm == "ring":
+        return 2 * (n - 1) * (d + b / n + 2 * o)
+    assert algorithm == "tree", algorithm
+    return 2 * math.ceil(math.log2(n)) * (d + b + o)
+
+
+def fastest(n_nodes: int, n_bytes: int, speed: LinkSpeed) -> str:
+    """The cheapest way; of equal ones the first in ALGORITHMS."""
+    return min(ALGORITHMS, key=lambda algorithm: seconds(algorithm, n_nodes, n_bytes, speed))

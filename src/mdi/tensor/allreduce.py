@@ -1,0 +1,175 @@
+"""The sum of an array over all nodes of a group, in five ways. Afterwards all nodes have the same bits.
+
+star      all send to the first node, which sums and sends the sum back (as TPI-LLM does)
+exchange  all send to all, and each sums: one delay instead of two, more bytes
+scatter   each node sums its piece of the array and sends the sum to all: two delays, fewest bytes; for long prompts
+ring      pieces go round the ring and are summed on the way, then the sums go round
+tree      pairs of nodes, pairs of pairs ..., then back down
+
+Star, exchange and scatter add in the order of ranks, and agree to the bit in float32; star and exchange in all number types.
+Ring and tree add in other orders, which the number of nodes alone decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, fastest
+from mdi.tensor.mesh import Mesh
+from mdi.tensor.numbers import EXACT, Numbers
+
+AUTO = "auto"
+CHOICES = (AUTO, *ALGORITHMS)
+
+Floats = np.ndarray
+
+
+class AllReduce:
+    """Sums over a mesh.
+
+    Args:
+        algorithm: one of CHOICES; "auto" takes for each size what the model of costs says.
+        numbers: what partial sums travel as.
+        speed: of the links, the same numbers on all nodes.
+    """
+
+    def __init__(self, mesh: Mesh, algorithm: str, numbers: Numbers, speed: LinkSpeed) -> None:
+        self.mesh, self._numbers, self._speed = mesh, numbers, speed
+        self._forced = None if algorithm == AUTO else algorithm
+        self._chosen: dict[tuple[int, int], str] = {}
+
+    def reduce(self, x: Floats) -> None:
+        """float32 (n_rows, n_cols), contiguous: becomes the sum over all nodes, which call this in the same order.
+
+        Raises:
+            RingError: a node is lost.
+        """
+        if self.mesh.size == 1:
+            return
+        begin = time.perf_counter()
+        numbers = self._numbers if x.shape[1] > 2 else EXACT  # sums of squares are few, and rounding would tell
+        _WAYS[self._algorithm(x.shape, numbers)](self.mesh, x, numbers)
+        tally = self.mesh.tally
+        tally.n_sums += 1
+        tally.reduce_s += time.perf_counter() - begin
+
+    def _algorithm(self, shape: tuple[int, int], numbers: Numbers) -> str:
+        if self._forced is not None:
+            return self._forced
+        found = self._chosen.get(shape)
+        if found is None:
+            found = fastest(self.mesh.size, numbers.n_bytes(*shape), self._speed)
+            self._chosen[shape] = found
+        return found
+
+
+def _star(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
+    others = range(1, mesh.size)
+    if mesh.rank != 0:
+        total = mesh.swap([(0, numbers.encode(x))], [(0, x.nbytes)])
+        x[:] = EXACT.decode(total[0], *x.shape)
+        return
+    own = numbers.encode(x)
+    parts = mesh.swap([], [(rank, len(own)) for rank in others])
+    _add_up(x, own, parts, 0, numbers)
+    mesh.swap([(rank, EXACT.encode(x)) for rank in others], [])
+
+
+def _exchange(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
+    others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    own = numbers.encode(x)
+    parts = mesh.swap([(rank, own) for rank in others], [(rank, len(own)) for rank in others])
+    _add_up(x, own, parts, mesh.rank, numbers)
+
+
+def _add_up(x: Floats, own: memoryview, parts: dict[int, memoryview], rank: int, numbers: Numbers) -> None:
+    """x becomes the sum of all parts in the order of ranks; `own`, this node's, is what `x` was encoded as."""
+    if numbers.is_exact and len(parts) == 1:  # a sum of two is the same in either order
+        x += numbers.decode(next(iter(parts.values())), *x.shape)
+        return
+    arrays = [numbers.decode(own if r == rank else parts[r], *x.shape) for r in range(len(parts) + 1)]
+    total = np.add(arrays[0], arrays[1])
+    for array in arrays[2:]:
+        total += array
+    x[:] = total
+
+
+def _scatter(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
+    pieces = _pieces(x, mesh.size)
+    others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    mine, own = pieces[mesh.rank], numbers.encode(pieces[mesh.rank])
+    parts = mesh.swap(
+        [(rank, numbers.encode(pieces[rank])) for rank in others if pieces[rank].size],
+        [(rank, len(own)) for rank in others if mine.size],
+    )
+    if mine.size:
+        _add_up(mine, own, parts, mesh.rank, numbers)
+    sums = mesh.swap(
+        [(rank, EXACT.encode(mine)) for rank in others if mine.size],
+        [(rank, pieces[rank].nbytes) for rank in others if pieces[rank].size],
+    )
+    for rank, data in sums.items():
+        pieces[rank][:] = EXACT.decode(data, *pieces[rank].shape)
+
+
+def _ring(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
+    pieces, size, rank = _pieces(x, mesh.size), mesh.size, mesh.rank
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for step in range(size - 1):
+        out, into = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
+        data = _pass_on(mesh, following, numbers.encode(out), previous, numbers.n_bytes(*into.shape))
+        into += numbers.decode(data, *into.shape)
+    done = numbers.encode(pieces[(rank + 1) % size])
+    if not numbers.is_exact:  # others get it rounded
+        pieces[(rank + 1) % size][:] = numbers.decode(done, *pieces[(rank + 1) % size].shape)
+    for step in range(size - 1):
+        into = pieces[(rank - step) % size]
+        done = memoryview(bytes(_pass_on(mesh, following, done, previous, numbers.n_bytes(*into.shape))))
+        into[:] = numbers.decode(done, *into.shape)
+
+
+def _pass_on(mesh: Mesh, following: int, data: memoryview | bytearray, previous: int, n_bytes: int) -> memoryview:
+    """Send to one neighbour and receive from the other, which in a group of two are the same node."""
+    return mesh.swap([(following, data)], [(previous, n_bytes)])[previous]
+
+
+def _tree(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
+    n_bytes, children, step = numbers.n_bytes(*x.shape), [], 1
+    while step < mesh.size and mesh.rank % (2 * step) == 0:
+        child = mesh.rank + step
+        if child < mesh.size:
+            data = mesh.swap([], [(child, n_bytes)])[child]
+            x += numbers.decode(data, *x.shape)
+            children.append(child)
+        step *= 2
+    if mesh.rank == 0:
+        total = numbers.encode(x)
+    else:
+        parent = mesh.rank - step
+        mesh.swap([(parent, numbers.encode(x))], [])
+        total = memoryview(bytes(mesh.swap([], [(parent, n_bytes)])[parent]))
+    if mesh.rank != 0 or not numbers.is_exact:
+        x[:] = numbers.decode(total, *x.shape)
+    for child in reversed(children):
+        mesh.swap([(child, total)], [])
+
+
+def _pieces(x: Floats, n: int) -> list[Floats]:
+    """Views of x that are n pieces of it, contiguous; whole rows if there are as many, else parts of the one long row."""
+    if len(x) >= n:
+        return [x[len(x) * i // n : len(x) * (i + 1) // n] for i in range(n)]
+    flat = x.reshape(1, -1)
+    bounds = [flat.size * i // n for i in range(n + 1)]
+    return [flat[:, a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+_WAYS: dict[str, Callable[[Mesh, Floats, Numbers], None]] = {
+    "star": _star,
+    "exchange": _exchange,
+    "scatter": _scatter,
+    "ring": _ring,
+    "tree": _tree,
+}

@@ -1,0 +1,158 @@
+"""How the nodes of a group connect: each calls those before it, on their ring ports, once the ring is closed.
+
+The handshake is the ring's: a HELLO that must fit, after a proof of the cluster key where there is one. Then the first node
+measures the links, and tells all what it found, so that all choose alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from mdi.errors import AccessError, MdiError, NodeLostError, WireError
+from mdi.net.codec import FrameCodec
+from mdi.net.frame_io import read_frame, tune
+from mdi.net.handshake import CONNECT_S
+from mdi.net.hello import Hello
+from mdi.net.listener import Expectation, RingListener
+from mdi.net.meeting import CannotConnectError, call
+from mdi.net.wire import Frame, FrameType
+from mdi.partition.sum_cost import LinkSpeed
+from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.group import Group
+from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.numbers import Numbers
+
+_EPOCH = 0x7465_6E73_6F72_0000  # a group's connections are not those of its ring
+N_PINGS, N_BULKS, BULK_BYTES = 6, 2, 1 << 18
+_SPEED = struct.Struct("<dd")
+_DEPTH_BYTES = 1 << 22  # of a socket's own buffers, asked for
+
+Check = Callable[[float], None]
+
+
+class GroupLinks:
+    """The connections of one node to the others of its group, from the moment on when they are expected.
+
+    Args:
+        epoch, placement: of the run's ring.
+        process: of this node, see Hello.
+    """
+
+    def __init__(self, group: Group, listener: RingListener, epoch: int, placement: str, process: str = "") -> None:
+        self._group, self._listener, self._placement = group, listener, placement
+        self._epoch = epoch ^ _EPOCH
+        self._process = process
+        self._expected: dict[int, Expectation] = {
+            rank: listener.expect(self._epoch, self._hello(rank), answer=self._said(group.rank))
+            for rank in range(group.rank + 1, group.size)
+        }
+
+    def _hello(self, rank: int) -> Hello:
+        return Hello(rank, self._group.size, self._placement, self._group.members[rank].name)
+
+    def _said(self, rank: int) -> Frame:
+        return Frame.message(FrameType.HELLO, self._epoch, self._hello(rank).to_bytes())
+
+    def connect(self, check: Check, is_busy: bool) -> AllReduce:
+        """Connect to all others.
+
+        Args:
+            check: see Mesh; also called while others are waited for.
+            is_busy: see Mesh.
+
+        Raises:
+            RingError: one of them is not there.
+        """
+        group = self._group
+        peers: list[Peer | None] = [None] * group.size
+        try:
+            for rank in range(group.rank):
+                peers[rank] = self._call(rank)
+            for rank, expectation in self._expected.items():
+                peers[rank] = self._await(rank, expectation, check)
+            mesh = Mesh(group.rank, peers, is_busy, check)
+            return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype), agree_on_speed(mesh))
+        except BaseException:
+            for peer in peers:
+                if peer is not None:
+                    peer.sock.close()
+            raise
+
+    def _call(self, rank: int) -> Peer:
+        member = self._group.members[rank]
+        where = f"{member.name} at {member.addr}:{member.port}"
+        sock: socket.socket | None = None
+        try:
+            sock, codec = call((member.addr, member.port), self._said(self._group.rank), self._listener.keys, CONNECT_S)
+            answer = read_frame(sock, codec)
+            if answer is None or answer.type is not FrameType.HELLO or answer.epoch != self._epoch:
+                raise WireError("it does not take part in this group")
+        except CannotConnectError as e:
+            raise NodeLostError(
+                member.name, f"{self._own_name} cannot reach {where}: {e}. The nodes of a group must reach each other's "
+                "ring ports: check addr, port_in and firewall",
+            ) from None  # fmt: skip
+        except (AccessError, WireError, OSError) as e:
+            if sock is not None:
+                sock.close()
+            code = e.code if isinstance(e, MdiError) else NodeLostError.code
+            raise NodeLostError(member.name, f"{self._own_name} and {where} cannot meet: {e}", code) from None
+        return _peer(member.name, sock, codec)
+
+    def _await(self, rank: int, expectation: Expectation, check: Check) -> Peer:
+        name, deadline = self._group.members[rank].name, time.monotonic() + CONNECT_S
+        while (sock := expectation.wait(0.2)) is None:
+            check(0.0)
+            if time.monotonic() > deadline:
+                raise NodeLostError(name, f"{name} did not connect to {self._own_name}")
+        return _peer(name, sock, expectation.codec)
+
+    @property
+    def _own_name(self) -> str:
+        return self._group.members[self._group.rank].name
+
+    def close(self) -> None:
+        """Expect nobody any more; connections that were made stay."""
+        for expectation in self._expected.values():
+            self._listener.forget(expectation)
+
+
+def _peer(name: str, sock: socket.socket, codec: FrameCodec) -> Peer:
+    tune(sock)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with contextlib.suppress(OSError):  # a system grants what it likes
+            sock.setsockopt(socket.SOL_SOCKET, option, _DEPTH_BYTES)
+    return Peer(name, sock, codec.session)
+
+
+def agree_on_speed(mesh: Mesh) -> LinkSpeed:
+    """The slowest link's delay and rate, as the first node measures them; the same numbers on all nodes."""
+    if mesh.size == 1:
+        return LinkSpeed(0.0, 1e9)
+    bulk = bytes(BULK_BYTES)
+    if mesh.rank != 0:
+        for n_bytes in (1,) * N_PINGS + (BULK_BYTES,) * N_BULKS:
+            mesh.swap([], [(0, n_bytes)])
+            mesh.swap([(0, bulk[:n_bytes])], [])
+        delay_s, bytes_s = _SPEED.unpack(mesh.swap([], [(0, _SPEED.size)])[0])
+        return LinkSpeed(delay_s, bytes_s)
+    delays, rates = [], []
+    for rank in range(1, mesh.size):
+        delay = min(_round_trip(mesh, rank, b"x") for _ in range(N_PINGS)) / 2
+        whole = min(_round_trip(mesh, rank, bulk) for _ in range(N_BULKS)) / 2
+        delays.append(delay)
+        rates.append(BULK_BYTES / max(whole - delay, 1e-9))
+    speed = LinkSpeed(max(delays), min(rates))
+    mesh.swap([(rank, _SPEED.pack(speed.delay_s, speed.bytes_s)) for rank in range(1, mesh.size)], [])
+    return speed
+
+
+def _round_trip(mesh: Mesh, rank: int, data: bytes) -> float:
+    begin = time.perf_counter()
+    mesh.swap([(rank, data)], [])
+    mesh.swap([], [(rank, len(data))])
+    return time.perf_counter() - begin

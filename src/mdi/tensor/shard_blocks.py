@@ -1,0 +1,125 @@
+"""A node's share of a run of blocks, in the kernels: what it adds to the rows is summed over the nodes of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mdi.kernels.blocks import Blocks
+from mdi.kernels.context import Context
+from mdi.kernels.reader import Tensors
+from mdi.kernels.structures import PIECES, MdiFrame, MdiNorm
+from mdi.tensor.shares import Share
+
+Slices = Sequence[tuple[int, int, int]]
+
+
+class Sum(Protocol):
+    """The sum over all nodes of a group: every node calls it with its own numbers, in the same order."""
+
+    def reduce(self, x: np.ndarray) -> None:
+        """float32 (n_rows, n_cols), contiguous: becomes the sum, with the same bits on all nodes."""
+
+
+class ShardBlocks(Blocks):
+    """The share of one node in the blocks [start, stop).
+
+    Args:
+        tensors: of block i, by litgpt's names without "transformer.h.<i>.": the node's shards, see tensor.shard_source.
+
+    Raises:
+        KernelError: a tensor is missing or of another shape, or there are no kernels.
+    """
+
+    def __init__(
+        self, share: Share, start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str, context: Context
+    ) -> None:  # fmt: skip
+        self._share = share
+        super().__init__(share.shard_config(), start, stop, tensors, cache_type, context)
+        self._model.heads_per_group, self._model.first_head = share.heads_per_group, share.first_head
+        config = share.config
+        self._norms_over_all_heads = bool(config["norm_qk"]) and config["norm_qk_type"] == "olmo2"
+        self._gains: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        if self._norms_over_all_heads:
+            self._take_norms(tensors)
+        is_normed = config["post_attention_norm"] or config["post_mlp_norm"]
+        self._is_parallel = bool(config["parallel_residual"])
+        self._is_one_sum = self._is_parallel and not is_normed
+
+    def _take_norms(self, tensors: Callable[[int], Tensors]) -> None:
+        """Norms over all heads need a sum over all nodes, and are computed here."""
+        for i in range(self.start, self.stop):
+            of_block = tensors(i)
+            q, k = (np.asarray(of_block[f"attn.norm_{x}.weight"], dtype=np.float32) for x in "qk")
+            offset = np.float32(self._model.unit_offset)
+            self._gains[i] = q + offset, k + offset
+            self._blocks[i - self.start].norm_q = self._blocks[i - self.start].norm_k = MdiNorm(None, None)
+
+    def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum) -> None:
+        """Run the blocks over the rows, in place; all nodes of the group do so at the same time, and end with the same rows.
+
+        Args:
+            rows: float32 (N, n_embd), contiguous; the same on all nodes.
+
+        Raises:
+            EngineError: as Blocks.forward. RingError: a node of the group is lost.
+        """
+        frame, kept = self._frame(rows, slices)
+        y, z = np.empty_like(rows), np.empty_like(rows)
+        for i in range(self.start, self.stop):
+            self._attention(i, frame, len(rows), y, group)
+            if self._is_parallel:
+                self._mlp(i, frame, z)
+            if self._is_one_sum:
+                y += z
+            group.reduce(y)
+            self._piece(i, PIECES["add_attention"], frame, y)
+            if self._is_one_sum:
+                continue
+            if not self._is_parallel:
+                self._mlp(i, frame, z)
+            group.reduce(z)
+            self._piece(i, PIECES["add_mlp"], frame, z)
+        del kept
+
+    def _attention(self, block: int, frame: MdiFrame, n_rows: int, y: np.ndarray, group: Sum) -> None:
+        """What this node's heads add, in `y`."""
+        if self._norms_over_all_heads:
+            heads = self._normed_heads(block, frame, n_rows, group)
+            if self._share.n_heads:
+                of_heads = MdiFrame.from_buffer_copy(frame)
+                of_heads.rows = heads.ctypes.data
+                self._piece(block, PIECES["attend"], of_heads, y)
+        elif self._share.n_heads:
+            self._piece(block, PIECES["attention"], frame, y)
+        if not self._share.n_heads:
+            y[:] = 0
+
+    def _mlp(self, block: int, frame: MdiFrame, y: np.ndarray) -> None:
+        own = self._blocks[block - self.start]
+        width = own.experts[0].fc_1.n_out if own.n_expert else own.mlp.fc_1.n_out
+        if width == 0 and own.mlp.fc_1.n_out == 0:
+            y[:] = 0
+        else:
+            self._piece(block, PIECES["mlp"], frame, y)
+
+    def _normed_heads(self, block: int, frame: MdiFrame, n_rows: int, group: Sum) -> np.ndarray:
+        """Queries, keys, values (n_rows, width), queries and keys after their norms, which go over all heads of all nodes."""
+        share, size = self._share, int(self._share.config["head_size"])
+        heads = np.empty((n_rows, self._blocks[block - self.start].qkv.n_out), dtype=np.float32)
+        self._piece(block, PIECES["project"], frame, heads)
+        n_q, n_k = share.n_heads * size, (share.groups[1] - share.groups[0]) * size
+        q, k = heads[:, :n_q], heads[:, n_q : n_q + n_k]
+        counted = np.repeat([share.counts_group(g) for g in range(*share.groups)], size)
+        squares = np.stack([np.square(q).sum(1), np.square(k[:, counted]).sum(1)], axis=1).astype(np.float32)
+        group.reduce(squares)
+        n_all = np.array([share.config["n_head"] * size, share.config["n_query_groups"] * size], dtype=np.float32)
+        factors = 1 / np.sqrt(squares / n_all + np.float32(self._model.norm_eps))
+        gain_q, gain_k = self._gains[block]
+        q *= factors[:, :1]
+        q *= gain_q
+        k *= factors[:, 1:]
+        k *= gain_k
+        return heads

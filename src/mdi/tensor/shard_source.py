@@ -1,0 +1,184 @@
+"""A node's share of the weights of a model, cut out of a source that has them whole.
+
+Each shard of a part has the part's name, canonical bytes of its own, and so a hash of its own: it is stored, sent and kept like
+a whole part. Its file says in its metadata what it is a shard of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.folding import folded
+from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, stored_bytes
+from mdi.checkpoint.partfile import PartFile
+from mdi.checkpoint.parts import Part, PartInfo, part_of
+from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.cut import cut
+from mdi.kernels.layout import Matrix, aligned_bytes
+from mdi.tensor.pieces import Piece, piece_of
+from mdi.tensor.shares import Share
+from mdi.weight_formats import LAYOUTS
+
+SHARD_KEY = "shard"
+
+
+def shard_name(share: Share) -> str:
+    """What a shard's file says of itself."""
+    heads, columns, vocabulary = share.heads, share.shares.columns[share.rank : share.rank + 2], share.vocabulary
+    first = ", with biases" if share.adds_attention_bias or share.rank == 0 else ""
+    rows = "" if vocabulary is None else f", tokens {vocabulary[0]} to {vocabulary[1]}"
+    return f"heads {heads[0]} to {heads[1]}, columns {columns[0]} to {columns[1]} of {share.shares.columns[-1]}{rows}{first}"
+
+
+def shard_shapes(share: Share, packing: Packing, part: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a shard, as it is packed."""
+    found = {}
+    for name, shape in model_shapes(dict(share.config), "this model").items():
+        if part_of(name) == part and (piece := piece_of(name, share)) is not None:
+            found[name] = piece.shape(shape, packing.format_of(name, shape))
+    return found
+
+
+class ShardSource(WeightSource):
+    """The share of a node in another source's weights, packed.
+
+    Args:
+        source: has the parts whole, packed or plain.
+        packing: the formats of the shards; where `source` is packed, its own.
+    """
+
+    packing: Packing
+
+    def __init__(self, source: WeightSource, share: Share, packing: Packing) -> None:
+        self._source, self.share, self.packing = source, share, packing
+        self.model, self.config_dict = source.model, source.config_dict
+        self.config_hash, self.dtype = source.config_hash, source.dtype
+        self.hashes = source.hashes or _hashes_beside(source)
+        self._form = f"{shard_name(share)}; {source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+        self._infos: dict[str, PartInfo] = {}
+        self._table: tuple[str, PartWeights] | None = None
+        self.specs = {}
+        self._owner: dict[str, str] = {}
+        whole = model_shapes(dict(share.config), str(source))
+        plain_types = {name: spec.dtype for name, spec in source.specs.items()}
+        parts = set(source.part_names())
+        for part in parts:
+            for name, shape in shard_shapes(share, packing, part).items():
+                stored = packing.stored(name, TensorSpec(plain_types.get(name, "F32"), shape))
+                self.specs.update(stored)
+                self._owner.update(dict.fromkeys(stored, name))
+        self._whole = {name: shape for name, shape in whole.items() if part_of(name) in parts}
+
+    def __str__(self) -> str:
+        return f"{shard_name(self.share)} of {self._source}"
+
+    def metadata(self, part: str) -> dict[str, str]:
+        return {**self.packing.metadata(part), SHARD_KEY: shard_name(self.share)}
+
+    def array(self, name: str) -> np.ndarray:
+        owner = self._owner[name]
+        if self._table is None or self._table[0] != owner:
+            self._table = owner, self.shard_of(owner)  # an embedding and its scales are asked for one after the other
+        found = stored_bytes(self._table[1][name], self.specs[name])
+        if name == owner and EMBEDDING_SCALE not in self._table[1]:
+            self._table = None
+        return found
+
+    def shard_of(self, name: str) -> PartWeights:
+        """The share of one tensor."""
+        piece = piece_of(name, self.share)
+        assert piece is not None
+        shape = self._whole[name]
+        form = self.packing.format_of(name, shape)
+        if self._source.packing is None and form is not None and not piece.is_whole:
+            return {name: self._packed_piece(name, shape, form, piece)}
+        weights = self._whole_tensor(name, shape)
+        found = weights[name]
+        if piece.is_whole:
+            return weights
+        if isinstance(found, Matrix):
+            return {name: cut(found, piece.rows, piece.columns)}
+        assert piece.rows is not None
+        return {name: np.concatenate([found[a:b] for a, b in piece.rows])}
+
+    def _whole_tensor(self, name: str, shape: tuple[int, ...]) -> PartWeights:
+        source = self._source
+        if source.packing is None:
+            return source.packed(name, self.packing)
+        return source.packing.read(name, shape, source.array, source.part_specs(part_of(name)), str(source))
+
+    def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
+        """Of a plain tensor: only what is needed is packed, and the result is as if all had been packed first."""
+        source = self._source
+        array, spec = folded(name, self.packing, source.config_dict, source.array, source.specs)
+        rows = piece.rows or ((0, shape[0]),)
+        first, last = piece.columns or (0, shape[1])
+        group = LAYOUTS[form].group or 1
+        start, end = first // group * group, min(-(-last // group) * group, shape[1]) if last > first else last
+        numbers = np.concatenate([array[a:b, start:end] for a, b in rows])
+        if not numbers.size:
+            return Matrix(form, numbers.shape[0], numbers.shape[1], aligned_bytes(0))
+        packed = self.packing.pack(name, numbers, TensorSpec(spec.dtype, numbers.shape))[name]
+        assert isinstance(packed, Matrix)
+        return cut(packed, None, (first - start, last - start)) if piece.columns else packed
+
+    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        return shard_shapes(self.share, self.packing, part)
+
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        """The shards of a part, where they are packed already. A node's own wish for another format does not count here."""
+        return {key: weight for name in self._shapes(part) for key, weight in self.shard_of(name).items()}
+
+    def part_names(self) -> list[str]:
+        return self._source.part_names()
+
+    def known(self, part: str) -> PartInfo | None:
+        return self._infos.get(part) or (self.hashes.get(self._form, part) if self.hashes else None)
+
+    def remember(self, info: PartInfo) -> None:
+        self._infos[info.name] = info
+        if self.hashes:
+            self.hashes.put(self._form, info)
+
+    def release(self) -> None:
+        self._source.release()
+
+
+def _hashes_beside(source: WeightSource) -> HashCache | None:
+    """Where hashes of a chunk's shards are kept, so that they are computed once."""
+    if not isinstance(source, ChunkFile):
+        return None
+    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), source.path, source.config_hash)
+
+
+class ShardFile(PartFile):
+    """A shard that was sent, in its file."""
+
+    def __init__(self, path: Path, info: Part, share: Share, config_hash: str) -> None:
+        super().__init__(path, info, dict(share.config), config_hash)
+        self.share = share
+
+    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        assert self.packing is not None
+        return shard_shapes(self.share, self.packing, part)
+
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        """As PartFile's, with what the kernels must know of weights that were cut within a group."""
+        found = super().weights(part, self.packing)
+        return {name: self._with_skip(name, weight) for name, weight in found.items()}
+
+    def _with_skip(self, name: str, weight: Matrix | np.ndarray) -> Matrix | np.ndarray:
+        piece = piece_of(name, self.share)
+        if not isinstance(weight, Matrix) or piece is None or piece.columns is None:
+            return weight
+        first, last = piece.columns
+        return Matrix(
+            weight.format, weight.n_out, weight.n_in, weight.data, weight.n_in - (last - first) if last > first else 0
+        )

@@ -1,0 +1,81 @@
+"""The stage of a node that computes a share of every block, together with the other nodes of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mdi.errors import EngineError
+from mdi.kernels.blocks import Blocks
+from mdi.kernels.head import Head, Weights
+from mdi.kernels.kernel_stage import KernelStage
+from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.mesh import Tally
+from mdi.tensor.shard_blocks import ShardBlocks
+from mdi.tensor.shared_head import made_head, send_logits
+from mdi.tensor.shares import Share
+
+
+class ShardStage(KernelStage):
+    """A share of the blocks [start, stop).
+
+    Args:
+        share: what this node has of each of them.
+        n_threads, cache_type, spins: see KernelStage.
+
+    Attributes:
+        group: the sum over all nodes; set (`join`) while these are connected.
+        tally: what sums took in this run.
+    """
+
+    _blocks: ShardBlocks
+
+    def __init__(
+        self, share: Share, start: int, stop: int, n_threads: int = 1, cache_type: str = "float32", spins: int = 0
+    ) -> None:
+        super().__init__(share.shard_config(), start, stop, n_threads, cache_type, spins)
+        self.share = share
+        self.group: AllReduce | None = None
+        self.tally = Tally()
+        self._own_head: Head | None = None
+
+    def join(self, group: AllReduce) -> None:
+        """The nodes of the group are connected: from here on frames can be computed."""
+        self.group, self.tally = group, group.mesh.tally
+
+    def leave(self) -> None:
+        """Close the connections; harmless if there are none."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.mesh.close()
+
+    def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
+        """As KernelStage's; with the part "head", also this node's rows of that."""
+        super().load(parts, weights)
+        has_rows = (
+            "head" in parts
+            and self.share.vocabulary is not None
+            and self.share.vocabulary[0] < self.share.vocabulary[1]
+        )
+        self._own_head = made_head(self.share, self._weights["head"], self._context) if has_rows else None
+
+    def tell_logits(self, x: np.ndarray) -> None:
+        """Send this node's part of the logits of some rows (M, n_embd), if it has any, to the first node."""
+        if self._own_head is not None and self.group is not None and len(x):
+            send_logits(self.group.mesh, self._own_head, x)
+
+    def _made_blocks(self) -> Blocks:
+        return ShardBlocks(self.share, self.start, self.stop, self._of_block, self.cache_type, self._context)
+
+    def forward(self, x: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """As KernelStage's, together with the other nodes: all of them compute the same rows at the same time.
+
+        Raises:
+            RingError: one of them is lost.
+        """
+        if self.group is None:
+            raise EngineError("a share of the blocks cannot be computed alone")
+        rows = np.array(x, dtype=np.float32, order="C", copy=True)
+        self._blocks.forward_shared(rows, slices, self.group)
+        return rows

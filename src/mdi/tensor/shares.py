@@ -1,0 +1,176 @@
+"""Who computes what of every block: query heads, and columns of MLPs, shared out over the nodes of a group.
+
+Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mdi.errors import UsageError
+from mdi.kernels.blocks import why_not_in_kernels
+
+Range = tuple[int, int]
+COLUMNS_TOGETHER = 64  # MLP columns that stay together where there are enough: whole groups of all packed formats
+ROWS_TOGETHER = 16  # of the head
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bounds, one more than nodes: node r has [bounds[r], bounds[r + 1]).
+
+    Attributes:
+        heads: of the query heads.
+        columns: of the MLP columns of `mlp_width(config)`; MLPs of another width are cut in the same proportion.
+        vocabulary: of the rows of the head; None leaves it to the first node.
+    """
+
+    heads: tuple[int, ...]
+    columns: tuple[int, ...]
+    vocabulary: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for bounds in (self.heads, self.columns, self.vocabulary or self.heads):
+            if len(bounds) != len(self.heads) or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+                raise ValueError(f"bounds {bounds} of {self.n_nodes} nodes")
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.heads) - 1
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raises ValueError if they are not those of this model."""
+        ends = (self.heads[-1], self.columns[-1], (self.vocabulary or (config["padded_vocab_size"],))[-1])
+        if ends != (config["n_head"], mlp_width(config), config["padded_vocab_size"]):
+            raise ValueError(f"shares of {ends[0]} heads, {ends[1]} columns and {ends[2]} tokens")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What node `rank` has.
+
+    Args:
+        config: litgpt's Config of the whole model, as a plain dict.
+    """
+
+    shares: Shares
+    rank: int
+    config: Mapping[str, Any]
+
+    @property
+    def heads(self) -> Range:
+        return self.shares.heads[self.rank], self.shares.heads[self.rank + 1]
+
+    @property
+    def heads_per_group(self) -> int:
+        return int(self.config["n_head"]) // int(self.config["n_query_groups"])
+
+    @property
+    def groups(self) -> Range:
+        """Groups of keys and values that its heads read; one, which nobody reads, where it has no heads."""
+        first, end = self.heads
+        n = self.heads_per_group
+        if first == end:
+            return 0, 1
+        return first // n, -(-end // n)
+
+    @property
+    def first_head(self) -> int:
+        """Place of its first head in that head's group."""
+        return self.heads[0] % self.heads_per_group if self.n_heads else 0
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads[1] - self.heads[0]
+
+    def columns(self, width: int) -> Range:
+        """Of an MLP of this width."""
+        return _scaled(self.shares.columns, self.rank, width)
+
+    @property
+    def vocabulary(self) -> Range | None:
+        """Rows of the head; None where the first node has all."""
+        bounds = self.shares.vocabulary
+        return None if bounds is None else (bounds[self.rank], bounds[self.rank + 1])
+
+    @property
+    def adds_attention_bias(self) -> bool:
+        """Whether this node is the one that adds what is added once, behind the sum over all nodes."""
+        heads = self.shares.heads
+        return self.rank == next(r for r in range(self.shares.n_nodes) if heads[r] < heads[r + 1])
+
+    def adds_mlp_bias(self, width: int) -> bool:
+        bounds = [_scaled(self.shares.columns, r, width) for r in range(self.shares.n_nodes)]
+        return self.rank == next(r for r, (a, b) in enumerate(bounds) if a < b)
+
+    def counts_group(self, group: int) -> bool:
+        """Whether this node is the first that holds a group: sums over all groups have it once."""
+        return self.n_heads > 0 and group * self.heads_per_group >= self.heads[0]
+
+    def shard_config(self) -> dict[str, Any]:
+        """The Config of a model whose blocks are just this node's share; it is for the kernels, and none of litgpt's."""
+        config = dict(self.config)
+        first, end = self.groups
+        a, b = self.columns(config["intermediate_size"] or 0)
+        config.update(n_head=self.n_heads, n_query_groups=end - first, intermediate_size=b - a)
+        if self.config["moe_intermediate_size"]:
+            c, d = self.columns(self.config["moe_intermediate_size"])
+            config["moe_intermediate_size"] = d - c
+        return config
+
+
+def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
+    whole = bounds[-1]
+    if whole == width or whole == 0:
+        return bounds[rank], bounds[rank + 1]
+    return bounds[rank] * width // whole, bounds[rank + 1] * width // whole
+
+
+def mlp_width(config: Mapping[str, Any]) -> int:
+    """Columns of the MLP that most of the work is in: of an expert, where there are experts."""
+    if config["mlp_class_name"] == "LLaMAMoE" and config["moe_intermediate_size"]:
+        return int(config["moe_intermediate_size"])
+    return int(config["intermediate_size"])
+
+
+def why_not_shared_out(config: Mapping[str, Any]) -> str | None:
+    """What of a model cannot be shared out; None if all of it can."""
+    if (reason := why_not_in_kernels(config)) is not None:
+        return reason
+    if config["norm_qk"] and config["norm_qk_type"] == "olmo2" and config["norm_class_name"] != "RMSNorm":
+        return "norms over all heads that subtract a mean"
+    return None
+
+
+def share_out(config: Mapping[str, Any], parts: Sequence[float], is_head_shared: bool = False) -> Shares:
+    """Shares in proportion to `parts`, of each node one number from 0 on: what it can compute and hold.
+
+    Raises:
+        UsageError: the model cannot be shared out, or no node is to have anything.
+    """
+    if (reason := why_not_shared_out(config)) is not None:
+        raise UsageError(f"--parallel tensor: the kernels do not compute {reason}: use --parallel ring")
+    if not parts or min(parts) < 0 or sum(parts) <= 0:
+        raise UsageError(f"shares {list(parts)}: expected a number for each node, and one above 0")
+    width, vocabulary = mlp_width(config), int(config["padded_vocab_size"])
+    return Shares(
+        _bounds(int(config["n_head"]), parts, 1),
+        _bounds(width, parts, COLUMNS_TOGETHER if width >= COLUMNS_TOGETHER * len(parts) else 1),
+        _bounds(vocabulary, parts, ROWS_TOGETHER) if is_head_shared else None,
+    )
+
+
+def _bounds(n: int, parts: Sequence[float], together: int) -> tuple[int, ...]:
+    """Bounds that are multiples of `together`, but for the last."""
+    whole, done = sum(parts), 0.0
+    bounds = [0]
+    for part in parts[:-1]:
+        done += part
+        bounds.append(min(n, max(bounds[-1], round(n * done / whole / together) * together)))
+    if parts[-1] == 0:  # what rounding left over belongs to the last node that has something
+        last = max(i for i, part in enumerate(parts) if part > 0)
+        bounds[last + 1 :] = [n] * (len(bounds) - last - 1)
+    return (*bounds, n)

@@ -1,0 +1,64 @@
+"""Groups of nodes inside this process: a thread for each rank, connected by socket pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from mdi.partition.sum_cost import LinkSpeed
+from mdi.security.session import KEY_BYTES, Session
+from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.numbers import Numbers
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+SPEED = LinkSpeed(1e-4, 1e9)
+
+
+@contextlib.contextmanager
+def meshes(n: int, is_sealed: bool = False) -> Iterator[list[Mesh]]:
+    """The mesh of each rank."""
+    peers: list[list[Peer | None]] = [[None] * n for _ in range(n)]
+    for a in range(n):
+        for b in range(a + 1, n):
+            one, other = socket.socketpair()
+            keys = bytes([a]) * KEY_BYTES, bytes([b]) * KEY_BYTES
+            sessions = (Session(*keys, True), Session(*reversed(keys), True)) if is_sealed else (None, None)
+            peers[a][b] = Peer(f"node{b}", one, sessions[0])
+            peers[b][a] = Peer(f"node{a}", other, sessions[1])
+    found = [Mesh(rank, peers[rank]) for rank in range(n)]
+    try:
+        yield found
+    finally:
+        for mesh in found:
+            mesh.close()
+
+
+def sums(found: list[Mesh], algorithm: str = "auto", reduce_dtype: str = "float32") -> list[AllReduce]:
+    return [AllReduce(mesh, algorithm, Numbers(reduce_dtype), SPEED) for mesh in found]
+
+
+def on_all(n: int, work: Callable[[int], T]) -> list[T]:
+    """What `work(rank)` gives on each rank, all at the same time; raises what the first of them raised."""
+    results: list[Any] = [None] * n
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as e:  # told to the thread that waits
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    if errors:
+        raise errors[0]
+    return results
