@@ -11,6 +11,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -46,18 +47,18 @@ class Held:
         import psutil
 
         process = psutil.Process(pid)
-        names = [os.readlink(fd) for fd in _links(pid)]
+        names = _open_files(pid)
         n_sockets = sum(name.startswith("socket:") for name in names)
         return cls(process.memory_info().rss, process.num_threads(), n_sockets, len(names) - n_sockets)
 
 
-def _links(pid: int) -> list[str]:
-    found = []
+def _open_files(pid: int) -> list[str]:
+    """What the descriptors of a process stand for."""
+    names = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{fd}"
-        if os.path.lexists(path):  # the one that the listing itself had is closed again
-            found.append(path)
-    return found
+        with contextlib.suppress(FileNotFoundError):  # the one that the listing itself had is closed again
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return names
 
 
 def growth(samples: list[list[Held]]) -> list[str]:
@@ -177,9 +178,7 @@ def measure(n_runs: int, n_texts: int, seed: int = 1) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2000, help="short runs (%(default)s)")
-    parser.add_argument(
-        "--texts", type=int, default=5000, help="texts that are submitted, most of them cancelled (%(default)s)"
-    )
+    parser.add_argument("--texts", type=int, default=5000, help="texts, most of them cancelled (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was counted there")
     args = parser.parse_args()
     found = measure(args.runs, args.texts)
