@@ -598,7 +598,7 @@ def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.Mo
         sock, _ = server.accept()
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     caller.close()
-    good = answer_with(Frame.message(FrameType.HELLO, EPOCH, b"{}"))
+    good = answer_with(replace(seat, index=0).hello)
     with fake_node(good) as port:
         seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", port)
         with pytest.raises(RingError, match="starter went away while the ring was formed"):

@@ -66,11 +66,11 @@ def test_keys_change_while_a_ring_runs(keys: KeyFile) -> None:
     """Each step of a change leaves the ring that runs alone, and lets a new one close."""
     old, new = keys.first, new_secret()
     with nodes(2, keys=keys) as running:
-        for step in ((old, new), (new, old), (new,)):
+        for number, step in enumerate(((old, new), (new, old), (new,))):
             write_keys(keys.path, step)
-            running.rings[0].send(batch(running.epoch, 1))
+            running.rings[0].send(batch(running.epoch, number))
             frame = running.rings[1].recv(DEADLINE_S)
-            assert frame is not None and frame.number == 1
+            assert frame is not None and frame.number == number
             with nodes(3, keys=keys) as other:
                 other.rings[0].send(batch(other.epoch, 2))
                 found = other.rings[1].recv(DEADLINE_S)
