@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdi.measure.profiling, "device_free_bytes", lambda device: 1 << 12)
-    with pytest.raises(CheckpointError, match="GB of memory are free"):
+    with pytest.raises(CheckpointError, match="kB of memory are free"):
         profiler(tmp_path).profile(SUBJECT, None)
 
 

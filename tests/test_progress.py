@@ -43,7 +43,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 
 def test_long_times() -> None:
-    for seconds, words in ((150, "2:30 min"), (3600 + 62, "1:01:02 h")):
+    for seconds, words in ((150, "2:30 min"), (3600 + 62, "1:01 h")):
         progress = Progress("secondary0", (seconds + 1) * MB, 0, 0.0)
         progress.update(MB, 1.0)
         assert str(progress).endswith(f"{words} left")

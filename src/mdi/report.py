@@ -82,7 +82,7 @@ def _node_rows(run: RunMetrics) -> list[list[str]]:
     for node in run.nodes:
         rows.append(
             [
-                clip(node.name, 13),
+                clip(node.name, 12),
                 span(*node.layers),
                 size(node.peak_rss_bytes),
                 *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s, node.send_s)),

@@ -12,7 +12,7 @@ def size(n_bytes: float) -> str:
 
 
 def duration(time_s: float | None) -> str:
-    """0.0042 -> "4.2 ms", 12.34 -> "12.3 s", 150 -> "2:30 min", 3662 -> "1:01:02 h"; None is a time that is not known."""
+    """0.0042 -> "4.2 ms", 12.34 -> "12.3 s", 150 -> "2:30 min", 3662 -> "1:01 h"; None is a time that is not known."""
     if time_s is None:
         return "-"
     if time_s < 0.9995:
@@ -20,10 +20,9 @@ def duration(time_s: float | None) -> str:
     if time_s < 99.95:
         return f"{time_s:.1f} s"
     minutes, seconds = divmod(round(time_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours} h"
-    return f"{hours}:{minutes:02}:{seconds:02} h" if hours else f"{minutes}:{seconds:02} min"
+    if minutes < 60:
+        return f"{minutes}:{seconds:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h" if minutes < 6000 else f"{minutes // 60} h"
 
 
 def counted(n: int, noun: str) -> str:

@@ -185,7 +185,7 @@ class Bench(ABC):
         free = device_free_bytes(self._subject.computing.device)
         if n_bytes > free:
             raise CheckpointError(
-                f"{what} of the model takes {size(n_bytes)} to be built and measured, but {size(free)} of memory are free"
+                f"{what} of the model take {size(n_bytes)} to be built and measured, but {size(free)} of memory are free"
             )
 
     def _mean_s(self, call: Callable[[], object], span_s: float | None = None) -> float:
