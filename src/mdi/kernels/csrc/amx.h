@@ -14,6 +14,10 @@ struct TileShapes {
 alignas(64) static const TileShapes kInt8Tiles = {1, 0, {}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
 alignas(64) static const TileShapes kInt4Tiles = {1, 0, {}, {64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 8, 8}};
 
+// Weights that are asked for while the sums of a record are scaled: asked for all at once they would stand in each other's way,
+// and a tile load does not ask ahead by itself (16 rows of int8, 1.1 B shape: 8 GB/s without, 12 with).
+constexpr int kRecordsAhead = 2 * 33 * 64;
+
 // Sums of two groups of a record: what the matrix unit has computed and the processor then scales. While one record is scaled, the
 // next one is multiplied.
 struct alignas(64) GroupSums {
@@ -72,10 +76,13 @@ inline void int8_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0
     for (int g = 0; g < 2; g++) {
       F s = load_half((const uint16_t*)record + 16 * g);
 #pragma GCC unroll 16
-      for (int m = 0; m < kMatrixBlock; m++)
+      for (int m = 0; m < kMatrixBlock; m++) {
+        prefetch(record + kRecordsAhead + 64 * (16 * g + m));
         total[m] = fma(mul(shifted(sums[r % 2].of[g], m, offset[m]), s), splat(scale[m]), total[m]);
+      }
       scale += kMatrixBlock, offset += kMatrixBlock;
     }
+    prefetch(record + kRecordsAhead + 64 * 32);
   }
 }
 
@@ -93,6 +100,7 @@ inline void int4_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0
     F s0 = load_half((const uint16_t*)record), s1 = load_half((const uint16_t*)record + 16);
 #pragma GCC unroll 16
     for (int m = 0; m < kMatrixBlock; m++) {
+      if (m < 9) prefetch(record + kRecordsAhead + 64 * m);
       F a = shifted(sums[r % 2].of[0], m, 8 * sum[m]), b = shifted(sums[r % 2].of[1], m, 8 * sum[kMatrixBlock + m]);
       total[m] = fma(fma(b, s1, mul(a, s0)), splat(scale[m]), total[m]);
     }

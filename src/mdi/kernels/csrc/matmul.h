@@ -143,7 +143,7 @@ void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
       for (int i = 0; i < 16; i++) {
         W v[kPanels];
         for (int p = 0; p < kPanels; p++) {
-          if (kPanels == 1 || i % 2 == 0) prefetch(line + p * panel_bytes + i * 64 + kAhead);
+          prefetch(line + p * panel_bytes + i * 64 + kAhead);
           v[p] = int8_line(line + p * panel_bytes + i * 64);
         }
         for (int m = 0; m < kRows; m++)
