@@ -158,7 +158,7 @@ def time_until_ready(path: Path, client: Any) -> float:
     manifest, run = chunk.manifest, f"{secrets.randbits(64):016x}"
     parts = tuple(PartSpec(p.name, p.sha256, p.n_bytes) for p in manifest.parts)
     request = InitRequest(
-        epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
+        run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
         model=manifest.model, config=manifest.config, config_hash=manifest.config_hash, stored_dtype=manifest.dtype,
         stored_format=manifest.format,
         blocks=manifest.blocks, parts=parts, max_length=manifest.config["block_size"],
