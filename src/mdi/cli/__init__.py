@@ -28,6 +28,7 @@ COMMANDS = {
     "secondary": ("mdi.cli.secondary", "run a worker node, which waits for a starter"),
     "key": ("mdi.cli.key", "make the key of a cluster, change it, or invite a board"),
     "join": ("mdi.cli.join", "make this machine a node of a cluster, with the code of an invitation"),
+    "nodes": ("mdi.cli.nodes", "list the nodes of a cluster that are in this network"),
     "prepare-model": ("mdi.cli.prepare_model", "download, convert and split a checkpoint"),
     "doctor": ("mdi.cli.doctor", "examine a cluster before a run, and say what is wrong"),
     "local-ring": ("mdi.cli.local_ring", "run a whole ring on this machine"),
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "local-ring", "sample", "doctor", "plan", "explain")
+ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "nodes", "local-ring", "sample", "doctor", "plan", "explain")
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
 # or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mdi.security.keys import KeyFile
 
 KEY_VARIABLE = "MDI_KEY_FILE"
+N_PORTS_TRIED = 32
 
 
 def add_access_flags(parser: argparse._ActionsContainer) -> None:
@@ -91,6 +92,29 @@ def own_address(towards: str | None = None) -> str:
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def ip_address(addr: str) -> str:
+    """The IPv4 address of a name; of one that stands for all addresses, this machine's on the way to the world."""
+    try:
+        found = str(socket.getaddrinfo(addr, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        found = "0.0.0.0"
+    return own_address() if found == "0.0.0.0" else found
+
+
+def free_port(addr: str, first: int) -> int:
+    """The first free port from here on. UsageError if there is none, or the address is not this machine's."""
+    for port in range(first, min(first + N_PORTS_TRIED, 65536)):
+        try:
+            family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
+            with socket.create_server((addr, port), family=family):
+                return port
+        except OSError:
+            continue
+    raise UsageError(
+        f"no port from {first} on is free on {addr}, or that is not an address of this machine: see --addr, --port"
+    )
 
 
 def split_address(text: str, default_port: int) -> tuple[str, int]:

@@ -36,6 +36,7 @@ CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, littl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
+    from mdi.cli.discover import add_discovery_flags
     from mdi.cli.flags import (
         add_generation_flags,
         add_model_flags,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
     add_access_flags(parser)
+    add_discovery_flags(parser)
     parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
     parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
     add_placement_flags(parser)
@@ -63,11 +65,16 @@ def run(args: argparse.Namespace) -> int:
     from mdi.cli.access import with_keys
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
+    from mdi.cli.discover import discovered_cluster
     from mdi.config import load_cluster, standalone
 
     check_computing(args)
     params = sampling_params(args)
-    cluster = with_keys(args, load_cluster(args.nodes_config) if args.nodes_config else standalone())
+    if args.nodes_config is not None:
+        found = load_cluster(args.nodes_config)
+    else:
+        found = discovered_cluster(args) if args.nodes is not None else standalone()
+    cluster = with_keys(args, found)
     check_model(args, cluster.n_nodes)
     options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
 

@@ -2,9 +2,11 @@
 
 examples:
   mdi join 192.168.1.10:8088 ABCD-EFGH-IJKL-MNOP
-      what `mdi key FILE --invite` printed on 192.168.1.10
+      what the starter printed on 192.168.1.10 (`mdi starter --key FILE --nodes 3`, or `mdi key FILE --invite`)
   mdi join
-      the next time: the key is here
+      the next time: the key is here, and a starter with it finds this node in the network
+  mdi join --dial 203.0.113.5:8089
+      behind a router: this node dials the starter's machine (`mdi starter --dial-port 8089`) and is reached that way
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ import socket
 from pathlib import Path
 
 from mdi.errors import UsageError
-
-N_PORTS_TRIED = 32
 
 logger = logging.getLogger("mdi")
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli.access import default_key_file, own_address, split_address
+    from mdi.cli.access import default_key_file, free_port, own_address, split_address
     from mdi.cli.secondary import serve
     from mdi.config import NodeConfig
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     addr = args.addr or own_address(host)
     port, port_in = free_port(addr, args.port), free_port(addr, args.port_in)
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
-    logger.info("in the starter's nodes file, among the secondaries: %s", json.dumps(entry))
+    logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
     return serve(args, NodeConfig(socket.gethostname()[:40] or "secondary", addr, port, port_in))
 
 
@@ -76,17 +76,3 @@ def fetch(addr: str, port: int, code: str, path: Path) -> None:
     keys = parse_keys(guest.open(ask_to_join(addr, port, guest.request)).decode("utf-8", "replace"), f"{addr}:{port}")
     write_keys(path, keys)
     logger.info("the cluster's key is in %s", path)
-
-
-def free_port(addr: str, first: int) -> int:
-    """The first free port from here on. UsageError if there is none, or the address is not this machine's."""
-    for port in range(first, min(first + N_PORTS_TRIED, 65536)):
-        try:
-            family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.create_server((addr, port), family=family):
-                return port
-        except OSError:
-            continue
-    raise UsageError(
-        f"no port from {first} on is free on {addr}, or that is not an address of this machine: see --addr, --port"
-    )

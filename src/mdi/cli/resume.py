@@ -54,7 +54,7 @@ class Journaling:
         UsageError: there is no such run, or another process goes on with it.
     """
 
-    def __init__(self, args: argparse.Namespace, default_nodes: Path) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         from mdi.recovery.journal import Journal
         from mdi.recovery.runs import find_run
 
@@ -63,7 +63,7 @@ class Journaling:
         self._record: RunRecord | None = None
         if args.resume:
             self._journal, self._record = Journal.reopen(find_run(self._folder, args.resume))
-            _restore(args, self._record.flags, default_nodes)
+            _restore(args, self._record.flags)
 
     @property
     def texts(self) -> list[JournalText] | None:
@@ -122,9 +122,9 @@ def _saved(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _restore(args: argparse.Namespace, flags: dict[str, Any], default_nodes: Path) -> None:
+def _restore(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     for name, value in flags.items():
-        if name in OWN or (name == "nodes_config" and args.nodes_config != default_nodes):
+        if name in OWN or (name == "nodes_config" and args.nodes_config is not None):
             continue
         if isinstance(value, dict):
             value = Path(str(value.get("path")))

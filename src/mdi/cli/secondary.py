@@ -65,6 +65,12 @@ def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> N
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
     parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
+    parser.add_argument(
+        "--no-announce", action="store_true", help="do not announce this node to the starters of its key in its network"
+    )
+    parser.add_argument(
+        "--dial", metavar="ADDR:PORT", help="behind a router: dial a starter's --dial-port, and be reached that way"
+    )
     if not is_litgpt:
         parser.set_defaults(chunk=None, kv_memory=None)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
@@ -110,6 +116,7 @@ def serve(
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import open_keys, refuse_exposure
     from mdi.cli.checks import check_chunk, check_computing, found_ckpt
+    from mdi.cli.discover import reachable
     from mdi.cli.starter import chosen_cores
     from mdi.config import WeightMemory, parse_bytes
 
@@ -140,7 +147,8 @@ def serve(
         node.open()
         if args.until_stdin_closes:
             threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
-        node.run()
+        with reachable(args, node, keys):
+            node.run()
     finally:
         ignore_interrupts()
         node.close()

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
     """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
+    from mdi.cli.discover import add_discovery_flags
     from mdi.cli.flags import (
         add_generation_flags,
         add_model_flags,
@@ -53,10 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
         "--nodes-config",
         type=Path,
         metavar="FILE",
-        default=default_nodes_config(),
-        help="who the nodes are (%(default)s)",
+        help="who the nodes are (default: who is found in the network with the key of --key; without a key "
+        f"{default_nodes_config()})",
     )
     add_access_flags(nodes)
+    if is_litgpt and is_resumable:
+        add_discovery_flags(nodes)
     default_cut = "see --placement" if is_litgpt else "see README.md"
     nodes.add_argument(
         "--layers", metavar="N,N,...", help=f"blocks per node by hand, starter first (default: {default_cut})"
@@ -93,16 +96,15 @@ def chosen_placement(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli import default_nodes_config
+    from mdi.cli.discover import cluster_of_flags
     from mdi.cli.resume import Journaling, list_runs
-    from mdi.config import load_cluster
 
     if args.resume == "":
         list_runs(args)
         return 0
-    journaling = None if args.no_journal else Journaling(args, default_nodes_config())
+    journaling = None if args.no_journal else Journaling(args)
     try:
-        generate_on(args, lambda: load_cluster(args.nodes_config), journaling=journaling)
+        generate_on(args, lambda: cluster_of_flags(args), journaling=journaling)
     finally:
         if journaling is not None:
             journaling.close()

@@ -90,7 +90,8 @@ class SecondaryNode:
             weight_memory or WeightMemory(),
         )
         self._kv_memory = config.kv_memory if kv_memory is None else kv_memory
-        self._process = secrets.token_hex(8)  # with the name, who this is: addresses change
+        self._begin_s = time.monotonic()
+        self.process = secrets.token_hex(8)  # with the name, who this is: addresses change
         self._profiler = Profiler(config.name, cache_dir)
         self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
         self._lock, self._probing = threading.Lock(), threading.Lock()
@@ -174,7 +175,7 @@ class SecondaryNode:
             "name": self.config.name,
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
-            "process": self._process,
+            "process": self.process,
             "arithmetic": library.arithmetic(),
             "state": state,
             "error": error,
@@ -192,6 +193,7 @@ class SecondaryNode:
             "disk_free_bytes": self._store.free_bytes(),
             "ring_port": self._listener.port if self._listener is not None else None,
             "clock_s": time.time(),
+            "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
             "measuring": self._profiler.progress,
             "progress": {"bytes": job.received_bytes, "total_bytes": job.total_bytes} if job else None,
@@ -331,7 +333,7 @@ class SecondaryNode:
         name, free_bytes = self.config.name, self._profiler.available_bytes
         error = code = None
         try:
-            Service(name, self._process, job, self._stages, self._listener, free_bytes, self._kv_memory).run()
+            Service(name, self.process, job, self._stages, self._listener, free_bytes, self._kv_memory).run()
         except Abandoned as e:
             logger.info("%s: %s", name, e)
             error, code = str(e), e.code

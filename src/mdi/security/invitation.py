@@ -88,6 +88,36 @@ class Invitation:
         return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(_NONCE, self._content, None).hex()}
 
 
+class Invitations:
+    """One invitation after the other, so that several boards can join: each code is for one of them.
+
+    Args:
+        on_code: told of each new code.
+    """
+
+    def __init__(
+        self, content: bytes, on_code: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._content, self._on_code, self._clock = content, on_code, clock
+        self._current = self._renewed()
+
+    def answer(self, request: Any) -> dict[str, str]:
+        """As Invitation.answer; a code that was used is followed by the next one."""
+        answer = self._current.answer(request)
+        self._current = self._renewed()
+        return answer
+
+    def renew(self) -> None:
+        """Replace a code that has become too old."""
+        if self._current.is_over:
+            self._current = self._renewed()
+
+    def _renewed(self) -> Invitation:
+        invitation = Invitation(self._content, self._clock)
+        self._on_code(invitation.code)
+        return invitation
+
+
 class Guest:
     """The side that has the code. Raises AccessError if that is no code."""
 

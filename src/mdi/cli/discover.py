@@ -1,0 +1,191 @@
+"""The nodes of a run that no nodes file names: they announce themselves, dial in, or join with a code that is printed here."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mdi.terminal import show
+
+if TYPE_CHECKING:
+    from mdi.config import ClusterConfig
+    from collections.abc import Callable
+
+    from mdi.discovery.gather import FoundNode, Source
+    from mdi.node.secondary import SecondaryNode
+    from mdi.security.keys import KeyFile
+
+CONTROL_PORT, RING_PORT = 8088, 5088
+INVITED_WAIT_S = 900.0  # as long as a code is good
+
+logger = logging.getLogger("mdi")
+
+
+def add_discovery_flags(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="without a nodes file: wait until so many nodes are there, this one included, "
+        "and print codes for boards that are to join (default: all that are found within some seconds)",
+    )  # fmt: skip
+    add_network_flags(parser)
+    parser.add_argument(
+        "--dial-port", type=int, metavar="PORT", help="without a nodes file: take nodes that cannot be reached, behind a router "
+        "say, and dial this port (`mdi join --dial`)",
+    )  # fmt: skip
+
+
+def add_network_flags(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--addr", help="this machine's address in the network of the nodes (default: the one towards the world)"
+    )
+
+
+def cluster_of_flags(args: argparse.Namespace) -> ClusterConfig:
+    """Who the nodes are: a file that was named wins; else who has the key that was given; else the file of the checkout.
+
+    Raises:
+        UsageError, ControlError: the file is wrong; too few nodes come.
+    """
+    from mdi.cli import default_nodes_config
+    from mdi.cli.access import open_keys
+    from mdi.config import load_cluster
+
+    if args.nodes_config is None and (
+        args.nodes is not None or args.dial_port is not None or open_keys(args) is not None
+    ):
+        return discovered_cluster(args)
+    return load_cluster(args.nodes_config or default_nodes_config())
+
+
+@contextmanager
+def reachable(args: argparse.Namespace, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
+    """While this node waits and works, the starters of its cluster can find it. Raises UsageError."""
+    from mdi.cli.access import own_address, split_address
+    from mdi.errors import UsageError
+
+    config, process = node.config, node.process
+    with ExitStack() as stack:
+        if keys is None:
+            if args.dial is not None:
+                raise UsageError("--dial needs the cluster's key: see --key, and `mdi key --help`")
+            yield
+            return
+        if args.dial is not None:
+            from mdi.discovery.dial_out import DialOut
+
+            own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
+            ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
+            stack.callback(DialOut(split_address(args.dial, 0), keys, config.name, process, ports).close)
+        elif not args.no_announce:
+            stack.callback(_announced(node, keys))
+        yield
+
+
+def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
+    """Announce a node in its own network; what ends that. A network without multicast is no reason not to run."""
+    from mdi.cli.access import ip_address
+    from mdi.discovery.announcement import Announcement
+    from mdi.discovery.mdns import Announcer
+    from mdi.errors import UsageError
+
+    config = node.config
+    addr = ip_address(config.addr)
+    announcement = Announcement.of(
+        config.name, addr, node.control_port, node.ring_port, node.process, keys.first
+    )
+    try:
+        return Announcer(announcement, [addr]).close
+    except UsageError as e:
+        logger.warning("%s", e)
+        return lambda: None
+
+
+def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
+    """Who is there, told as they come. Raises UsageError, ControlError: too few are."""
+    from mdi.cli.access import free_port, open_keys, own_address
+    from mdi.config import NodeConfig
+    from mdi.discovery.gather import Gathering, cluster_of
+    from mdi.errors import UsageError
+
+    keys = open_keys(args)
+    if keys is None:
+        raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
+    if args.nodes is not None and args.nodes < 1:
+        raise UsageError(f"--nodes must be at least 1, got {args.nodes}")
+    addr = args.addr or own_address()
+    starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
+    wanted = None if args.nodes is None else args.nodes - 1
+    wait_s = args.wait if wanted is None else max(args.wait, INVITED_WAIT_S)
+    with sources(args, keys, addr) as found, inviting(starter, keys, wanted) as renew:
+        logger.info("looking for nodes of this key on %s ...", addr)
+        gathering = Gathering(found, keys, lambda node: logger.info("%s", told(node)))
+        return cluster_of(gathering.wait(wanted, wait_s, renew), starter, keys)
+
+
+@contextmanager
+def sources(args: argparse.Namespace, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
+    """Where nodes are heard of. A relay goes on until the process ends: the nodes behind it are reached through it."""
+    from mdi.discovery.mdns import Browser
+
+    with ExitStack() as stack:
+        # An address that the user named is the network that is meant; else all that this machine is in.
+        browser = Browser(keys, [addr] if args.addr else [])
+        stack.callback(browser.close)
+        found: list[Source] = [browser.nodes]
+        if getattr(args, "dial_port", None) is not None:
+            from mdi.discovery.relay import Relay
+
+            relay = Relay(addr, args.dial_port, keys)
+            logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
+            found.append(relay.nodes)
+        yield found
+
+
+@contextmanager
+def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]:
+    """Codes for boards that are to join, as long as some are waited for; gives what renews a code that is too old."""
+    if not n_wanted:
+        yield lambda: None
+        return
+    import mdi
+    from mdi.control.server import ControlServer, StatusOnly
+    from mdi.security.invitation import Invitations
+    from mdi.security.keys import text_of
+
+    class Waiting(StatusOnly):
+        def status(self, run: str | None) -> dict[str, Any]:
+            return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
+
+    def tell(code: str) -> None:
+        show(f"on a board that is to join:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+
+    invitations = Invitations(text_of(keys.keys).encode(), tell)
+    server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
+    try:
+        yield invitations.renew
+    finally:
+        server.close()
+
+
+def told(node: FoundNode) -> str:
+    """A line about a node that has come."""
+    return f"{node.label} is there: {what_it_has(node.status)}"
+
+
+def what_it_has(status: dict[str, Any]) -> str:
+    """Memory, devices and state, as far as a node says them."""
+    from mdi.units import size
+
+    free, device, state = free_memory(status), status.get("device"), status.get("state")
+    parts = [f"{size(free)} free" if free is not None else "", str(device or ""), str(state or "")]
+    return ", ".join(part for part in parts if part)
+
+
+def free_memory(status: dict[str, Any]) -> int | None:
+    """Bytes, as a node says; None if it does not."""
+    memory = status.get("memory")
+    free = memory.get("available_bytes") if isinstance(memory, dict) else None
+    return free if isinstance(free, int) else None

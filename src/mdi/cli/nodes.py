@@ -1,0 +1,81 @@
+"""List the nodes of a cluster that can be found in this network: where they are, since when, and what they have.
+
+examples:
+  mdi nodes --key cluster.key
+  mdi nodes
+      with the key that `mdi join` fetched
+"""
+
+from __future__ import annotations
+
+import argparse
+
+WAIT_S = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli.access import add_access_flags
+    from mdi.cli.discover import add_network_flags
+
+    add_access_flags(parser)
+    add_network_flags(parser)
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long to listen for them (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mdi.cli.access import default_key_file, open_keys, own_address
+    from mdi.cli.discover import sources
+    from mdi.cli.output import print_json
+    from mdi.columns import table
+    from mdi.discovery.gather import Gathering
+    from mdi.errors import UsageError
+    from mdi.security.keys import KeyFile
+    from mdi.terminal import show
+
+    keys = open_keys(args)
+    if keys is None and Path(default_key_file()).exists():
+        keys = KeyFile(default_key_file())
+    if keys is None:
+        raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
+    if not 0 < args.wait <= 600:
+        raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {args.wait}")
+    with sources(args, keys, args.addr or own_address()) as found:
+        nodes = Gathering(found, keys).within(args.wait)
+    rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
+    if args.json:
+        print_json({"nodes": rows})
+    elif not rows:
+        show("no node of this key answers in this network: run `mdi join` on a board, see `mdi join --help`")
+    else:
+        head = {name: name for name in rows[0]}
+        show("\n".join(table([list(row.values()) for row in (head, *rows)])))
+    return 0
+
+
+def as_row(name: str, label: str, status: dict[str, object]) -> dict[str, str]:
+    """What a node says of itself, in words."""
+    from mdi.cli.discover import free_memory
+    from mdi.units import duration, size
+
+    up_s, free = status.get("up_s"), free_memory(status)
+    blocks = status.get("blocks")
+    model = str(status.get("model") or "-")
+    if isinstance(blocks, list) and len(blocks) == 2:
+        model += f", blocks {blocks[0]}-{int(blocks[1]) - 1}"
+    return {
+        "name": name,
+        "address": label.removeprefix(f"{name} at "),
+        "state": str(status.get("state")),
+        "up": duration(up_s) if isinstance(up_s, (int, float)) else "-",
+        "memory free": size(free) if free is not None else "-",
+        "device": str(status.get("device") or "-"),
+        "version": str(status.get("version") or "-"),
+        "model": model,
+    }
