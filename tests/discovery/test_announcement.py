@@ -18,7 +18,9 @@ def test_only_a_key_of_the_cluster_knows_it() -> None:
     assert not NODE.is_of((OTHER,)) and not NODE.is_of(())
 
 
-@pytest.mark.parametrize("change", [{"addr": "192.0.2.8"}, {"port": 1}, {"ring_port": 1}, {"process": "0"}, {"salt": "0"}])
+@pytest.mark.parametrize(
+    "change", [{"addr": "192.0.2.8"}, {"port": 1}, {"ring_port": 1}, {"process": "0"}, {"salt": "0"}]
+)
 def test_a_copied_tag_announces_nobody_else(change: dict[str, object]) -> None:
     assert not replace(NODE, **change).is_of((KEY,))  # type: ignore[arg-type]
 
@@ -32,7 +34,9 @@ def test_what_is_announced_is_read_again() -> None:
     assert Announcement.parse(NODE.addr, NODE.port, NODE.fields()) == NODE
 
 
-@pytest.mark.parametrize("wrong", [{"ring": "x"}, {"ring": "70000"}, {"ring": "0"}, {"process": "p" * 41}, {"tag": "t" * 41}])
+@pytest.mark.parametrize(
+    "wrong", [{"ring": "x"}, {"ring": "70000"}, {"ring": "0"}, {"process": "p" * 41}, {"tag": "t" * 41}]
+)
 def test_what_cannot_be_read_is_nobody(wrong: dict[str, str]) -> None:
     assert Announcement.parse(NODE.addr, NODE.port, {**NODE.fields(), **wrong}) is None
     assert Announcement.parse(NODE.addr, NODE.port, {}) is None

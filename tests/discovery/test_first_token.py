@@ -12,13 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cluster_keys import key_file
 from networks import network
 from test_mdns import DEADLINE_S, command, environment
 
+from cluster_keys import key_file
+
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ("--ckpt", ROOT / "assets" / "nano-llama", "--prompt", "Once", "--n-tokens", 12, "--temperature", 0, "--json")
+FLAGS = (
+    "--ckpt",
+    ROOT / "assets" / "nano-llama",
+    "--prompt",
+    "Once",
+    "--n-tokens",
+    12,
+    "--temperature",
+    0,
+    "--n-samples",
+    1,
+    "--json",
+)
 
 
 class Running:
@@ -56,13 +68,15 @@ def test_boards_join_and_generate(tmp_path: Path, is_dialled: bool) -> None:
     key = key_file(tmp_path / "cluster.key").path
     alone = subprocess.run(
         [sys.executable, "-m", "mdi.cli", "sample", *map(str, FLAGS)],
-        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(tmp_path), check=True,
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**environment(tmp_path), "MDI_KEY_FILE": ""}, check=True,
     )  # fmt: skip
     running: list[Running] = []
     with network(3) as hosts:
         addr = hosts[0][1]
         dial = ("--dial-port", 8089) if is_dialled else ()
-        starter = Running(command(hosts[0][0], "starter", "--key", key, "--nodes", 3, *dial, *FLAGS), tmp_path)
+        starter = Running(
+            command(hosts[0][0], "starter", "--key", key, "--nodes", 3, "--no-journal", *dial, *FLAGS), tmp_path
+        )
         running.append(starter)
         try:
             for i, (namespace, _) in enumerate(hosts[1:]):

@@ -26,7 +26,7 @@ class Waiting(StatusOnly):
         self._process = process
 
     def status(self, run: str | None) -> dict[str, Any]:
-        return {"name": "board", "state": "IDLE", "process": self._process}
+        return {"name": "board", "version": "9", "state": "IDLE", "process": self._process}
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from networks import network
 
 from cluster_keys import key_file
-from networks import network
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 DEADLINE_S = 120.0
@@ -31,7 +31,7 @@ def found(namespace: str, key: Path, folder: Path) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SRC), "MDI_CACHE_DIR": str(folder / "cache")}
+    return {**os.environ, "PYTHONPATH": str(SRC), "MDI_KEY_FILE": str(folder / "none.key")}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_keys
     from mdi.cli.checks import check_computing, check_model
-    from mdi.cli.starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
     from mdi.cli.discover import discovered_cluster
+    from mdi.cli.starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
     from mdi.config import load_cluster, standalone
 
     check_computing(args)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mdi.terminal import show
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig
     from collections.abc import Callable
 
+    from mdi.config import ClusterConfig
     from mdi.discovery.gather import FoundNode, Source
     from mdi.node.secondary import SecondaryNode
     from mdi.security.keys import KeyFile
@@ -93,9 +93,7 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
     config = node.config
     addr = ip_address(config.addr)
-    announcement = Announcement.of(
-        config.name, addr, node.control_port, node.ring_port, node.process, keys.first
-    )
+    announcement = Announcement.of(config.name, addr, node.control_port, node.ring_port, node.process, keys.first)
     try:
         return Announcer(announcement, [addr]).close
     except UsageError as e:

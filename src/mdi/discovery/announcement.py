@@ -51,14 +51,22 @@ class Announcement:
 
     def fields(self) -> dict[str, str]:
         """What travels beside address and control port."""
-        return {"name": self.name, "ring": str(self.ring_port), "process": self.process, "salt": self.salt, "tag": self.tag}
+        return {
+            "name": self.name,
+            "ring": str(self.ring_port),
+            "process": self.process,
+            "salt": self.salt,
+            "tag": self.tag,
+        }
 
     @classmethod
     def parse(cls, addr: str, port: int, fields: Mapping[str, str]) -> Announcement | None:
         """What somebody announces; None if it cannot be read."""
         try:
             ring_port = int(fields["ring"])
-            found = cls(fields["name"][:NAME_LIMIT], addr, port, ring_port, fields["process"], fields["salt"], fields["tag"])
+            found = cls(
+                fields["name"][:NAME_LIMIT], addr, port, ring_port, fields["process"], fields["salt"], fields["tag"]
+            )
         except (KeyError, ValueError):
             return None
         is_port = 0 < port < 65536 and 0 < ring_port < 65536

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
@@ -70,9 +71,11 @@ class Gathering:
             if process not in self._found and now - self._asked_at.get(process, -AGAIN_S) >= AGAIN_S
         }
         self._asked_at.update(dict.fromkeys(new, now))
-        asked = FanOut({process: lambda f=found: self._status_of(f) for process, found in new.items()})
+        asked = FanOut({process: partial(self._status_of, found) for process, found in new.items()})
         asked.join(ASK_S)
-        come = [FoundNode(new[process], status) for process, status in list(asked.results.items()) if status is not None]
+        come = [
+            FoundNode(new[process], status) for process, status in list(asked.results.items()) if status is not None
+        ]
         for node in come:
             self._found[node.announcement.process] = node
             self._on_come(node)
