@@ -56,7 +56,7 @@ class RunTrace:
     def _node(self, name: str, blocks: tuple[int, int], values: Mapping[str, Any]) -> NodeTrace:
         readings = self._readings.get(name)
         try:
-            spans = unpack(values.get("spans"), name) if readings else []
+            spans = unpack(values["spans"], name) if readings and "spans" in values else []
         except ControlError as e:  # a trace without one node is still of use
             logger.warning("%s", e)
             spans = []

@@ -110,7 +110,7 @@ function disc(node, at, isSlowest) {
   const busy = Math.min(1, Math.max(0, node.busy ?? 0));
   return svg("g", { class: `${node.is_here ? "" : "gone"} ${isSlowest ? "slowest" : ""}` },
     svg("circle", { class: "disc", cx: at.x, cy: at.y, r: DISC }),
-    svg("circle", { class: "gauge", cx: at.x, cy: at.y, r: DISC, "stroke-dasharray": `${busy * length} ${length}`, transform: `rotate(-90 ${at.x} ${at.y})` }),
+    ...(busy < 0.01 ? [] : [svg("circle", { class: "gauge", cx: at.x, cy: at.y, r: DISC, "stroke-dasharray": `${busy * length} ${length}`, transform: `rotate(-90 ${at.x} ${at.y})` })]),
     svg("text", { x: at.x, y: at.y + 6, text: node.is_here ? share(node.busy) : "gone" }),
     svg("text", { class: "small", x: at.x, y: at.y + DISC + 22, text: node.name }));
 }
