@@ -2,8 +2,8 @@
 
     tensor_sums.py --nodes 2 4 --bytes 8192
         processes of this machine over loopback
-    sudo tensor_sums.py --nodes 2 4 8 --delays-ms 0.2 1 5 10
-        each process in a network namespace of its own, links with a delay (needs root, ip and tc)
+    tensor_sums.py --nodes 2 4 8 --delays-ms 0.2 1 5 10
+        the same through a process that hands on what it gets after a delay
 
 Prints one JSON object per line: nodes, bytes, delay_ms, algorithm, median_us, p90_us.
 """
@@ -11,11 +11,13 @@ Prints one JSON object per line: nodes, bytes, delay_ms, algorithm, median_us, p
 from __future__ import annotations
 
 import argparse
-import ctypes
+import collections
+import contextlib
 import json
 import os
+import select
+import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -31,20 +33,18 @@ from mdi.tensor.joining import agree_on_speed
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.numbers import Numbers
 
-NET = "10.213.7"
-PORT = 17320  # below those that systems give to connections
+PORT, RELAY_PORT = 17320, 17420  # below those that systems give to connections
 
 
-def connected(rank: int, addresses: list[str], is_busy: bool) -> Mesh:
+def connected(rank: int, n: int, towards: int, is_busy: bool) -> Mesh:
     """Calls those before it, and waits for those behind it."""
-    n = len(addresses)
-    listener = socket.create_server((addresses[rank], PORT + rank), backlog=n)
+    listener = socket.create_server(("127.0.0.1", PORT + rank), backlog=n)
     peers: list[Peer | None] = [None] * n
     for other in range(rank):
         deadline = time.monotonic() + 20
         while True:
             try:
-                sock = socket.create_connection((addresses[other], PORT + other), 5)
+                sock = socket.create_connection(("127.0.0.1", towards + other), 5)
                 break
             except OSError:
                 if time.monotonic() > deadline:
@@ -62,15 +62,11 @@ def connected(rank: int, addresses: list[str], is_busy: bool) -> Mesh:
     return Mesh(rank, peers, is_busy)
 
 
-def measure(rank: int, args: argparse.Namespace, addresses: list[str], delay_ms: float) -> None:
+def measure(rank: int, n: int, args: argparse.Namespace, towards: int, delay_ms: float) -> None:
+    cores = sorted(os.sched_getaffinity(0))
     if args.pin:
-        cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    mesh = connected(
-        rank,
-        addresses,
-        is_busy=len(addresses) <= len(os.sched_getaffinity(0)) or (args.pin and len(addresses) <= os.cpu_count()),
-    )
+    mesh = connected(rank, n, towards, is_busy=n <= len(cores))
     speed = agree_on_speed(mesh)
     for n_bytes in args.bytes:
         x = np.ones((1, n_bytes // 4), dtype=np.float32)
@@ -96,18 +92,14 @@ def measure(rank: int, args: argparse.Namespace, addresses: list[str], delay_ms:
                 print(json.dumps(tell), flush=True)
 
 
-def in_processes(
-    n: int, args: argparse.Namespace, addresses: list[str], delay_ms: float, names: list[str | None]
-) -> None:
+def in_processes(n: int, args: argparse.Namespace, towards: int, delay_ms: float) -> None:
     children = []
     for rank in range(n):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                if names[rank] is not None:
-                    enter(f"/var/run/netns/{names[rank]}")
-                measure(rank, args, addresses, delay_ms)
+                measure(rank, n, args, towards, delay_ms)
                 status = 0
             except BaseException:  # told here: nobody above this process would
                 traceback.print_exc()
@@ -118,52 +110,44 @@ def in_processes(
         os.waitpid(child, 0)
 
 
-def enter(namespace: str) -> None:
-    """os.setns came with Python 3.12."""
-    with open(namespace) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+def relay(n: int, delay_s: float) -> None:
+    """Stands between all nodes, like a network with a delay: what comes in goes out `delay_s` later."""
+    listeners = {socket.create_server(("127.0.0.1", RELAY_PORT + rank), backlog=n): rank for rank in range(n)}
+    open_socks, queues, other = [*listeners], {}, {}
+    while True:
+        now = time.perf_counter()
+        due = min((queue[0][0] for queue in queues.values() if queue), default=now + 1)
+        for sock in select.select(open_socks, [], [], max(0.0, due - now - 5e-5))[0]:
+            if sock in listeners:
+                caller, _ = sock.accept()
+                target = socket.create_connection(("127.0.0.1", PORT + listeners[sock]))
+                for one in (caller, target):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    open_socks.append(one)
+                    queues[one] = collections.deque()
+                other[caller], other[target] = target, caller
+            elif data := sock.recv(1 << 20):
+                queues[other[sock]].append((time.perf_counter() + delay_s, data))
+            else:  # it has ended; what it sent before is still on its way
+                open_socks.remove(sock)
+        now = time.perf_counter()
+        for sock, queue in queues.items():
+            while queue and queue[0][0] <= now:
+                with contextlib.suppress(OSError):
+                    sock.sendall(queue.popleft()[1])
 
 
 def with_delay(n: int, args: argparse.Namespace, delay_ms: float) -> None:
-    """Namespaces on a bridge; what leaves each of them is delayed by `delay_ms`."""
-    names = [f"mdi{rank}" for rank in range(n)]
-    try:
-        ip("ip", "link", "add", "mdibr", "type", "bridge")
-        ip("ip", "link", "set", "mdibr", "up")
-        for rank, name in enumerate(names):
-            ip("ip", "netns", "add", name)
-            ip("ip", "link", "add", f"mdiv{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("ip", "link", "set", f"mdiv{rank}", "master", "mdibr", "up")
-            ip("ip", "-n", name, "addr", "add", f"{NET}.{rank + 1}/24", "dev", "eth0")
-            ip("ip", "-n", name, "link", "set", "eth0", "up")
-            ip(
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                "eth0",
-                "root",
-                "netem",
-                "delay",
-                f"{delay_ms}ms",
-                "limit",
-                "10000",
-            )
-        in_processes(n, args, [f"{NET}.{rank + 1}" for rank in range(n)], delay_ms, list(names))
-    finally:
-        for rank, name in enumerate(names):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", f"mdiv{rank}"], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", "mdibr"], capture_output=True, check=False)
+    between = os.fork()
+    if between == 0:
+        try:
+            relay(n, delay_ms / 1000)
+        finally:
+            os._exit(0)
+    time.sleep(0.2)
+    in_processes(n, args, RELAY_PORT, delay_ms)
+    os.kill(between, signal.SIGKILL)
+    os.waitpid(between, 0)
 
 
 def main() -> None:
@@ -177,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     for n in args.nodes:
         if not args.delays_ms:
-            in_processes(n, args, ["127.0.0.1"] * n, 0.0, [None] * n)
+            in_processes(n, args, PORT, 0.0)
         for delay_ms in args.delays_ms:
             with_delay(n, args, delay_ms)
 
