@@ -55,6 +55,7 @@ class Tally:
     lost: int = 0
     ended_before: int = 0  # runs that a fault ended before the first token, while the nodes loaded
     left: int = 0
+    gaps_s: list[float] = field(default_factory=list)  # the longest of runs in which nothing but links broke, and once
     seconds: float = 0.0
     complaints: list[str] = field(default_factory=list)
 
@@ -163,6 +164,7 @@ def one_run(
             f"run {tally.runs} ({n_nodes} nodes, {form}, {seconds:.1f} s): {told}: {what or 'as it must be'}",
             flush=True,
         )
+    ring.let_go_on()
     with contextlib.suppress(AssertionError):
         ring.wait_waiting(HANG_S)
         tally.runs += 1
@@ -187,6 +189,8 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
     tally.double += sum(n for n in moments.values() if n > 1)
     tally.recoveries += outcome.recoveries
     tally.reconnected += outcome.reconnected
+    if len(saboteur.done) == 1 and saboteur.done[0].action in ("reset", "half a frame") and outcome.error is None:
+        tally.gaps_s.append(outcome.gap_s)
 
 
 def show(tally: Tally) -> None:
@@ -197,6 +201,11 @@ def show(tally: Tally) -> None:
         f"{dict(tally.by_point)}, {tally.double} at once with another",
         flush=True,
     )
+    if tally.gaps_s:
+        print(
+            f"  longest wait for a token after one reset: {max(tally.gaps_s):.2f} s ({len(tally.gaps_s)} runs)",
+            flush=True,
+        )
     for line in tally.complaints[-5:]:
         print("  " + line, flush=True)
 

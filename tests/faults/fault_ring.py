@@ -6,10 +6,12 @@ import contextlib
 import json
 import resource
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import requests
@@ -44,6 +46,7 @@ class Outcome:
         is_whole: which texts have ended by themselves.
         error: what ended the run, if it did not end by itself.
         seconds: from the first text's submission to the end.
+        gap_s: the longest time between two tokens of a text.
         recoveries: how often the ring was formed anew; reconnected: connections of the starter that were made again.
     """
 
@@ -53,6 +56,7 @@ class Outcome:
     seconds: float = 0.0
     recoveries: int = 0
     reconnected: int = 0
+    gap_s: float = 0.0
 
 
 class FaultRing:
@@ -80,7 +84,7 @@ class FaultRing:
         for port, _ in self.ports:
             self.network.link(port)
         self.secondaries: list[Process | None] = [None] * (n_nodes - 1)
-        self._n_started = 0
+        self._closed = False
         self._path = self._write(range(n_nodes - 1), n_spares)
 
     def _write(self, secondaries: Sequence[int], n_spares: int) -> Path:
@@ -104,27 +108,31 @@ class FaultRing:
 
     def start(self, index: int) -> Process:
         """Start a secondary, with weights of an earlier life only if that had the same folder."""
-        self._n_started += 1
         cache = self.folder / f"cache{index}"
         process = Process(
-            self._reader, "secondary", "--nodes-config", self._path, index, "--cache-dir", cache, "-v",
-            env={"GOMP_SPINCOUNT": "0", "MKL_NUM_THREADS": "1"},
+            self._reader, "secondary", "--until-stdin-closes", "--nodes-config", self._path, index, "--cache-dir", cache, "-v",
+            stdin=subprocess.PIPE, env={"GOMP_SPINCOUNT": "0", "MKL_NUM_THREADS": "1"},
         )  # fmt: skip
         self.secondaries[index] = process
         return process
 
     def start_all(self) -> None:
         """Start what does not run, let go on what was halted, mend all links; return when all nodes wait for a starter."""
-        for link in self.links:
-            link.thaw()
+        self.let_go_on()
         for index in range(self.n_nodes - 1):
             process = self.secondaries[index]
             if process is None or process.child.poll() is not None:
                 self.start(index)
             else:
-                process.signal(signal.SIGCONT)
                 self.fill_disk(index, is_full=False)
         self.wait_waiting()
+
+    def let_go_on(self) -> None:
+        """What was halted goes on, and what was held back passes."""
+        for link in self.links:
+            link.thaw()
+        for index in range(len(self.secondaries)):
+            self.signal(index, signal.SIGCONT)
 
     def wait_waiting(self, deadline_s: float = DEADLINE_S) -> None:
         """Until every secondary that runs waits for a run, as it was before the first one."""
@@ -170,7 +178,10 @@ class FaultRing:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, NO_LIMIT))
 
     def close(self) -> list[int]:
-        """End everything; the processes that would not go."""
+        """End everything; the processes that would not go. Harmless if repeated."""
+        if self._closed:
+            return []
+        self._closed = True
         pids = [process.pid for process in self.secondaries if process is not None]
         for process in self.secondaries:
             if process is not None:
@@ -246,6 +257,7 @@ def run(
         node.close()
         running.over.set()
     outcome.ids = [list(sample.token_ids) for sample in node.samples]
+    outcome.gap_s = max((b - a for s in node.samples for a, b in pairwise(s.token_times_s)), default=0.0)
     outcome.is_whole = [sample.finish_reason is not None for sample in node.samples]
     return outcome
 
