@@ -160,7 +160,7 @@ def measure(n_runs: int, n_texts: int, seed: int = 1) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="mdi-endurance-") as folder:
         checkpoint = write_checkpoint(Path(folder) / "tiny", with_end=False)
-        with LocalRing(3, None, 1, checkpoint, False, False) as ring:
+        with LocalRing(3, None, 1, None, False, False) as ring:
             nodes = Nodes(ring, checkpoint)
             begin = time.monotonic()
             runs, n_wrong = short_runs(nodes, n_runs)
