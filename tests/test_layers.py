@@ -76,7 +76,17 @@ ALLOWED = {
     "token_times": {"errors"},
     "tracing": {"block_ranges", "columns", "units", "net", "errors"},
 }
-ALLOWED["tensor"] = {"weight_formats", "checkpoint", "engine", "kernels", "partition", "net", "security", "config", "errors"}
+ALLOWED["tensor"] = {
+    "weight_formats",
+    "checkpoint",
+    "engine",
+    "kernels",
+    "partition",
+    "net",
+    "security",
+    "config",
+    "errors",
+}
 BELOW_NODE = set(ALLOWED)
 ALLOWED["machine"] = BELOW_NODE
 ALLOWED["measure"] = BELOW_NODE | {"machine"}

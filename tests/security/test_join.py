@@ -18,7 +18,7 @@ from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import AccessError, ControlError
-from mdi.security.invitation import VALID_S, Guest, Invitation, code_bytes, new_code
+from mdi.security.invitation import VALID_S, Guest, Invitation, Invitations, code_bytes, new_code
 from mdi.security.keys import KeyFile, text_of
 
 CONTENT = b"the keys"
@@ -164,3 +164,29 @@ def test_key_and_join_from_the_command_line(
 def test_wrong_usage_ends_with_2(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(argv) == 2
+
+
+def test_each_board_has_a_code_of_its_own() -> None:
+    codes: list[str] = []
+    now = [0.0]
+    invitations = Invitations(CONTENT, codes.append, 2, lambda: now[0])
+    for i in range(2):
+        guest = Guest(codes[i])
+        assert guest.open(invitations.answer(guest.request)) == CONTENT
+        with pytest.raises(AccessError):
+            invitations.answer(Guest(codes[i]).request)
+    assert len(codes) == len(set(codes)) == 2
+
+
+def test_a_code_that_is_too_old_is_replaced() -> None:
+    codes: list[str] = []
+    now = [0.0]
+    invitations = Invitations(CONTENT, codes.append, 1, lambda: now[0])
+    invitations.renew()
+    assert len(codes) == 1
+    now[0] = VALID_S + 1
+    invitations.renew()
+    with pytest.raises(AccessError):
+        invitations.answer(Guest(codes[0]).request)
+    guest = Guest(codes[1])
+    assert guest.open(invitations.answer(guest.request)) == CONTENT

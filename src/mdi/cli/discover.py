@@ -32,8 +32,8 @@ def add_discovery_flags(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
     add_network_flags(parser)
     parser.add_argument(
-        "--dial-port", type=int, metavar="PORT", help="without a nodes file: take nodes that cannot be reached, behind a router "
-        "say, and dial this port (`mdi join --dial`)",
+        "--dial-port", type=int, metavar="PORT", help="without a nodes file: take nodes that cannot be reached, as behind a "
+        "router, and dial this port: `mdi join --dial`",
     )  # fmt: skip
 
 
@@ -120,7 +120,11 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
     with sources(args, keys, addr) as found, inviting(starter, keys, wanted) as renew:
         logger.info("looking for nodes of this key on %s ...", addr)
         gathering = Gathering(found, keys, lambda node: logger.info("%s", told(node)))
-        return cluster_of(gathering.wait(wanted, wait_s, renew), starter, keys)
+        nodes = gathering.wait(wanted, wait_s, renew)
+    cluster = cluster_of(nodes, starter, keys)
+    for node, config in zip(nodes, cluster.secondaries, strict=True):
+        logger.info("%s is %s", config.name, node.label)
+    return cluster
 
 
 @contextmanager
@@ -160,7 +164,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]
     def tell(code: str) -> None:
         show(f"on a board that is to join:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
 
-    invitations = Invitations(text_of(keys.keys).encode(), tell)
+    invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:
         yield invitations.renew

@@ -42,7 +42,8 @@ class DialOut:
         self._thread.join()
 
     def _run(self) -> None:
-        where, due = "%s:%d" % self._relay, Periodic()
+        (addr, port), due = self._relay, Periodic()
+        where = f"{addr}:{port}"
         is_told = False
         while not self._closed.is_set():
             try:

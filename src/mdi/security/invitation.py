@@ -93,23 +93,26 @@ class Invitations:
 
     Args:
         on_code: told of each new code.
+        n_boards: how many may join.
     """
 
     def __init__(
-        self, content: bytes, on_code: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._content, self._on_code, self._clock = content, on_code, clock
+        self, content: bytes, on_code: Callable[[str], None], n_boards: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._content, self._on_code, self._n_left, self._clock = content, on_code, n_boards, clock
         self._current = self._renewed()
 
     def answer(self, request: Any) -> dict[str, str]:
         """As Invitation.answer; a code that was used is followed by the next one."""
         answer = self._current.answer(request)
-        self._current = self._renewed()
+        self._n_left -= 1
+        self.renew()
         return answer
 
     def renew(self) -> None:
-        """Replace a code that has become too old."""
-        if self._current.is_over:
+        """Replace a code that was used or has become too old, if more boards may join."""
+        if self._n_left > 0 and self._current.is_over:
             self._current = self._renewed()
 
     def _renewed(self) -> Invitation:
