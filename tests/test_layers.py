@@ -45,6 +45,7 @@ ALLOWED = {
         "config",
         "errors",
     },
+    "window": {"json_fields", "weight_formats", "units", "kernels", "checkpoint", "config", "errors"},
     "partition": {"json_fields", "weight_formats", "units", "columns", "block_ranges", "kernels", "config", "errors"},
     "training": {"units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
     "engine": {"units", "kernels", "model", "net", "config", "errors"},

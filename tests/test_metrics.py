@@ -61,6 +61,9 @@ def test_json_is_exactly_the_documented_object():
                 "send_s": 0.01,
                 "bytes_sent": 4096,
                 "frames": 12,
+                "weights_resident_bytes": 0,
+                "weights_read_bytes": 0,
+                "disk_wait_s": 0.0,
             }
         ],
         "model": "nano-llama",

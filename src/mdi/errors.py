@@ -2,7 +2,8 @@
 
     MdiError
     |-- UsageError            what the user typed or wrote: flags, JSON, prompts
-    |   `-- SplitError        a model that cannot be cut as asked
+    |   |-- SplitError        a model that cannot be cut as asked
+    |   `-- LimitError        a limit of memory that is too low
     |-- CheckpointError       a model on disk: missing, cut short, of another shape
     |-- MemoryShortError      this machine has too little memory, or this process may not have more
     |-- PlacementError        a model that fits no node, or not as asked
@@ -52,6 +53,20 @@ class SplitError(UsageError):
 
 class MemoryShortError(MdiError):
     """There is too little memory for what is to be read or computed; nothing is wrong with that."""
+
+
+class LimitError(UsageError):
+    """Nothing fits into the memory that this process may take.
+
+    Attributes:
+        least_bytes: the limit that would do.
+    """
+
+    code = "memory"
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 class PlacementError(MdiError):

@@ -33,6 +33,8 @@ class NodeMetrics:
             the three may overlap).
         bytes_sent: over its outgoing ring link, headers included.
         frames: frames that it worked on.
+        weights_resident_bytes, weights_read_bytes: of memory that its weights took at most, and from the disk.
+        disk_wait_s: while which computing waited for them; part of compute_s.
     """
 
     name: str
@@ -43,6 +45,9 @@ class NodeMetrics:
     send_s: float
     bytes_sent: int
     frames: int
+    weights_resident_bytes: int = 0
+    weights_read_bytes: int = 0
+    disk_wait_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "layers": list(self.layers)}
@@ -64,6 +69,9 @@ class NodeMetrics:
             send_s=get.number("send_s", 0, LONGEST_S),
             bytes_sent=get.integer("bytes_sent"),
             frames=get.integer("frames"),
+            weights_resident_bytes=get.optional("weights_resident_bytes", get.integer) or 0,
+            weights_read_bytes=get.optional("weights_read_bytes", get.integer) or 0,
+            disk_wait_s=get.optional("disk_wait_s", get.number) or 0.0,
         )
 
 

@@ -40,6 +40,9 @@ class PartFile(WeightSource):
     def array(self, name: str) -> np.ndarray:
         return self._file.view(name) if self.packing else self._file.array(name)
 
+    def extent(self, name: str) -> tuple[Path, int, int] | None:
+        return (self.path, *self._file.extent(name))
+
     def part_names(self) -> list[str]:
         return [self._info.name]
 

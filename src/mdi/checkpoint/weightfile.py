@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mdi.checkpoint.mapping import map_bytes
+from mdi.checkpoint.parts import PIECE_BYTES
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, MemoryShortError
@@ -65,6 +67,32 @@ class SafetensorsFile:
         """A tensor in a mapping of the whole file that nobody can write to; it goes with the last view."""
         spec, (start, stop) = self.specs[name], self._offsets[name]
         return self._mapped()[start:stop].view(TYPES[spec.dtype].numpy).reshape(spec.shape)
+
+    def extent(self, name: str) -> tuple[int, int]:
+        """Where a tensor lies in the file, [start, stop) in bytes."""
+        return self._offsets[name]
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, read in pieces of at most 4 MiB, so that none of them counts as memory of this process.
+
+        Raises:
+            CheckpointError: the file was cut short, or cannot be read.
+        """
+        start, stop = self._offsets[name]
+        buffer = memoryview(bytearray(min(PIECE_BYTES, stop - start)))
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(start)
+                while start < stop:
+                    n_bytes = file.readinto(buffer[: stop - start])
+                    if not n_bytes:
+                        raise CheckpointError(
+                            f"{self.path} was cut short: it ends at byte {start}, {stop} expected at least"
+                        )
+                    yield buffer[:n_bytes]
+                    start += n_bytes
+        except OSError as e:
+            raise CheckpointError(f"cannot read {self.path}: {e.strerror or e}") from None
 
     def _mapped(self) -> np.ndarray:
         whole = self._whole() if self._whole is not None else None

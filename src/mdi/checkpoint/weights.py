@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +67,10 @@ class WeightSource(ABC):
     @abstractmethod
     def release(self) -> None:
         """Let go of what is mapped; it is mapped again when needed."""
+
+    def extent(self, name: str) -> tuple[Path, int, int] | None:
+        """The file in which a tensor lies as `array` gives it, and the bytes [start, stop) there; None if it is in none."""
+        return None
 
     def read_bytes(self, name: str) -> int:
         """Bytes of the file that are read, and stay mapped until `release`, when a tensor is asked for."""

@@ -77,8 +77,10 @@ def add_machine_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser,
 
 def _add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
     """Where weights that lie in files are read from; models that are none of litgpt's compute in torch, which copies."""
+    from mdi.cli.window_flags import add_window_flags
     from mdi.config import WEIGHT_MODES
 
+    add_window_flags(parser, is_litgpt)
     if not is_litgpt:
         parser.set_defaults(weights="auto", mlock=False)
         return

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
+    from mdi.cli.window_flags import add_window_flags
 
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links (JSON); no node runs")
@@ -68,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length", type=int, metavar="L", help="tokens that each may reach (default: the model's context)"
     )
     add_placement_flags(parser)
+    window = parser.add_argument_group("window")
+    add_window_flags(window)
+    window.add_argument(
+        "--disk-rate",
+        metavar="SIZE",
+        help="what disks give in a second, such as 500M (default: what the nodes measured)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_common_flags(parser)
 
@@ -212,7 +220,10 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 
 def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
+    from mdi.cli.window_flags import asked_window
+    from mdi.config import parse_bytes
     from mdi.measure.model_shape import model_shape
+    from mdi.measure.window_plan import with_windows, without_limits
     from mdi.partition.model import Workload
     from mdi.partition.plan import plan
     from mdi.partition.split import parse_layers
@@ -227,8 +238,9 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
         )
     layers = None if args.layers is None else parse_layers(args.layers, shape.n_layer, len(profile.nodes))
-    return plan(
-        profile,
+    window = asked_window(args)
+    report = plan(
+        profile if window is None else without_limits(profile),
         shape,
         Workload(args.n_samples, length),
         method=args.placement,
@@ -237,6 +249,10 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
         measured=_measured(profile, config, shape),
         smaller=_smaller(config, shape),
     )
+    if window is None:
+        return report
+    rate = None if args.disk_rate is None else parse_bytes(args.disk_rate, "--disk-rate")
+    return with_windows(report, profile, config, shape.format, window, rate)
 
 
 def preferences(args: argparse.Namespace) -> dict[tuple[str, str], float]:

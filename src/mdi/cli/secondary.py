@@ -118,7 +118,8 @@ def serve(
     from mdi.cli.checks import check_chunk, check_computing, found_ckpt
     from mdi.cli.discover import reachable
     from mdi.cli.starter import chosen_cores
-    from mdi.config import WeightMemory, parse_bytes
+    from mdi.cli.window_flags import weight_memory
+    from mdi.config import parse_bytes
 
     keys = open_keys(args)
     refuse_exposure(args, keys, config)
@@ -141,7 +142,7 @@ def serve(
     cache_dir = args.cache_dir or default_cache_dir()
     node = SecondaryNode(
         config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
-        args.threads or config.threads or (len(cores) if cores else None), WeightMemory(args.weights, args.mlock), keys,
+        args.threads or config.threads or (len(cores) if cores else None), weight_memory(args), keys,
     )  # fmt: skip
     try:
         node.open()

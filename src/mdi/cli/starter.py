@@ -215,7 +215,8 @@ def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
 
 def starter_options(args: argparse.Namespace) -> Any:
     from mdi.cache_dir import default_cache_dir
-    from mdi.config import WeightMemory, parse_bytes
+    from mdi.cli.window_flags import weight_memory
+    from mdi.config import parse_bytes
     from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
     from mdi.errors import UsageError
     from mdi.net.wire import SILENCE_S
@@ -251,7 +252,7 @@ def starter_options(args: argparse.Namespace) -> Any:
         wait_s=wait_s,
         wire_dtype=getattr(args, "wire_dtype", "auto"),
         kv_dtype=args.kv_dtype,
-        weight_memory=WeightMemory(args.weights, args.mlock),
+        weight_memory=weight_memory(args),
         kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
         n_frames=n_frames,
         fixed=getattr(args, "fixed", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,29 @@ class Blocks:
         frame, kept = self._frame(rows, slices)
         if self.context.library.mdi_forward(self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame)):
             raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
+        del kept
+
+    def forward_in_halves(
+        self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]],
+        ready: Callable[[int, int], contextlib.AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """Run the blocks half by half, to the same bits as `forward`.
+
+        Args:
+            ready: called with a block's number in the model and 0 for attention or 1 for the MLP: within what it gives, the
+                weights of that half are in memory.
+
+        Raises:
+            EngineError: as `forward`; or whatever `ready` raises.
+        """
+        frame, kept = self._frame(rows, slices)
+        library, handle = self.context.library, self.context.handle
+        for block in range(len(self._blocks)):
+            for half in (0, 1):
+                with ready(self.start + block, half):
+                    done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
+                if done:
+                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:

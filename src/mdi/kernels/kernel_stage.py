@@ -7,7 +7,7 @@ for each frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,24 @@ from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.rope import n_tables, rope_n_elem
+
+
+class Table(Protocol):
+    """Rows of an embedding, in memory or elsewhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, ids: Any) -> np.ndarray: ...
+
+
+class WeightUse(NamedTuple):
+    """What the weights of a stage took: bytes of memory, at most; bytes read from the disk; seconds that computing waited for
+    the disk."""
+
+    resident_bytes: int
+    read_bytes: int
+    wait_s: float
 
 
 class KernelStage:
@@ -73,6 +91,10 @@ class KernelStage:
         )
 
     @property
+    def weight_use(self) -> WeightUse:
+        return WeightUse(self.weight_bytes, self.weight_bytes, 0.0)
+
+    @property
     def is_mapped(self) -> bool:
         """Whether the weights of the blocks lie in a file."""
         weights = [w for part in self._weights.values() for w in part.values() if isinstance(w, Matrix)]
@@ -119,8 +141,15 @@ class KernelStage:
         """
         rows = np.array(x, dtype=np.float32, order="C", copy=True)
         if self.n_blocks:
-            self._blocks.forward(rows, slices)
+            self._run(rows, slices)
         return rows
+
+    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+        """All blocks, in place."""
+        self._blocks.forward(rows, slices)
+
+    def close(self) -> None:
+        """Nothing is computed any more; harmless if repeated."""
 
 
 class KernelStarterStage(KernelStage):
@@ -134,14 +163,14 @@ class KernelStarterStage(KernelStage):
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         super().load(parts, weights)
         embedding, head = self._weights["embedding"], self._weights["head"]
-        self._table = array_of(embedding, "transformer.wte.weight")
+        self._table: Table = array_of(embedding, "transformer.wte.weight")
         self._table_scale = embedding.get("transformer.wte.weight_scale")
         n_tokens = int(self.config["padded_vocab_size"])
         if self._table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
         self._head = self._made_head(head)
 
-    def _made_head(self, weights: Weights) -> Head:
+    def _made_head(self, weights: Weights) -> Callable[[np.ndarray], np.ndarray]:
         return Head(self.config, weights, int(self.config["padded_vocab_size"]), self._context)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mdi.kernels.head import Weights
-from mdi.kernels.kernel_stage import KernelStage
+from mdi.kernels.kernel_stage import KernelStage, WeightUse
 from mdi.kernels.pages import CachePages
 
 
@@ -37,6 +37,14 @@ class ArrayStage:
 
     def compile(self) -> None:
         """The kernels are compiled already."""
+
+    @property
+    def weight_use(self) -> WeightUse:
+        return self.inner.weight_use
+
+    def close(self) -> None:
+        """See KernelStage.close."""
+        self.inner.close()
 
     @property
     def max_length(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mdi.block_ranges import block_span
+from mdi.cache_dir import default_cache_dir
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
@@ -30,10 +31,14 @@ from mdi.node.options import StarterOptions
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
+from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic
 from mdi.tracing.recorder import extensions_of
 from mdi.units import duration, size
 from mdi.weight_formats import held_bytes
+from mdi.window.options import extensions_of as window_extensions
+from mdi.window.options import window_of
+from mdi.window.stage import WindowStarterStage
 
 logger = logging.getLogger("mdi")
 
@@ -49,9 +54,11 @@ class Preparation:
         run: the id of the run, as 16 hex digits.
         ring_port: the one on which the last secondary connects; None in a ring of one node.
         max_length: tokens that a sequence of the run may reach.
+        n_sequences: of the run at the same time; None is not known.
 
     Attributes:
         stage: the starter's own, loaded, after `run`.
+        loaded: the same as it was loaded; None before.
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
@@ -70,6 +77,7 @@ class Preparation:
         run: str,
         ring_port: int | None,
         max_length: int,
+        n_sequences: int | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -81,6 +89,9 @@ class Preparation:
         self._run_id = run
         self._ring_port = ring_port
         self._max_length = max_length
+        self._n_sequences = n_sequences
+        self._window = window_of(options.weight_memory)
+        self.loaded: TorchStage | TensorStage | None = None
         self.placement = ""
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
@@ -148,7 +159,7 @@ class Preparation:
                 silence_s=options.silence_s,
                 device=client.node.device,
                 threads=client.node.threads,
-                extensions=extensions_of(options.n_spans),
+                extensions={**extensions_of(options.n_spans), **window_extensions(options.weight_memory)},
             )
             setups.append(SecondarySetup(client, request, weights, options.wait_s))
         return setups
@@ -170,6 +181,8 @@ class Preparation:
 
     def _check_memory(self) -> None:
         """Weights that will not fit are not loaded in the first place. Raises UsageError."""
+        if self._window is not None:  # which is fitted into the memory
+            return
         weights, computing = self._weights, self._computing
         start, stop = weights.blocks[0]
         needed = 0
@@ -203,8 +216,18 @@ class Preparation:
                 )
             return weights.source_of(part)
 
+        why = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
+        refuse_torch(self._window, computing.packing, why)
         weights.verify(parts, check)
-        if computing.packing is not None:
+        if computing.packing is not None and self._window is not None:
+            loaded = self.stage = TensorStage(
+                with_window(
+                    WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins()),
+                    self._cluster.starter.name, self._window, parts, source, computing.packing,
+                    options.cache_dir or default_cache_dir(), self._max_length, self._n_sequences, self._kv_memory, check,
+                )
+            )  # fmt: skip
+        elif computing.packing is not None:
             loaded = self.stage = TensorStage(
                 KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins())
             )
@@ -215,19 +238,19 @@ class Preparation:
             loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
             formats = computing.quantize, computing.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
-        reason = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
-        told = told_path(self._cluster.starter.name, 0, stop, reason if computing.packing is None else None)
+        self.loaded = loaded
+        told = told_path(self._cluster.starter.name, 0, stop, why if computing.packing is None else None)
         logger.debug("%s", told)
         check_capacity(self._cluster.starter.name, loaded, self._max_length, computing.device)
         loaded.prepare(self._max_length, self._kv_memory)
         if options.compile:
             loaded.compile()
-        self._loaded = loaded
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        own = report_caches(self._loaded, computing.device, self._kv_memory)
+        assert self.loaded is not None
+        own = report_caches(self.loaded, computing.device, self._kv_memory)
         reports = [own, *(setup.ask_caches() for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
         memory = CacheMemory(share_out(told))

@@ -130,17 +130,17 @@ class SecondaryNode:
         return self._listener.port
 
     def run(self) -> None:
-        """Work on one run after the other."""
-        while not self._leave:
-            job = self._jobs.get()
-            if job is None:
-                return
-            if isinstance(job, MainThreadTask):
-                job.run()
-                with self._lock:
-                    self._task = None
-            else:
-                self._work(job)
+        """Work on one run after the other; afterwards nothing of them is in memory."""
+        try:
+            while not self._leave and (job := self._jobs.get()) is not None:
+                if isinstance(job, MainThreadTask):
+                    job.run()
+                    with self._lock:
+                        self._task = None
+                else:
+                    self._work(job)
+        finally:
+            self._stages.drop_stage()
 
     def close(self) -> None:
         """End a run that is under way, let `run` return, and give the ports back; harmless if repeated."""

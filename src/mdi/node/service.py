@@ -149,7 +149,7 @@ class Service:
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
         loop = SecondaryLoop(stage, rows, recorded, is_last, seat.wire)
-        self._job.measure = lambda: _measured(loop, ring, recorder, LIVE_SPANS)
+        self._job.measure = lambda: _measured(stage, loop, ring, recorder, LIVE_SPANS)
         try:
             loop.run()
         except RingError:
@@ -163,7 +163,7 @@ class Service:
             raise
         finally:
             self._job.measure = None
-            self._job.metrics = _measured(loop, ring, recorder)
+            self._job.metrics = _measured(stage, loop, ring, recorder)
             logger.info(
                 "%s: %d frames, %.2f s computing, %.2f s waiting",
                 *(seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s),
@@ -187,10 +187,11 @@ def _seat_of(job: Job, process: str, keys: KeyFile | None) -> Seat:
 
 
 def _measured(
-    loop: SecondaryLoop, ring: TcpRing, recorder: Recorder | None, n_spans: int | None = None
+    stage: NodeStage, loop: SecondaryLoop, ring: TcpRing, recorder: Recorder | None, n_spans: int | None = None
 ) -> dict[str, Any]:
     """What a node measured of a run, and the last `n_spans` that it recorded; None is all."""
     spans = {} if recorder is None else recorder.to_json(n_spans)
+    use = stage.weight_use
     return {
         **spans,
         "peak_rss_bytes": peak_rss_bytes(),
@@ -199,4 +200,7 @@ def _measured(
         "send_s": ring.send_s,
         "bytes_sent": ring.bytes_sent,
         "frames": ring.n_frames,
+        "weights_resident_bytes": use.resident_bytes,
+        "weights_read_bytes": use.read_bytes,
+        "disk_wait_s": use.wait_s,
     }

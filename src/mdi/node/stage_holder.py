@@ -24,8 +24,11 @@ from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
+from mdi.node.windowed import refuse_torch, with_window
 from mdi.units import size
 from mdi.weight_formats import held_bytes
+from mdi.window.options import window_of
+from mdi.window.stage import WindowStage
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage
@@ -92,6 +95,8 @@ class StageHolder:
     def drop_stage(self) -> bool:
         """Give the memory of the last run's stage back; whether there was one."""
         was_there = self._stage is not None
+        if self._stage is not None:
+            self._stage.close()
         self._stage = self._stage_key = None
         return was_there
 
@@ -189,6 +194,8 @@ class StageHolder:
 
     def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
         """Weights that will not fit into `free` bytes are not sent in the first place. Raises ControlError."""
+        if window_of(self._weight_memory, request.extensions) is not None:  # which is fitted into the memory
+            return
         needed = held_bytes(
             [part.n_bytes for part in request.parts], request.stored_dtype, computing.format, request.stored_format
         )
@@ -213,10 +220,12 @@ class StageHolder:
             on_part: called before each part that is loaded.
         """
         compiled = self._compile or request.compile
+        window = window_of(self._weight_memory, request.extensions)
         parts = {part.name: part for part in request.parts}
         key = (
             request.config_hash, request.blocks, request.parts, compiled, n_threads(),
-            replace(computing, threads=None), request.stored_format,
+            replace(computing, threads=None), request.stored_format, window,
+            None if window is None else (request.max_length, request.n_sequences),
         )  # fmt: skip
         if self._stage is not None and self._stage_key == key:
             return self._stage
@@ -230,7 +239,17 @@ class StageHolder:
             return self._source_of(parts[name], request)
 
         stage: NodeStage
-        if computing.packing is not None:
+        why = why_torch(self.family.kernel_config(request.config), computing.device, request.dtype)
+        refuse_torch(window, computing.packing, why)
+        if computing.packing is not None and window is not None:
+            inner = WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins())
+            stage = ArrayStage(
+                with_window(
+                    inner, self._name, window, list(parts), source, computing.packing, self.store.directory,
+                    request.max_length, request.n_sequences, None, check,
+                )
+            )  # fmt: skip
+        elif computing.packing is not None:
             packing = computing.packing
             stage = self._kernel_stage(request, computing)
             placer = WeightPlacer(self._weight_memory)
@@ -241,8 +260,7 @@ class StageHolder:
             stored = None if request.stored_format else request.stored_dtype
             stage = TorchStage(self.family.secondary_stage(request, check), computing, stored)
             stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
-        reason = why_torch(self.family.kernel_config(request.config), computing.device, request.dtype)
-        logger.debug("%s", told_path(self._name, *request.blocks, reason if computing.packing is None else None))
+        logger.debug("%s", told_path(self._name, *request.blocks, why if computing.packing is None else None))
         if compiled:
             stage.compile()
         self._stage, self._stage_key = stage, key

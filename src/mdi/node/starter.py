@@ -29,9 +29,11 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import DTYPES
 from mdi.errors import ControlError, UsageError
+from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
+from mdi.model.tensor_stage import TensorStage
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.driver import EngineThread
@@ -45,9 +47,12 @@ from mdi.node.run_trace import RunTrace
 from mdi.node.sample import OnText, Record, Sample, SampleReader, stops_at
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss, metrics_of
+from mdi.node.torch_stage import TorchStage
+from mdi.node.windowed import prompt_rows
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.tracing.trace import Trace
 from mdi.weight_formats import AUTO
+from mdi.window.options import window_of
 
 logger = logging.getLogger("mdi")
 
@@ -62,6 +67,9 @@ class StarterNode(StatusOnly):
         self._device = choose_device(options.device or cluster.starter.device)
         self._requested_dtype = options.dtype or cluster.starter.dtype
         choose_dtype(self._requested_dtype, "float32", self._device)
+        if window_of(options.weight_memory) is not None and options.n_frames is None:
+            # A frame is a pass over the weights: one carries all texts.
+            self._options = options = replace(options, n_frames=1)
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
             self._options = options = with_format(options, None)
@@ -84,7 +92,9 @@ class StarterNode(StatusOnly):
         self._reader = SampleReader()
         self._driver: EngineThread | None = None
         self._memory: CacheMemory | None = None
-        self._own = (0.0, 0.0, 0.0, 0, 0)
+        self._n_sequences: int | None = None  # at the same time, if that is known
+        self._loaded: TorchStage | TensorStage | None = None
+        self._own = (0.0, 0.0, 0.0, 0, 0, *WeightUse(0, 0, 0.0))
         self._begin = 0.0
         self._end = 0.0
         self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
@@ -167,10 +177,12 @@ class StarterNode(StatusOnly):
         """
         weights, options = self._weights, self._options
         assert weights is not None
+        self._n_sequences = n_sequences
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
         method = options.placement or DEFAULT_METHOD
+        has_window = window_of(options.weight_memory) is not None  # then memory does not limit who holds what
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
-        if not self._clients or is_cut or method == "even" or not self._family.is_placed:
+        if not self._clients or is_cut or method == "even" or has_window or not self._family.is_placed:
             if self._is_auto:  # the starter's own memory decides
                 fit = (form for form in formats if fits_here(weights, form, self._device))
                 self._take_format(next(fit, formats[-1]))
@@ -222,19 +234,21 @@ class StarterNode(StatusOnly):
         self.max_length = min(max_length, self.context_length)
         preparation = Preparation(
             self._family, self.config, self.cluster, self._clients, self._options, self.computing, self._weights, self._run,
-            self._listener.port if self._listener is not None else None, self.max_length,
+            self._listener.port if self._listener is not None else None, self.max_length, self._n_sequences,
         )  # fmt: skip
         try:
             preparation.run(check)
         finally:
             self._configured = preparation.has_begun
+            self._loaded = preparation.loaded
         self._stage, self._memory, self._placement = preparation.stage, preparation.memory, preparation.placement
         self._ring_ports = preparation.ring_ports
         self._state = "READY"
 
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
-        cluster, wire, n_nodes = self.cluster, self._options.wire_dtype, self.cluster.n_nodes
+        cluster, options, n_nodes = self.cluster, self._options, self.cluster.n_nodes
+        wire = options.wire_dtype
         if self.run_trace is not None:
             self.run_trace.read_clocks(self._clients)
         following = cluster.nodes[1 % n_nodes]
@@ -246,7 +260,9 @@ class StarterNode(StatusOnly):
             self._listener, cluster, seat, self._options.n_frames or n_nodes, self._family.widest_row(self.config),
             self._device, self._ring_ports,
         )  # fmt: skip
-        scheduler = self._family.scheduler(self.config, n_nodes) or Scheduler(memory=self._memory)
+        scheduler = self._family.scheduler(self.config, n_nodes) or Scheduler(
+            chunk_rows=prompt_rows(options.weight_memory, self.config), memory=self._memory
+        )
         self.engine = StarterEngine(
             self._stage, scheduler, self.max_length, torch.device(self._device), DTYPES[self.computing.dtype], wire
         )
@@ -363,6 +379,8 @@ class StarterNode(StatusOnly):
             self._listener.close()
         if self._weights is not None:
             self._weights.close()
+        if self._loaded is not None:
+            self._loaded.close()
         self._control = self._listener = self._weights = None
 
     def mark_broken(self) -> None:
@@ -432,9 +450,10 @@ class StarterNode(StatusOnly):
         if self._state == "RUNNING":
             raise ControlError("the starter is in the middle of a run", 409, code="busy")
 
-    def _measure(self, ring: TcpRing | LoopbackRing) -> tuple[float, float, float, int, int]:
-        """compute_s to frames of NodeMetrics, of this node."""
-        return self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames
+    def _measure(self, ring: TcpRing | LoopbackRing) -> tuple[float, float, float, int, int, int, int, float]:
+        """compute_s to disk_wait_s of NodeMetrics, of this node."""
+        frames = self.engine.compute_s, ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames
+        return (*frames, *(self._loaded.weight_use if self._loaded is not None else WeightUse(0, 0, 0.0)))
 
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._weights is None:

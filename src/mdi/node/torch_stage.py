@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mdi.engine.tensors import DTYPES, TensorRows
+from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
@@ -33,6 +34,15 @@ class TorchStage:
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         """See Stage.load."""
         self.inner.load(parts, weights, self._device, self._dtype)
+
+    @property
+    def weight_use(self) -> WeightUse:
+        """Nothing is read from the disk while it computes."""
+        n_bytes = sum(tensor.nbytes for tensor in self.inner.state_dict().values())
+        return WeightUse(n_bytes, n_bytes, 0.0)
+
+    def close(self) -> None:
+        """There is nothing to be ended."""
 
     def run_bytes(self, max_length: int) -> int:
         return self.inner.run_bytes(max_length, self._kv_dtype)

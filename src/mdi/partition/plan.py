@@ -17,6 +17,7 @@ from mdi.partition.cost import CostModel, MemoryUse
 from mdi.partition.greedy import PREFERENCES
 from mdi.partition.methods import DEFAULT_METHOD, by_hand, place
 from mdi.partition.model import ModelShape, Workload
+from mdi.partition.node_window import NodeWindow
 from mdi.partition.placement import Placement
 from mdi.partition.profile import ClusterProfile
 
@@ -52,6 +53,7 @@ class PlanReport:
         limit: what the ring waits for, in words.
         advice: what would help, in words, most useful first.
         notes: where the numbers are less sure than they look.
+        windows: of each node, if weights are to be read while they are computed with.
     """
 
     model: str
@@ -67,6 +69,7 @@ class PlanReport:
     limit: str
     advice: tuple[str, ...]
     notes: tuple[str, ...]
+    windows: tuple[NodeWindow, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -97,6 +100,7 @@ class PlanReport:
             "limit": self.limit,
             "advice": list(self.advice),
             "notes": list(self.notes),
+            **({"windows": [window.to_json() for window in self.windows]} if self.windows else {}),
         }
 
 

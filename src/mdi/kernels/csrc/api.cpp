@@ -79,6 +79,11 @@ MDI_API int mdi_half(void* context, const MdiStage* stage, int block, int half, 
   return guarded([&] { c.set->half(*stage, block, half, *frame, y, c.team, c.scratch); });
 }
 
+MDI_API int mdi_step(void* context, const MdiStage* stage, int block, int half, const MdiFrame* frame) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->step(*stage, block, half, *frame, c.team, c.scratch); });
+}
+
 MDI_API int mdi_linear(void* context, const MdiModel* model, const MdiNorm* norm, const MdiMatrix* matrix, const float* x, int n,
                        float* y) {
   auto& c = *(MdiContext*)context;

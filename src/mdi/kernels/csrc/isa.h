@@ -10,6 +10,8 @@ struct InstructionSet {
   void (*forward)(const MdiStage&, const MdiFrame&, Team&, void* scratch);
   // A piece of one block, see MdiPiece.
   void (*half)(const MdiStage&, int block, int half, const MdiFrame&, float* y, Team&, void* scratch);
+  // The same, with its norm behind and added to the frame's rows: all halves one after the other are `forward`.
+  void (*step)(const MdiStage&, int block, int half, const MdiFrame&, Team&, void* scratch);
   // Norm, if it has a weight, then a matrix: x (n, n_in) -> y (n, n_out).
   void (*linear)(const MdiModel&, const MdiNorm&, const MdiMatrix&, const float* x, int n, float* y, Team&, void* scratch);
   // functions.h over n numbers: 0 exp, 1 tanh, 2 erf, 3 to 5 the activations. For tests.

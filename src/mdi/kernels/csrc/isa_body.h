@@ -26,6 +26,11 @@ static void half(const MdiStage& stage, int block, int which, const MdiFrame& fr
   }
 }
 
+static void step(const MdiStage& stage, int block, int which, const MdiFrame& frame, Team& team, void* scratch) {
+  FloatMode mode;
+  Runner(stage, frame, team, *(Scratch*)scratch).step(block, which);
+}
+
 static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& w, const float* x, int n, float* y, Team& team,
                    void* scratch) {
   FloatMode mode;
@@ -57,7 +62,7 @@ static void function(int which, const float* x, int64_t n, float* y) {
   }
 }
 
-static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, linear, function};
+static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, step, linear, function};
 
 }  // namespace MDI_NS
 

@@ -32,22 +32,25 @@ class Runner {
       : stage_(stage), model_(*stage.model), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
 
   void forward() {
+    for (int b = 0; b < stage_.n_blocks; b++)
+      for (int half = 0; half < 2; half++) step(b, half);
+  }
+
+  // One half of a block, 0 attention or 1 the MLP, and what it adds to the frame's rows. Where both read the same rows, what
+  // attention adds is kept until the MLP has read them.
+  void step(int b, int half) {
+    const MdiBlock& block = stage_.blocks[b];
     size_t n_floats = (size_t)n_ * model_.n_embd;
-    for (int b = 0; b < stage_.n_blocks; b++) {
-      const MdiBlock& block = stage_.blocks[b];
-      float* y = scratch_.result.of(2 * n_floats);
+    float* y = scratch_.result.of(2 * n_floats);
+    if (half == 0) {
       attention_half(block, frame_.rows, y);
-      if (model_.parallel_residual) {
-        float* z = y + n_floats;
-        mlp_half(block, frame_.rows, z);
-        add_normed(block.post_attention_norm, y);
-        add_normed(block.post_mlp_norm, z);
-      } else {
-        add_normed(block.post_attention_norm, y);
-        mlp_half(block, frame_.rows, y);
-        add_normed(block.post_mlp_norm, y);
-      }
+      if (!model_.parallel_residual) add_normed(block.post_attention_norm, y);
+      return;
     }
+    float* z = model_.parallel_residual ? y + n_floats : y;
+    mlp_half(block, frame_.rows, z);
+    if (model_.parallel_residual) add_normed(block.post_attention_norm, y);
+    add_normed(block.post_mlp_norm, z);
   }
 
   // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.

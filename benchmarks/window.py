@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Models larger than memory: weights read from the disk while they are computed with, under a limit that kills.
+
+    benchmarks/window.py CHECKPOINT [--memory 700000000] [--texts 8] [--tokens 8] [--peer-python PYTHON] [--json FILE]
+
+CHECKPOINT has a chunk for one node in float32 (prepare_model.py CHECKPOINT --n-nodes 1 --quantize float32). In a control group
+with the limit, each with the file out of the system's memory:
+
+1. what the disk gives to one reader, direct, over the same file;
+2. one text, and several at once, with --memory;
+3. accelerate's disk offload (with --peer-python, an interpreter that has torch, transformers and accelerate) over the same
+   weights in Hugging Face's form, under the same limit, or the least of LIMITS that it runs in.
+
+Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from memory_group import memory_group
+from records import add_json_flag, save
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "The ring is closed link by link."
+LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
+PIECE_BYTES = 8 << 20
+MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
+DEADLINE_S = 900
+
+
+def drop(paths: list[Path]) -> None:
+    """Out of the system's memory."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def disk_bytes_s(path: Path, limit_s: float = 4.0) -> float:
+    """Of direct reads, one after the other."""
+    import mmap
+
+    memory = mmap.mmap(-1, PIECE_BYTES)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    done, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < limit_s and (n := os.preadv(fd, [memory], done)) == PIECE_BYTES:
+        done += n
+    spent = time.perf_counter() - begin
+    os.close(fd)
+    return done / spent
+
+
+def in_group(command: list[str], limit: int, env: dict[str, str]) -> tuple[int, str, str, int, int]:
+    """Status, output, errors, peak of the group, processes that were killed."""
+    with memory_group(limit) as group:
+        done = subprocess.run(
+            group.command(command), env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        return done.returncode, done.stdout, done.stderr, group.peak_bytes(), group.n_killed()
+
+
+def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> dict[str, Any]:
+    """A run with a window; times of the tokens after the first."""
+    drop([chunk])
+    command = [
+        args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "float32",
+        "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(n_texts), "--n-tokens", str(args.tokens),
+        "--temperature", "0", "--sequence-length", "64", "--json",
+        *(flags or ("--memory", str(args.memory - MARGIN_BYTES))),
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": str(args.cache)}
+    begin = time.perf_counter()
+    status, out, err, peak, n_killed = in_group([*command, "--threads", str(args.threads)], args.memory, env)
+    if status:
+        raise SystemExit(f"our run ended with {status} ({n_killed} killed):\n{err[-2000:]}")
+    found = json.loads(out)
+    node, samples = found["nodes"][0], found["samples"]
+    first_s = max(sample["ttft_s"] for sample in samples)
+    duration_s = sum(len(s["token_ids"]) for s in samples) / found["tokens_per_s"]
+    decode_s = duration_s - first_s
+    read_s = node["compute_s"]
+    return {
+        "texts": n_texts,
+        "tokens_per_s": n_texts * (args.tokens - 1) / decode_s,
+        "first_token_s": first_s,
+        "pass_s": decode_s / (args.tokens - 1),
+        "weights_resident_bytes": node["weights_resident_bytes"],
+        "weights_read_bytes": node["weights_read_bytes"],
+        "disk_wait_share": node["disk_wait_s"] / node["compute_s"],
+        "read_bytes_s": node["weights_read_bytes"] / read_s,
+        "peak_rss_bytes": node["peak_rss_bytes"],
+        "group_peak_bytes": peak,
+        "wall_s": time.perf_counter() - begin,
+        "said": [line for line in err.splitlines() if "weights in memory" in line],
+        "token_ids": samples[0]["token_ids"],
+    }
+
+
+def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """accelerate, under the same limit or the least that it runs in."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+    tried = []
+    for factor in LIMITS:
+        limit = int(factor * args.memory)
+        drop(sorted(folder.glob("*.safetensors")))
+        command = [
+            args.peer_python,
+            str(ROOT / "benchmarks" / "window_peer.py"),
+            str(folder),
+            str(limit),
+            str(args.tokens),
+        ]
+        status, out, err, peak, n_killed = in_group([*command, str(args.threads)], limit, env)
+        tried.append(
+            {"limit_bytes": limit, "status": status, "killed": n_killed, "error": err[-300:] if status else ""}
+        )
+        if status == 0:
+            return {**json.loads(out.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak, "tried": tried}
+    return {"tried": tried}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--memory", type=int, default=700_000_000)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--peer-folder", type=Path, help="the same weights in float32 in Hugging Face's form")
+    add_json_flag(parser, "window")
+    args = parser.parse_args()
+    chunk = args.checkpoint / "chunks" / "1nodes-float32" / "model_starter.safetensors"
+    with tempfile.TemporaryDirectory() as cache:
+        args.cache = cache
+        result: dict[str, Any] = {"memory_bytes": args.memory, "threads": args.threads}
+        drop([chunk])
+        result["disk_bytes_s"] = disk_bytes_s(chunk)
+        print(json.dumps(result), flush=True)
+        for n_texts in (1, args.texts):
+            found = ours(args, chunk, n_texts)
+            result[f"texts_{n_texts}"] = found
+            print(json.dumps(found), flush=True)
+        result["gain_of_several"] = result[f"texts_{args.texts}"]["tokens_per_s"] / result["texts_1"]["tokens_per_s"]
+        if args.peer_python:
+            result["accelerate"] = peer(args, args.peer_folder)
+            print(json.dumps(result["accelerate"]), flush=True)
+    save(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Memory of a node with and without a window, for the models and numbers of nodes of TPI-LLM's table 2: by the memory model.
+
+    benchmarks/window_memory.py [--json FILE]
+
+Weights in float32. Every layer is shared out over N nodes, as there: the share of the node that gets most (whole heads; keys
+and values with their queries). Bytes are those of packed weights as plan.py reckons with them, for the starter, which has most:
+all of embedding and head without a window; with one of W = 2, one attention, one MLP, and pieces of the head no larger than
+these. What a process takes beside weights is not among them (docs/window.md has it measured). Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from records import add_json_flag, save
+
+NODES = (2, 4, 6, 8)
+UNITS = 2
+YI_34B = {"name": "Yi-34B", "n_layer": 60, "n_embd": 7168, "n_head": 56, "n_query_groups": 8, "head_size": 128,
+          "intermediate_size": 20480, "padded_vocab_size": 64000, "vocab_size": 64000, "bias": False,
+          "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rotary_percentage": 1.0,
+          "parallel_residual": False}  # fmt: skip
+# The paper's name, litgpt's, and its table 2: peak GB per device without and with its window, for NODES.
+MODELS: dict[str, tuple[Any, tuple[float, ...], tuple[float, ...]]] = {
+    "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4)),
+    "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7)),
+    "Llama 2-13B": ("Llama-2-13b-hf", (25.7, 13.9, 9.8, 8.1), (2.3, 2.2, 2.2, 2.1)),
+    "Llama 2-70B": ("Llama-2-70b-hf", (130, 66.6, 46.6, 34.9), (3.7, 3.3, 3.3, 3.1)),
+    "Llama 3.1-8B": ("Llama-3.1-8B", (18.4, 11.8, 9.4, 8.5), (5.9, 5.6, 5.5, 5.4)),
+    "Llama 3.1-70B": ("Llama-3.1-70B", (137.7, 74.0, 51.1, 42.3), (10.8, 10.5, 11.4, 11.3)),
+    "Yi-34B": (YI_34B, (67, 36.4, 23.9, 20.4), (5.0, 5.0, 5.0, 4.9)),
+}
+
+
+def share_of(config: dict[str, Any], n_nodes: int) -> dict[str, Any]:
+    """The config of the largest share: heads and columns rounded up; where heads of a group are split, all that it needs."""
+    n_head = -(-config["n_head"] // n_nodes)
+    per_group = config["n_head"] // config["n_query_groups"]
+    n_groups = -(-n_head // per_group)
+    if n_head % n_groups:  # the packed weight is as large as that of the next number that divides
+        n_head = n_groups * -(-n_head // n_groups)
+    columns = -(-config["intermediate_size"] // n_nodes)
+    return {**config, "n_head": n_head, "n_query_groups": n_groups, "intermediate_size": columns}
+
+
+def gigabytes(config: dict[str, Any], n_nodes: int) -> tuple[float, float]:
+    """Of weights on the starter, without and with a window."""
+    from mdi.measure.window_plan import units_of
+    from mdi.window.plan import plan_window
+
+    share = share_of(config, n_nodes)
+    blocks, head = units_of(share, "float32", 0, config["n_layer"], is_starter=True)
+    assert head is not None
+    embedding = 4 * config["padded_vocab_size"] * config["n_embd"]
+    without = sum(unit.n_bytes for unit in blocks) + head.n_bytes + embedding
+    return without / 1e9, plan_window(blocks, head, UNITS, None).resident_bytes / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json_flag(parser, "window_memory")
+    args = parser.parse_args()
+    from litgpt.config import Config
+
+    result = {}
+    print("| model | " + " | ".join(f"N = {n}: paper, ours; window: paper, ours" for n in NODES) + " |")
+    for name, (of, paper, paper_window) in MODELS.items():
+        config = asdict(Config(**of) if isinstance(of, dict) else Config.from_name(of))
+        ours = [gigabytes(config, n) for n in NODES]
+        cells = [f"{a:g}, {b:.1f}; {c:g}, {d:.2f}" for a, c, (b, d) in zip(paper, paper_window, ours, strict=True)]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+        result[name] = {"without_gb": [a for a, _ in ours], "window_gb": [b for _, b in ours],
+                        "paper_without_gb": paper, "paper_window_gb": paper_window}  # fmt: skip
+    save(args.json, {"nodes": NODES, "models": result})
+
+
+if __name__ == "__main__":
+    main()

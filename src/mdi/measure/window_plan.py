@@ -1,0 +1,149 @@
+"""A plan with windows: what stays in memory on each node, and whether computing waits for the disk. Nothing is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from mdi.checkpoint.modelshapes import BLOCKS, shapes_of
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import part_of
+from mdi.errors import LimitError, UsageError
+from mdi.kernels.page_sizes import cache_classes
+from mdi.partition.node_window import NodeWindow, WindowChoice
+from mdi.partition.plan import NodePlan, PlanReport
+from mdi.partition.profile import ClusterProfile, NodeProfile
+from mdi.partition.steady import HalfTimes, UnitTimes, is_loose, is_tight, simulate
+from mdi.weight_formats import LAYOUTS, OWN_FORMAT
+from mdi.window.budget import RunMemory, choose_window, work_bytes
+from mdi.window.files import PAGE_BYTES, WeightBytes
+from mdi.window.options import WindowOptions
+from mdi.window.plan import WindowPlan
+from mdi.window.units import StoredMatrix, Unit, block_units
+
+UNLIMITED = 1 << 60
+_NOWHERE = cast(WeightBytes, None)  # the file of units that only their sizes matter of
+_TRIED = (1, 2, 4, 6, 8)  # windows
+
+
+def without_limits(profile: ClusterProfile) -> ClusterProfile:
+    """The cluster as if memory limited nothing: windows are fitted into what there is."""
+    return replace(profile, nodes=tuple(replace(n, memory_bytes=UNLIMITED, shared_bytes=0) for n in profile.nodes))
+
+
+def with_windows(
+    report: PlanReport, profile: ClusterProfile, config: Mapping[str, Any], form: str, options: WindowOptions,
+    disk_bytes_s: float | None,
+) -> PlanReport:  # fmt: skip
+    """A plan that was made without limits of memory, with the windows of its nodes.
+
+    Args:
+        profile: with the nodes' memory.
+        form: of the weights.
+        options: what the user asked for; the best window is looked for in `memory`, else in what a node has free.
+        disk_bytes_s: what disks give; None: what each node measured.
+
+    Raises:
+        UsageError: nothing fits, or a disk was not measured.
+    """
+    form = OWN_FORMAT.get(form, form)
+    if form not in LAYOUTS:
+        raise UsageError(f"a window is for the kernels, which do not have the format {form}")
+    known = {node.name: node for node in profile.nodes}
+    windows, nodes = [], []
+    for place, node in enumerate(report.nodes):
+        of = known[node.name]
+        window, chosen = _of_node(report, place, of, config, form, options, disk_bytes_s or of.disk_read_bytes_s)
+        windows.append(window)
+        memory = replace(node.memory, weights=chosen.resident_bytes)
+        nodes.append(replace(node, memory=memory, free_bytes=options.memory or of.memory_bytes))
+    return replace(report, nodes=tuple(nodes), windows=tuple(windows))
+
+
+def _of_node(
+    report: PlanReport,
+    place: int,
+    node: NodeProfile,
+    config: Mapping[str, Any],
+    form: str,
+    options: WindowOptions,
+    rate: float,
+) -> tuple[NodeWindow, WindowPlan]:
+    if not rate:
+        raise UsageError(
+            f"nobody has measured the disk of {node.name}: say what it gives with --disk-rate, such as 500M"
+        )
+    planned = report.nodes[place]
+    blocks, head = units_of(config, form, planned.start, planned.stop, is_starter=place == 0)
+    length, n_texts = report.workload.sequence_length, report.workload.n_sequences
+    classes, _ = cache_classes(config, planned.start, planned.stop, "float32")
+    run = RunMemory(sum(c.n_bytes(length) for c in classes), n_texts, work_bytes(config, 64 + n_texts, n_texts))
+    # While others compute and rows travel, this node's disk goes on.
+    pause_s = (
+        sum(other.stage_s for other in report.nodes) - planned.stage_s + sum(other.link_s for other in report.nodes)
+    )
+
+    def choice(asked: WindowOptions) -> tuple[WindowPlan, WindowChoice]:
+        plan = choose_window(node.name, asked, blocks, head, run, node.process_bytes)
+        times = simulate(_times(plan, planned, rate), max(1, plan.n_slots), pause_s)
+        return plan, WindowChoice(plan.n_slots, plan.retain, times)
+
+    limit = options.memory or node.memory_bytes
+    plan, chosen = choice(options)
+    if options.memory is None:  # it has to fit in any case
+        choice(WindowOptions(plan.n_slots or options.units, plan.retain, limit))
+    tried = [chosen]
+    for units in _TRIED:
+        for retain in [*range(1, len(blocks) // 2 + 1), None]:
+            with contextlib.suppress(LimitError):
+                tried.append(choice(WindowOptions(units, retain, limit))[1])
+    best = min(tried, key=lambda one: (one.times.pass_s, one.units))
+    halves = _halves(plan, blocks, planned, rate)
+    n_blocks, retain = planned.stop - planned.start, plan.retain
+    tight, loose = is_tight(halves), is_loose(halves, n_blocks, retain)
+    window = NodeWindow(
+        node.name, chosen, plan.resident_bytes, plan.pass_bytes, rate, tight, loose or not plan.pass_bytes, best
+    )
+    return window, plan
+
+
+def units_of(
+    config: Mapping[str, Any], form: str, start: int, stop: int, is_starter: bool
+) -> tuple[list[Unit], StoredMatrix | None]:
+    """Units of the blocks [start, stop) and, on a starter, the head, as a chunk in this format would have them."""
+    packing, at = Packing(form, form), 0
+    parts: dict[str, dict[str, StoredMatrix]] = {f"block.{i}": {} for i in range(start, stop)}
+    head = None
+    for name, shape in shapes_of(config).items():
+        if (packed := packing.format_of(name, shape)) is None:
+            continue
+        stored = StoredMatrix(name, packed, shape[0], shape[1], _NOWHERE, at)
+        part = part_of(name)
+        if part in parts:
+            parts[part][name] = stored
+        elif is_starter and not name.startswith(BLOCKS):
+            head = stored
+        at += -(-stored.n_bytes // PAGE_BYTES) * PAGE_BYTES
+    return block_units(parts), head
+
+
+def _times(plan: WindowPlan, node: NodePlan, rate: float) -> list[UnitTimes]:
+    """Computing goes with the bytes of weights: so it does where reading them from memory is most of it, for few rows."""
+    total = sum(unit.n_bytes for unit in plan.units)
+    times = []
+    for i, unit in enumerate(plan.units):
+        load_s = 0.0 if i in plan.kept else unit.n_bytes / rate
+        times.append(UnitTimes(load_s, node.stage_s * unit.n_bytes / total))
+    return times
+
+
+def _halves(plan: WindowPlan, blocks: Sequence[Unit], node: NodePlan, rate: float) -> HalfTimes:
+    """Of a block in the middle. A starter's head is none of them: `simulate` knows of it."""
+    if not blocks:
+        return HalfTimes(0.0, 0.0, 0.0, 0.0)
+    middle = len(blocks) // 4 * 2
+    attention, mlp = blocks[middle].n_bytes, blocks[middle + 1].n_bytes
+    per_byte = node.stage_s / sum(unit.n_bytes for unit in plan.units)
+    return HalfTimes(attention * per_byte, mlp * per_byte, attention / rate, mlp / rate)

@@ -1,0 +1,142 @@
+"""What a process may take in all, and what of it is left for weights: which window fits, and how many blocks can stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mdi.errors import EngineError, LimitError, MdiError
+from mdi.units import size
+from mdi.window.options import WindowOptions
+from mdi.window.plan import WindowPlan, plan_window
+from mdi.window.units import StoredMatrix, Unit
+
+MARGIN_BYTES = 32 << 20  # what a process grows by while it runs: buffers of links, Python's objects
+DEFAULT_UNITS = 2
+WIDER = (8, 6, 4)  # windows that are tried, widest first, where memory is left
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """What a run takes beside weights, in bytes.
+
+    Attributes:
+        sequence: caches of one sequence of full length, and tables of positions.
+        n_sequences: at the same time; None is not known.
+        work: rows and logits of a frame while they are computed.
+        caches: limit that the user set by hand; None: none.
+    """
+
+    sequence: int
+    n_sequences: int | None
+    work: int
+    caches: int | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """What caches take: those of all sequences, or as much as was set by hand; never less than one sequence."""
+        wanted = self.sequence * (self.n_sequences or 1)
+        return max(self.sequence, wanted if self.caches is None else self.caches)
+
+
+def work_bytes(config: Mapping[str, Any], n_rows: int, n_logits: int) -> int:
+    """What the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
+    n_embd, wide = config["n_embd"], config["n_head"] * config["head_size"]
+    heads = wide + 2 * config["n_query_groups"] * config["head_size"]
+    width = config["intermediate_size"] or 0
+    experts = 3 * n_embd if config["n_expert"] else 0
+    per_row = 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
+    return 4 * (n_rows * per_row + 3 * n_logits * int(config["padded_vocab_size"]))
+
+
+def choose_window(
+    name: str, options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None, run: RunMemory, taken: int
+) -> WindowPlan:
+    """The window that was asked for, or the best that the memory holds.
+
+    What stays for good is not read again, so as many blocks stay as fit beside two units; what is left goes into a wider
+    window, which evens out a disk that is slow now and then.
+
+    Args:
+        name: of the node, for messages.
+        taken: bytes that the process has now.
+
+    Raises:
+        LimitError: not even one unit fits.
+    """
+    limit = options.memory
+    if limit is None:
+        return plan_window(blocks, head, options.units or DEFAULT_UNITS, options.retain)
+    beside = taken + run.cache_bytes + run.work + MARGIN_BYTES
+    least: WindowPlan | None = None
+    for plan in _candidates(options, blocks, head):
+        if plan.resident_bytes + beside <= limit:
+            return _widened(plan, options, blocks, head, limit - beside)
+        if least is None or plan.resident_bytes < least.resident_bytes:
+            least = plan
+    assert least is not None
+    enough = -(-(least.resident_bytes + beside) >> 20)  # as --memory counts
+    raise LimitError(
+        f"{size(limit)} of memory are too little for {name}: the least that works is --memory {enough}M (the process "
+        f"{size(taken)}, weights {size(least.resident_bytes)}, caches and rows {size(beside - taken)})",
+        enough << 20,
+    )
+
+
+def _candidates(options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None) -> Iterator[WindowPlan]:
+    """From the one that reads least to the one that takes least memory."""
+    retained = [options.retain] if options.retain else [*range(1, len(blocks) // 2 + 1), None]
+    units = [options.units] if options.units else [DEFAULT_UNITS, 1]
+    for n_slots in units:
+        for retain in retained:
+            yield plan_window(blocks, head, n_slots, retain)
+
+
+def _widened(
+    plan: WindowPlan, options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None, left: int
+) -> WindowPlan:
+    """The same with a wider window, if it fits and was not set by hand."""
+    if options.units is not None or plan.n_slots < DEFAULT_UNITS:
+        return plan
+    wider = (plan_window(blocks, head, n, plan.retain) for n in WIDER)
+    return next((one for one in wider if one.resident_bytes <= left), plan)
+
+
+class MemoryLimit:
+    """Holds a process to a limit: it ends with a word rather than take more.
+
+    Args:
+        n_bytes: None is no limit.
+    """
+
+    def __init__(self, n_bytes: int | None) -> None:
+        self._n_bytes = n_bytes
+
+    def check(self) -> None:
+        """Raises EngineError (code "memory") if the process has more than the limit in memory."""
+        if self._n_bytes is not None and (taken := taken_bytes()) > self._n_bytes:
+            raise over_limit(taken, self._n_bytes)
+
+
+def over_limit(taken: int, limit: int) -> MdiError:
+    error = EngineError(
+        f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less"
+    )
+    error.code = "memory"
+    return error
+
+
+def taken_bytes() -> int:
+    """Memory that this process has now, files that are mapped into it among it."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # another system
+        return int(psutil.Process().memory_info().rss)

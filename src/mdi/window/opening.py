@@ -1,0 +1,82 @@
+"""A stage with a window, from the weights of its parts to the first unit that is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.weights import WeightSource
+from mdi.units import size
+from mdi.window.budget import MemoryLimit, RunMemory, choose_window, taken_bytes
+from mdi.window.options import WindowOptions
+from mdi.window.plan import WindowPlan
+from mdi.window.stage import WindowStage
+from mdi.window.stored import StoredParts
+from mdi.window.units import HEAD, block_units
+from mdi.window.window import Window
+
+AnyStage = TypeVar("AnyStage", bound=WindowStage)
+
+logger = logging.getLogger("mdi")
+
+
+def open_window(
+    stage: AnyStage, name: str, options: WindowOptions, parts: Sequence[str], source: Callable[[str], WeightSource],
+    packing: Packing, folder: Path, run: RunMemory, check: Callable[[], None] = lambda: None,
+) -> AnyStage:  # fmt: skip
+    """Give a stage its weights.
+
+    Args:
+        stage: made, not loaded.
+        name: of the node.
+        source: gives that of each part.
+        folder: for weights that have to be packed first.
+        check: called again and again; what it raises goes through.
+
+    Raises:
+        UsageError: it does not fit into the memory.
+        CheckpointError: the weights cannot be read.
+    """
+    found = StoredParts(packing, folder)
+    try:
+        stored = {}
+        for part in parts:
+            check()
+            of = source(part)
+            stored[part] = found.part(of, part)
+            of.release()  # what is mapped counts as this process' memory
+        found.finish()
+        blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
+        head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None
+        plan = choose_window(name, options, blocks, head, run, taken_bytes())
+        window = Window(plan, check)
+    except BaseException:
+        found.close()
+        raise
+    window.on_close(found.close)
+    _tell(name, plan, window, found.packed_bytes)
+    try:
+        caches = run.caches if options.memory is None else run.cache_bytes
+        stage.take(stored, window, caches, MemoryLimit(options.memory).check)
+    except BaseException:
+        window.close()
+        raise
+    return stage
+
+
+def _tell(name: str, plan: WindowPlan, window: Window, packed_bytes: int) -> None:
+    if packed_bytes:
+        logger.info(
+            "%s packed %s of weights for its window: prepare_model.py --quantize stores them so",
+            name,
+            size(packed_bytes),
+        )
+    kept = f", every {plan.retain}. block stays" if plan.retain else ""
+    rate = f", the disk gives {size(window.disk_bytes_s)}/s" if window.disk_bytes_s else ""
+    logger.info(
+        "%s has %s of weights in memory (a window of %d units%s), and reads %s for each pass%s",
+        name, size(plan.resident_bytes), plan.n_slots, kept, size(plan.pass_bytes), rate,
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""What the user asked of a window: how many units it has, what is kept for good, and what the process may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mdi.config import WeightMemory
+from mdi.errors import ControlError, UsageError
+from mdi.json_fields import Fields
+
+UNITS_LIMIT = 4096
+
+_FIELD = "window"  # of the extensions of a run
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """See the flags --window, --retain and --memory.
+
+    Attributes:
+        units: halves of blocks, or pieces of the head, that are in memory at a time; None: chosen from `memory`, or 2.
+        retain: every so-manieth block stays in memory for good; None: chosen from `memory`, or none does.
+        memory: bytes that the process may take in all; None is no limit.
+    """
+
+    units: int | None = None
+    retain: int | None = None
+    memory: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class WindowMemory(WeightMemory):
+    """Where weights are read from while computing: from a window."""
+
+    window: WindowOptions = WindowOptions()
+
+
+def window_of(memory: WeightMemory, asked: Mapping[str, Any] | None = None) -> WindowOptions | None:
+    """The window of a node, None if it has none.
+
+    Args:
+        memory: what the node was started with; that goes first.
+        asked: extensions of a run's request, what its starter asks for (`extensions_of`).
+
+    Raises:
+        ControlError (400): what the starter asks for cannot be read.
+    """
+    if isinstance(memory, WindowMemory):
+        return memory.window
+    return options_from_json((asked or {}).get(_FIELD))
+
+
+def extensions_of(memory: WeightMemory) -> dict[str, Any]:
+    """What tells a node with its part of a run that it is to have a window as well."""
+    return {_FIELD: memory.window.to_json()} if isinstance(memory, WindowMemory) else {}
+
+
+def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
+    """What flags say; None without a window. Raises UsageError."""
+    for flag, value in (("--window", units), ("--retain", retain)):
+        if value is not None and not 1 <= value <= UNITS_LIMIT:
+            raise UsageError(f"{flag} must be from 1 to {UNITS_LIMIT}, got {value}")
+    if units is None and memory is None:
+        if retain is not None:
+            raise UsageError("--retain says what a window keeps: give --window or --memory as well")
+        return None
+    return WindowOptions(units, retain, memory)
+
+
+def options_from_json(data: Any) -> WindowOptions | None:
+    """What another node asks for. Raises ControlError (400)."""
+    if data is None:
+        return None
+    get = Fields(data, "window", lambda message: ControlError(message, 400))
+
+    def count(key: str, most: int) -> int | None:
+        return get.optional(key, lambda name: get.integer(name, 1, most))
+
+    return WindowOptions(count("units", UNITS_LIMIT), count("retain", UNITS_LIMIT), count("memory", 1 << 50))

@@ -1,0 +1,118 @@
+"""Stages of the kernels whose weights are read from the disk while they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mdi.checkpoint.packing import EMBEDDING_SCALE
+from mdi.errors import KernelError
+from mdi.kernels.head import Head, Weights
+from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
+from mdi.kernels.layout import Matrix
+from mdi.window.stored import StoredPart
+from mdi.window.units import HEAD
+from mdi.window.window import Window
+
+_HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+
+
+class WindowStage(KernelStage):
+    """Blocks whose weights a window holds; it is loaded with `take` instead of `load`."""
+
+    _window: Window
+    _check: Callable[[], None]
+    _cache_bytes: int | None
+
+    def take(
+        self, stored: Mapping[str, StoredPart], window: Window, cache_bytes: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Take the weights.
+
+        Args:
+            stored: the parts of the stage, by name.
+            window: over their matrices.
+            cache_bytes: what caches may take at most; None is not known.
+            check: called after each pass over the blocks; what it raises goes through.
+
+        Raises:
+            KernelError: a tensor is missing or of another shape.
+        """
+        self._window, self._cache_bytes, self._check = window, cache_bytes, check
+        self._small_bytes = sum(array.nbytes for part in stored.values() for array in part.arrays.values())
+
+        def weights(part: str) -> dict[str, Matrix | np.ndarray]:
+            units = window.matrices(part) if part != HEAD else []
+            return {**stored[part].arrays, **{name: matrix for unit in units for name, matrix in unit.items()}}
+
+        KernelStage.load(self, list(stored), weights)
+
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """See KernelStage.prepare."""
+        limits = [limit for limit in (cache_limit, self._cache_bytes) if limit is not None]
+        super().prepare(max_length, min(limits, default=None))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of memory that weights take."""
+        return self._window.plan.resident_bytes + self._small_bytes
+
+    @property
+    def weight_use(self) -> WeightUse:
+        use = self._window.use
+        return WeightUse(use.resident_bytes + self._small_bytes, use.read_bytes, use.wait_s)
+
+    @property
+    def window(self) -> Window:
+        return self._window
+
+    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+        self._blocks.forward_in_halves(rows, slices, lambda block, half: self._window.unit(f"block.{block}", half))
+        self._check()
+
+    def close(self) -> None:
+        self._window.close()
+
+
+class WindowStarterStage(WindowStage, KernelStarterStage):
+    """The starter's stage: rows of the embedding are read as tokens ask for them, and the head comes in pieces of rows."""
+
+    def take(
+        self, stored: Mapping[str, StoredPart], window: Window, cache_bytes: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().take(stored, window, cache_bytes, check)
+        table = stored["embedding"].table
+        shape = (int(self.config["padded_vocab_size"]), self.n_embd)
+        if table is None or table.shape != shape:
+            raise KernelError(f"the embedding of this model is {shape[0]} x {shape[1]}")
+        self._table = table
+        self._table_scale = stored["embedding"].arrays.get(EMBEDDING_SCALE)
+        self._head = self._made_head(stored[HEAD].arrays)
+
+    def _made_head(self, weights: Weights) -> Callable[[np.ndarray], np.ndarray]:
+        pieces: list[Head] = []
+        n_rows, bias = 0, weights.get(_HEAD_BIAS)
+        for unit in self._window.matrices(HEAD):
+            matrix = unit[_HEAD]
+            of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
+            if isinstance(bias, np.ndarray):
+                of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
+            pieces.append(Head(self.config, of_piece, matrix.n_out, self._context))
+            n_rows += matrix.n_out
+        if n_rows != self.config["padded_vocab_size"]:
+            raise KernelError(f"the head has {n_rows} rows, {self.config['padded_vocab_size']} expected")
+        return lambda x: self._logits(pieces, x)
+
+    def _logits(self, pieces: Sequence[Head], x: np.ndarray) -> np.ndarray:
+        """Rows of the head, one piece after the other."""
+        logits = np.empty((len(x), self.config["padded_vocab_size"]), dtype=np.float32)
+        first = 0
+        for i, piece in enumerate(pieces):
+            with self._window.unit(HEAD, i):
+                part = piece(x)
+            logits[:, first : first + part.shape[1]] = part
+            first += part.shape[1]
+        return logits

@@ -1,0 +1,97 @@
+"""plan.py with a window: what it says of memory and of waits, against the simulation and the window that a run would have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mdi.cli import launch
+from mdi.partition.example import boards
+
+CONFIG = "tiny-llama-1.1b"
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(boards().to_json()))
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], profiles: Path, *flags: str, status: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    one = ["--profiles", str(profiles), "--nodes", "starter", "--config", CONFIG, "--sequence-length", "64"]
+    assert launch("plan", [*one, "--dtype", "float32", "--json", *flags]) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out) if status == 0 else {}
+    return found
+
+
+def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = planned(capsys, profiles, "--window", "2", "--disk-rate", "100M")["windows"][0]
+    assert slow["chosen"]["units"] == 2 and slow["chosen"]["retain"] is None
+    assert not slow["is_tight"] and not slow["is_loose"]
+    assert slow["chosen"]["times"]["wait_s"] > 0.5 * slow["chosen"]["times"]["pass_s"]
+    assert slow["pass_bytes"] / slow["disk_bytes_s"] <= slow["chosen"]["times"]["pass_s"] * 1.0001
+    assert slow["best"]["times"]["pass_s"] < slow["chosen"]["times"]["pass_s"]
+    fast = planned(capsys, profiles, "--window", "2", "--disk-rate", "900G")["windows"][0]
+    assert (
+        fast["is_tight"]
+        and fast["is_loose"]
+        and fast["chosen"]["times"]["wait_s"] < 0.01 * fast["chosen"]["times"]["pass_s"]
+    )
+
+
+def test_weights_of_1b_in_700_mb(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, profiles, "--memory", "700M", "--disk-rate", "1G")
+    window, node = report["windows"][0], report["nodes"][0]
+    assert node["bytes"]["weights"] == window["resident_bytes"]
+    assert node["bytes"]["total"] <= node["free_bytes"] == 700 << 20
+    unit = 4 * 2048 * (2048 + 512 + 2048 + 3 * 5632)  # attention and MLP of a block
+    assert window["resident_bytes"] >= unit and window["pass_bytes"] > 3_000_000_000
+    more = planned(capsys, profiles, "--memory", "2G", "--disk-rate", "1G")["windows"][0]
+    assert more["pass_bytes"] < window["pass_bytes"]
+    assert more["chosen"]["times"]["pass_s"] < window["chosen"]["times"]["pass_s"]
+
+
+def test_too_little_memory_and_a_disk_that_nobody_measured(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(capsys, profiles, "--memory", "100M", "--disk-rate", "1G", status=2)
+    data = json.loads(profiles.read_text())
+    data["nodes"][0]["disk_read_bytes_s"] = 0
+    profiles.write_text(json.dumps(data))
+    planned(capsys, profiles, "--window", "2", status=2)
+    planned(capsys, profiles, "--retain", "2", status=2)
+
+
+def test_a_model_that_fits_nowhere_else_is_planned_for_a_ring(
+    profiles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--profiles",
+        str(profiles),
+        "--config",
+        "Llama-2-7b-hf",
+        "--sequence-length",
+        "64",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    assert launch("plan", [*flags, "--placement", "even"]) == 1
+    capsys.readouterr()
+    assert launch("plan", [*flags, "--placement", "even", "--window", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["windows"]) == len(report["nodes"]) == 3
+    for window, node in zip(report["windows"], report["nodes"], strict=True):
+        assert window["resident_bytes"] < node["free_bytes"]
+
+
+def test_it_is_told_in_words(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--profiles", str(profiles), "--nodes", "starter", "--config", CONFIG, "--sequence-length", "64"]
+    assert launch("plan", [*flags, "--dtype", "float32", "--window", "2", "--disk-rate", "100M"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith(("window", "disk", "best"))] == [
+        "window", "disk", "best",
+    ]  # fmt: skip

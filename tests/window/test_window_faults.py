@@ -1,0 +1,131 @@
+"""A disk that fails, gives nothing, or a file that is not what it was: told in one line, and the stage can be closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from windows import chunks, run, windowed
+
+from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.errors import CheckpointError, EngineError
+from mdi.kernels import library
+from mdi.window import reader
+from mdi.window.options import WindowOptions
+from mdi.window.stage import WindowStage
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+
+@pytest.fixture
+def chunk(tmp_path: Path) -> ChunkFile:
+    return chunks(tmp_path)[0]
+
+
+@pytest.fixture
+def stage(chunk: ChunkFile) -> Iterator[WindowStage]:
+    made = windowed(chunk, 0, 5, WindowOptions(2))
+    yield made
+    made.close()
+
+
+def fails(stage: WindowStage) -> str:
+    """What a pass says, in one line."""
+    with pytest.raises(CheckpointError) as error:
+        for _ in range(4):
+            run(stage, (1,))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_that_is_cut_short(stage: WindowStage, chunk: ChunkFile) -> None:
+    run(stage, (3,))
+    os.truncate(chunk.path, 8192)
+    assert str(chunk.path) in fails(stage)
+
+
+def test_a_file_that_is_written_to(stage: WindowStage, chunk: ChunkFile) -> None:
+    run(stage, (3,))
+    with open(chunk.path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"other weights")
+    os.utime(chunk.path, (1, 1))
+    assert str(chunk.path) in fails(stage)
+
+
+def reading(monkeypatch: pytest.MonkeyPatch, instead: Callable[..., int]) -> None:
+    monkeypatch.setattr(os, "preadv", instead)
+
+
+def test_a_disk_that_fails(stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run(stage, (3,))
+    reading(monkeypatch, broken)
+    assert str(chunk.path) in fails(stage)
+
+
+def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, read = threading.Event(), os.preadv
+
+    def stuck(fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "weights":
+            go_on.wait(60)
+        return read(fd, buffers, offset)
+
+    run(stage, (3,))
+    monkeypatch.setattr(reader, "GIVEN_UP_S", 0.1)
+    reading(monkeypatch, stuck)
+    assert str(chunk.path) in fails(stage)
+    go_on.set()
+
+
+def test_reads_that_end_early_are_gone_on_with(chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network file systems may, and a signal."""
+    read = os.preadv
+
+    def short(fd: int, buffers: Any, offset: int) -> int:
+        return read(fd, [buffers[0][: max(512, len(buffers[0]) // 3)]], offset)
+
+    expected = windowed(chunk, 0, 5, WindowOptions(50))
+    reading(monkeypatch, short)
+    stage = windowed(chunk, 0, 5, WindowOptions(2))
+    assert all((a == b).all() for a, b in zip(run(stage), run(expected), strict=True))
+    stage.close()
+    expected.close()
+
+
+def test_a_file_system_without_direct_reads(chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *args: Any) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *args)
+
+    expected = windowed(chunk, 0, 5, WindowOptions(2))
+    monkeypatch.setattr(os, "open", refuse)
+    stage = windowed(chunk, 0, 5, WindowOptions(2))
+    assert all((a == b).all() for a, b in zip(run(stage), run(expected), strict=True))
+    stage.close()
+    expected.close()
+
+
+def test_a_stage_that_was_closed_computes_no_more(stage: WindowStage) -> None:
+    run(stage, (2,))
+    stage.close()
+    stage.close()
+    with pytest.raises((EngineError, CheckpointError, OSError)):
+        run(stage, (1,))
+
+
+def test_a_chunk_that_lacks_its_end_is_refused_when_it_is_opened(chunk: ChunkFile) -> None:
+    os.truncate(chunk.path, os.path.getsize(chunk.path) - 4096)
+    with pytest.raises(CheckpointError):
+        windowed(chunk, 0, 5, WindowOptions(2))

@@ -1,0 +1,118 @@
+"""Runs with a window, from the command line: the same texts, and what they took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.safetensors_layout import read_header
+from mdi.cli import launch
+from mdi.kernels import library
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import TEXT, reference, write_checkpoint
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+PROMPTS = ("Who are you?", "The ring", TEXT)
+N_TOKENS = 10
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "cache"))
+    return write_checkpoint(tmp_path / "m")
+
+
+def sample(capsys: pytest.CaptureFixture[str], *flags: str, status: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    run = ["--prompt-style", "none", "--n-tokens", str(N_TOKENS), "--temperature", "0", "--json"]
+    assert launch("sample", [*flags, *prompts, *run]) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def ids(found: dict[str, Any]) -> list[list[int]]:
+    return [one["token_ids"] for one in found["samples"]]
+
+
+EXPECTED = [list(reference(prompt, N_TOKENS)) for prompt in PROMPTS]
+
+
+def test_from_a_checkpoint_and_from_a_chunk(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = sample(capsys, "--ckpt", str(checkpoint), "--window", "2")
+    assert ids(found) == EXPECTED
+    assert launch("prepare-model", [str(checkpoint), "--n-nodes", "1"]) == 0
+    again = sample(capsys, "--ckpt", str(checkpoint), "--window", "3", "--retain", "2")
+    assert ids(again) == EXPECTED
+    chunk = find_chunk(checkpoint, 1, "starter")
+    n_bytes = sum(stop - start for start, stop in read_header(chunk).offsets.values())
+    for one in (found["nodes"][0], again["nodes"][0]):
+        assert 0 < one["weights_resident_bytes"] < n_bytes
+        # Three prompts in one frame, then a frame for every token but the last: each is a pass.
+        assert one["weights_read_bytes"] > (N_TOKENS - 1) * (n_bytes - one["weights_resident_bytes"]) / 2
+        assert one["frames"] in (N_TOKENS, N_TOKENS + 1), "one more, without rows, may free the caches"
+        assert one["disk_wait_s"] >= 0
+    whole = sample(capsys, "--ckpt", str(checkpoint))["nodes"][0]
+    assert whole["weights_resident_bytes"] == whole["weights_read_bytes"] > again["nodes"][0]["weights_resident_bytes"]
+    assert whole["disk_wait_s"] == 0
+
+
+def test_a_limit_of_memory(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ids(sample(capsys, "--ckpt", str(checkpoint), "--memory", "8G")) == EXPECTED
+    failed = sample(capsys, "--ckpt", str(checkpoint), "--memory", "1M", status=2)
+    assert failed["error"].count("--memory") == 1 and "\n" not in failed["error"]
+
+
+def test_flags_that_do_not_fit_each_other(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (
+        ["--retain", "2"],
+        ["--window", "0"],
+        ["--window", "2", "--mlock"],
+        ["--window", "2", "--dtype", "bfloat16"],
+    ):
+        sample(capsys, "--ckpt", str(checkpoint), *flags, status=2)
+
+
+def test_a_damaged_chunk_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("prepare-model", [str(checkpoint), "--n-nodes", "1"]) == 0
+    chunk = find_chunk(checkpoint, 1, "starter")
+    start, stop = read_header(chunk).offsets["transformer.h.3.mlp.proj.weight"]
+    with open(chunk, "r+b") as file:
+        file.seek((start + stop) // 2)
+        file.write(b"\xff\x00\xff\x00")
+    failed = sample(capsys, "--ckpt", str(checkpoint), "--window", "2", status=1)
+    assert "block.3" in failed["error"] and str(chunk) in failed["error"]
+
+
+@pytest.mark.parametrize("with_chunks", [True, False])
+def test_a_ring_whose_nodes_all_have_a_window(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], with_chunks: bool
+) -> None:
+    """Secondaries have what the starter asks for, their weights from parts that they were sent."""
+    if with_chunks:
+        assert launch("prepare-model", [str(checkpoint), "--n-nodes", "3", "--quantize", "float32"]) == 0
+    with secondaries(2, tmp_path) as nodes:
+        cluster = cluster_of(nodes)
+        entries = [
+            {"addr": n.addr, "communication": {"port": n.port}, "inference": {"port_in": n.port_in}}
+            for n in cluster.nodes
+        ]
+        path = tmp_path / "nodes.json"
+        path.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
+        capsys.readouterr()
+        prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+        flags = ["--nodes-config", str(path), "--ckpt", str(checkpoint), "--window", "1", "--json"]
+        run = [*prompts, "--prompt-style", "none", "--n-tokens", str(N_TOKENS), "--temperature", "0"]
+        for _ in range(2):  # the second one finds the stages in memory
+            assert launch("starter", [*flags, *run]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert ids(found) == EXPECTED
+            for one in found["nodes"]:
+                assert one["frames"] <= N_TOKENS + 1, "all texts go round in one frame"
+                assert one["weights_read_bytes"] > N_TOKENS * one["weights_resident_bytes"] > 0

@@ -1,0 +1,87 @@
+"""Tiny models in chunks, as stages that hold all their weights and as stages with a window over the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import write_chunks
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
+from mdi.window.budget import RunMemory
+from mdi.window.opening import open_window
+from mdi.window.options import WindowOptions
+from mdi.window.stage import WindowStage, WindowStarterStage
+from tiny_models import tiny_lit
+
+LENGTH = 96
+FRAMES = (40, 1, 1, 1, 7, 1)  # rows of one sequence, frame after frame
+NO_LIMIT = RunMemory(0, None, 0)
+
+
+def checkpoint(folder: Path, family: str = "Llama-3.1-8B", **changes: object) -> LitCheckpoint:
+    path, _ = tiny_lit(folder / "model", family, **changes)
+    return LitCheckpoint(path)
+
+
+def chunks(folder: Path, family: str = "Llama-3.1-8B", form: str = "float32", n_starter: int = 5) -> list[ChunkFile]:
+    """The starter's chunk, and the other node's unless the starter has all blocks."""
+    source = PackedSource(checkpoint(folder, family), Packing(form, form))
+    n_layer = source.config_dict["n_layer"]
+    counts = (n_layer,) if n_starter >= n_layer else (n_starter, n_layer - n_starter)
+    return [ChunkFile(path) for path in write_chunks(source, folder / "model", counts)]
+
+
+def whole(source: WeightSource, start: int, stop: int, packing: Packing | None = None) -> KernelStage:
+    """A stage that holds everything; the starter's if it begins with block 0."""
+    if start == 0:
+        stage: KernelStage = KernelStarterStage(source.config_dict, stop)
+    else:
+        stage = KernelStage(source.config_dict, start, stop)
+    stage.load(stage_parts(start, stop, starter=start == 0), lambda part: source.weights(part, packing))
+    stage.prepare(LENGTH)
+    return stage
+
+
+def windowed(
+    source: WeightSource, start: int, stop: int, options: WindowOptions, packing: Packing | None = None,
+    folder: Path = Path("."), run: RunMemory = NO_LIMIT, check: Callable[[], None] = lambda: None,
+) -> WindowStage:  # fmt: skip
+    """The same with a window."""
+    config = source.config_dict
+    stage = WindowStarterStage(config, stop) if start == 0 else WindowStage(config, start, stop)
+    packing = packing or source.packing
+    assert packing is not None
+    parts = stage_parts(start, stop, starter=start == 0)
+    open_window(stage, "starter", options, parts, lambda part: source, packing, folder, run, check)
+    stage.prepare(LENGTH)
+    return stage
+
+
+def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
+    """What comes out of a stage, frame after frame: on a starter the logits of the last row as well."""
+    found, position = [], 0
+    ids = np.random.default_rng(3).integers(0, stage.config["vocab_size"], sum(frames))
+    for n_rows in frames:
+        if isinstance(stage, KernelStarterStage):
+            x = stage.embed(ids[position : position + n_rows])
+        else:
+            generator = np.random.default_rng(position)
+            x = generator.standard_normal((n_rows, stage.n_embd), dtype=np.float32)
+        y = stage.forward(x, [(0, position, n_rows)])
+        position += n_rows
+        found.append(y)
+        if isinstance(stage, KernelStarterStage):
+            found.append(stage.head(y[-1:]))
+    return found
+
+
+def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
