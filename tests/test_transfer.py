@@ -241,7 +241,7 @@ def test_a_cache_with_a_limit_forgets_what_was_used_longest_ago(
         sent.clear()
         generate([node], other, "3,2")
         assert sent == []
-        with pytest.raises(MdiError, match=r"may hold .*MB: allow more with --cache-size"):
+        with pytest.raises(MdiError, match=r"may hold .*kB: allow more with --cache-size"):
             generate([node], tiny, "1,4")
         wait_idle(node)
         assert len(node._store.parts()) == 3, "nothing is forgotten for what does not fit anyhow"

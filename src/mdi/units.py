@@ -16,7 +16,7 @@ def duration(time_s: float | None) -> str:
     if time_s is None:
         return "-"
     if time_s < 0.9995:
-        return f"{time_s * 1e3:.3g} ms"
+        return f"{round(time_s * 1e3, 3):.3g} ms"
     if time_s < 99.95:
         return f"{time_s:.1f} s"
     minutes, seconds = divmod(round(time_s), 60)
