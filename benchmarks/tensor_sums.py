@@ -66,7 +66,7 @@ def measure(rank: int, n: int, args: argparse.Namespace, towards: int, delay_ms:
     cores = sorted(os.sched_getaffinity(0))
     if args.pin:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    mesh = connected(rank, n, towards, is_busy=n <= len(cores))
+    mesh = connected(rank, n, towards, is_busy=n + (towards != PORT) <= len(cores))
     speed = agree_on_speed(mesh)
     for n_bytes in args.bytes:
         x = np.ones((1, n_bytes // 4), dtype=np.float32)
