@@ -8,10 +8,11 @@ PIP_FLAGS ?=
 # Most tests wait for processes that they start; two at a time take little more than half as long.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test lint types check kernels sanitize bench figures venv clean
+.PHONY: help demo serve test lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
+	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
 	@echo "make test   the whole test suite"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
@@ -37,6 +38,9 @@ venv: $(VENV)/.installed
 demo: $(VENV)/.installed
 	@$(PY) src/local_ring.py --nodes 3 --ckpt assets/nano-llama --prompt "ROMEO:" --prompt "JULIET:" \
 	  --prompt "First Citizen:" --n-tokens 200 --plots --compare
+
+serve: $(VENV)/.installed
+	@$(PY) src/serve.py --nodes 3 --ckpt assets/nano-llama --open
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal

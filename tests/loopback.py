@@ -16,8 +16,9 @@ from litgpt.model import GPT
 
 from families import CONTEXT
 from mdi.engine.cache_memory import CacheMemory
+from mdi.engine.planned import Event
 from mdi.engine.requests import Request
-from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Event, Scheduler
+from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine

@@ -117,6 +117,8 @@ LIGHT = [
     "mdi.partition.profile",
     "mdi.weight_formats",
     "mdi.node.local",
+    "mdi.serve.api",
+    "mdi.serve.process",
 ]
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.sampling import sample, seed_of, uniform
+from mdi.engine.sampling import Row, log_probs, sample
+from mdi.engine.seeds import seed_of, uniform
 from mdi.engine.sequence import SamplingParams
 
 VOCAB = 12
@@ -115,3 +116,47 @@ def test_seeds_are_seeds_and_those_of_samples_differ(seed: int, index: int) -> N
 def test_neighbouring_seeds_do_not_share_samples() -> None:
     seeds = {seed_of(seed, index) for seed in range(50) for index in range(50)}
     assert len(seeds) == 2500
+
+
+def test_min_p_leaves_out_what_is_improbable_beside_the_best() -> None:
+    logits = logits_of(8)
+    probs = torch.softmax(logits[0], dim=-1)
+    kept = set(torch.nonzero(probs >= 0.3 * probs.max()).flatten().tolist())
+    for fields in ({}, {"top_k": 9}, {"top_p": 0.999999}):
+        assert set(draws(logits, params(min_p=0.3, **fields), 600)) == kept
+
+
+@pytest.mark.parametrize("n", [300, 1024, 3000])
+def test_a_top_p_of_a_large_vocabulary_is_that_of_the_whole_order(n: int) -> None:
+    logits = torch.randn(2, n, generator=torch.Generator().manual_seed(9)) * torch.tensor([[3.0], [0.01]])
+    for row, top_p in ((0, 0.5), (1, 0.9)):  # 0.9 of nearly even ones are more than the first best
+        order = logits[row].argsort(descending=True)
+        share = torch.softmax(logits[row].double(), dim=-1)[order]
+        kept = set(order[: int((share.cumsum(0) - share < top_p).sum())].tolist())
+        found = set(draws(logits[row : row + 1], params(top_p=top_p), 300))
+        assert found <= kept and max(map(order.tolist().index, found)) > len(kept) // 2
+
+
+def test_penalties_biases_and_what_is_allowed_change_one_row_alone() -> None:
+    logits = logits_of(10, 2)
+    greedy = params(temperature=0)
+    best = logits.argmax(dim=-1).tolist()
+    written = Row(params(temperature=0, presence_penalty=100.0), 1, (best[0],), 0)
+    assert sample(logits, [written, (greedy, 0)]) == [logits[0].argsort(descending=True)[1], best[1]]
+    in_prompt = Row(params(temperature=0, presence_penalty=100.0, frequency_penalty=9.0), 0, (best[0],), 1)
+    assert sample(logits, [in_prompt, (greedy, 0)]) == best, "OpenAI's penalties are for what was generated"
+    repeated = Row(params(temperature=0, repetition_penalty=1e6), 0, (best[0],), 1)
+    assert sample(logits, [repeated, (greedy, 0)])[0] != best[0]
+    assert sample(logits, [(params(logit_bias=((3, 100.0),)), 0), (greedy, 0)]) == [3, best[1]]
+    allowed = torch.zeros(VOCAB, dtype=torch.bool)
+    allowed[[2, 5]] = True
+    rows = [Row(params(), i, allowed=allowed) for i in range(2)]
+    assert {token for _ in range(20) for token in sample(logits, rows)} <= {2, 5}
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = logits_of(11)[0]
+    expected = torch.log_softmax(logits, dim=-1)
+    own, best = log_probs(logits, 4, 3)
+    assert own == pytest.approx(float(expected[4]))
+    assert best == [(i, pytest.approx(float(expected[i]))) for i in expected.argsort(descending=True)[:3].tolist()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mdi.engine.scheduler import PlannedSlice, Scheduler
+from mdi.engine.planned import PlannedSlice
+from mdi.engine.scheduler import Scheduler
 
 
 class WholeTextScheduler(Scheduler):

@@ -73,6 +73,12 @@ class TextCodec:
         name = config_name if config_name is not None else _config_name(ckpt_dir)
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
 
+    def facts(self) -> dict[str, Any]:
+        """What another process needs, beside the tokenizer's file, to read and write texts as this codec does; plain JSON."""
+        tokenizer = self._tokenizer
+        found = {"backend": tokenizer.backend, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+        return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids)}
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, behind the beginning-of-text id if the model wants one; of "" that id alone, or none.
 

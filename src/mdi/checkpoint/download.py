@@ -12,14 +12,17 @@ from typing import Any
 
 from mdi.checkpoint.convert import is_hf_dir, weight_files
 from mdi.checkpoint.files import replacing
-from mdi.checkpoint.folder import is_lit_dir, is_repo_id
+from mdi.checkpoint.folder import CHAT_TEMPLATE, is_lit_dir, is_repo_id
 from mdi.disk_space import check_disk
 from mdi.errors import DownloadError
 from mdi.settings_file import parse_json
 
 MARKER = ".mdi_download.json"
 
-_SMALL = ("config.json", "generation_config.json", "model_config.yaml", "prompt_style.yaml", "special_tokens_map.json")
+_SMALL = (
+    "config.json", "generation_config.json", "model_config.yaml", "prompt_style.yaml", "special_tokens_map.json",
+    CHAT_TEMPLATE,
+)  # fmt: skip
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 

@@ -14,8 +14,10 @@ from mdi.settings_file import parse_json, read_yaml
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
 CONFIG_FILE = "model_config.yaml"
 CHUNKS = "chunks"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    CHAT_TEMPLATE,
 )  # fmt: skip
 GGUF_NOTE = "gguf.json"  # says where the GGUF file is that the folder stands for
 
@@ -49,8 +51,18 @@ def find_folder(name: Path, home: Path) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Raises UsageError if the folder has neither a LitGPT checkpoint nor chunks of one, nor stands for a GGUF file."""
-    if not (is_lit_dir(folder) or (folder / CHUNKS).is_dir() or (folder / GGUF_NOTE).is_file()):
+    if not is_usable(folder):
         raise UsageError(no_checkpoint(folder))
+
+
+def is_usable(folder: Path) -> bool:
+    """Whether a starter can be given this folder."""
+    return is_lit_dir(folder) or (folder / CHUNKS).is_dir() or (folder / GGUF_NOTE).is_file()
+
+
+def checkpoints_in(home: Path) -> list[str]:
+    """Names of the usable checkpoints below a folder, "org/name"."""
+    return sorted(name for name in _checkpoints(home, home, _DEPTH) if is_usable(home / name))
 
 
 def is_lit_dir(folder: Path) -> bool:

@@ -34,6 +34,10 @@ COMMANDS = {
     "local-ring": ("mdi.cli.local_ring", "run a whole ring on this machine"),
     "sample": ("mdi.cli.sample", "generate text on this machine alone"),
     "chat": ("mdi.cli.chat", "chat with a model, on this machine or over a ring"),
+    "serve": ("mdi.cli.serve", "serve models to programs and people, with OpenAI's API"),
+    "pull": ("mdi.cli.pull", "download a model and make it ready"),
+    "list": ("mdi.cli.list_models", "list the models that are ready"),
+    "rm": ("mdi.cli.rm", "remove a model from the disk"),
     "train": ("mdi.cli.train", "train a model from scratch, or a checkpoint further"),
     "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
@@ -43,7 +47,9 @@ COMMANDS = {
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
-ENDED_AT_ONCE = ("starter", "secondary", "key", "join", "nodes", "local-ring", "sample", "doctor", "plan", "explain")
+ENDED_AT_ONCE = (
+    "starter", "secondary", "key", "join", "nodes", "local-ring", "sample", "doctor", "plan", "explain", "serve", "pull",
+)  # fmt: skip
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
 # or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait

@@ -10,8 +10,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any, Protocol
 
-from mdi.engine.scheduler import Event
+from mdi.engine.planned import Event
 from mdi.engine.sequence import Sequence
 
 # Sees each new token in the loop's thread, before the next frame is made; True ends the sequence with the reason "stop".
@@ -19,7 +20,20 @@ from mdi.engine.sequence import Sequence
 Ends = Callable[[int], bool]
 Events = queue.SimpleQueue[Event]
 
+# Of one token: the logarithm of its probability, and those of the best tokens.
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
+
 FAILED = "failed"  # finish_reason of a sequence that could not go on: the loop ended, or its `Ends` raised
+
+
+class Constraint(Protocol):
+    """What a sequence's next token may be. Asked in the loop's thread, and told each token before it is asked again."""
+
+    def allowed(self) -> Any:
+        """bool tensor (vocabulary). What it raises ends the sequence with the reason FAILED."""
+
+    def take(self, token: int) -> bool:
+        """The next token; True if nothing may follow it."""
 
 
 class Request:
@@ -33,14 +47,18 @@ class Request:
     """
 
     def __init__(
-        self, sequence: Sequence, events: Events | None, ends: Ends | None, cancel: Callable[[int, str], None]
-    ) -> None:
+        self, sequence: Sequence, events: Events | None, ends: Ends | None, cancel: Callable[[int, str], None],
+        constraint: Constraint | None = None,
+    ) -> None:  # fmt: skip
         self.seq_id = sequence.seq_id
         self.events: Events = queue.SimpleQueue() if events is None else events
         self._sequence = sequence
         self._ends = ends
         self._cancel = cancel
         self._is_over = False
+        self.constraint = constraint
+        self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
+        self._n_given = 0
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Have the sequence ended soon; its last event carries `reason`, unless it ends by itself before. Never waits."""
@@ -71,7 +89,18 @@ class Request:
 
     def is_met_by(self, tokens: tuple[int, ...]) -> bool:
         """Whether the reader's own condition ends the sequence with these tokens."""
-        return self._ends is not None and any([self._ends(token) for token in tokens])
+        is_full = self.constraint is not None and any([self.constraint.take(token) for token in tokens])
+        return is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
+
+    def keep_logprobs(self, number: int, logprobs: TokenLogprobs) -> None:
+        """Of the sequence's new token `number`, from 0 on; one that was lost on its way is drawn again."""
+        self._logprobs[number] = logprobs
+
+    def logprobs_of_next(self, n: int) -> tuple[TokenLogprobs, ...]:
+        """Of the next `n` tokens that are given out."""
+        numbers = range(self._n_given, self._n_given + n)
+        self._n_given += n
+        return tuple(self._logprobs.pop(number) for number in numbers)
 
 
 def wait_for_event(events: Events) -> Event:

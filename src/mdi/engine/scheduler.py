@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mdi.engine.cache_memory import CacheMemory
+from mdi.engine.planned import Event, Plan, PlannedSlice
+from mdi.engine.prefixes import Kept, Prefixes
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
@@ -27,50 +28,14 @@ DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below wha
 AHEAD_POSITIONS = 2 * PAGE  # by so much all sequences can grow after one was let in, before one has to be put out
 
 
-@dataclass(frozen=True)
-class PlannedSlice:
-    """Rows of one sequence that go into a frame; see net.wire.Slice. `life` is that of the sequence."""
-
-    seq_id: int
-    start: int
-    n_rows: int
-    n_logits: int
-    ids: tuple[int, ...]
-    life: int = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One frame to be sent: its number, its slices, and the sequences whose caches are to be freed before."""
-
-    number: int
-    slices: tuple[PlannedSlice, ...]
-    freed: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What happened to a sequence: its text has grown, it has ended, or both.
-
-    Attributes:
-        tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
-        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or what it was ended with.
-        time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
-    """
-
-    seq_id: int
-    tokens: tuple[int, ...]
-    finish_reason: str | None
-    time_s: float = field(default=0.0, compare=False)
-
-
 class Scheduler:
     """Spreads sequences over frames.
 
     Caches are reckoned with as they are used. A sequence enters if all that run, and it, have memory for AHEAD_POSITIONS
     more tokens; when what they use has grown beyond what a node holds, the one that came last is put out: its caches are
     freed, and it waits, before all others, to be let in again as a prompt of all its tokens. So those that run are always the
-    first that came, the first of all is never put out, and nobody starves.
+    first that came, the first of all is never put out, and nobody starves. Caches of sequences that have ended stay for those
+    of the same owner that begin alike, until the memory is wanted.
 
     Args:
         n_frames: frames in flight at most; the number of nodes, or more where transfers take long (see the module).
@@ -87,6 +52,7 @@ class Scheduler:
         decode_rows: int = DECODE_ROWS,
     ) -> None:
         self.chunk_rows = chunk_rows
+        self.rows_beside: int | None = None  # the same while others decode; None is as many
         self.decode_rows = decode_rows
         self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
         self._running: dict[int, Sequence] = {}
@@ -96,7 +62,9 @@ class Scheduler:
         self._freed: list[int] = []
         self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
         self._suspects: set[int] = set()
+        self._copies: list[tuple[int, int]] = []
         self._number = 0
+        self.n_reused = 0  # tokens of prompts that did not have to be computed
         self.n_put_out = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
 
@@ -183,15 +151,15 @@ class Scheduler:
         """The next frame, or None if enough are in flight or nothing is ready."""
         if self.n_in_flight >= self.n_frames:
             return None
-        while self.memory is not None and not self.memory.holds(self._total):
+        while not self._holds(self._total):
             self._preempt(next(reversed(self._running.values())))
         self._admit()
         slices = self._decode_slices() + self._prefill_slices()
         if not slices and not (self._freed and not self._in_flight):
             return None
-        plan = Plan(self._number, tuple(slices), tuple(self._freed))
+        plan = Plan(self._number, tuple(slices), tuple(self._freed), tuple(self._copies))
         self._number += 1
-        self._freed = []
+        self._freed, self._copies = [], []
         self._in_flight.append(plan)
         return plan
 
@@ -232,21 +200,43 @@ class Scheduler:
         self.memory = memory
         self._total = [0] * (0 if memory is None else len(memory.nodes))  # the sums of `_used`
         self._needs = _no_bytes if memory is None else lru_cache(1 << 16)(memory.needs)
+        self._prefixes = None if memory is None else Prefixes(memory)
         self._used.clear()
         for sequence in self._running.values():
             self._use(sequence)
 
     def _admit(self) -> None:
-        while self._waiting:
+        """Let in who fits; after one that goes on from a kept cache nobody else, for whom that could have to make way."""
+        while self._waiting and not self._copies:
             sequence = self._waiting[0]
             if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
                 return
-            if self.memory is not None and not self.memory.holds(self._ahead([*self._running.values(), sequence])):
+            if not self._holds(self._ahead([*self._running.values(), sequence])):
                 return  # first come, first served: nobody overtakes
             self._waiting.popleft()
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
             self._use(sequence)
+            self._reuse(sequence)
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Begin behind what a sequence that has ended had in common with this one."""
+        if self._prefixes is None or sequence.owner is None:
+            return
+        if (found := self._prefixes.find(sequence.owner, sequence.ids)) is not None:
+            source, sequence.n_sent = found
+            self._copies.append((source, sequence.seq_id))
+            self.n_reused += sequence.n_sent
+
+    def _holds(self, n_bytes: list[int]) -> bool:
+        """Whether all nodes can hold so much for those that run; what is kept of others makes way for it."""
+        if self.memory is None or self._prefixes is None:
+            return True
+        if not self.memory.holds(n_bytes):
+            return False
+        while not self.memory.holds([n + kept for n, kept in zip(n_bytes, self._prefixes.total, strict=True)]):
+            self._freed.append(self._prefixes.drop_oldest())
+        return True
 
     def _ahead(self, sequences: list[Sequence]) -> list[int]:
         """Bytes on each node that these take when all of them have grown by AHEAD_POSITIONS, or to their ends."""
@@ -261,14 +251,18 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """It runs no more; its caches are freed with the next frame."""
+        """It runs no more; its caches are freed with the next frame, or kept if it has ended."""
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._add(self._used.pop(sequence.seq_id), -1)
-        self._freed.append(sequence.seq_id)
+        if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
+            self._freed.append(sequence.seq_id)
+            return
+        ids, n_bytes = tuple(sequence.ids[: sequence.n_sent]), self._needs(sequence.n_sent)
+        self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.owner, ids, n_bytes))
 
     def _use(self, sequence: Sequence) -> None:
         """Reckon with all tokens that are known: they are sent before anything else can come of the sequence."""
@@ -320,7 +314,8 @@ class Scheduler:
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         slices: list[PlannedSlice] = []
-        budget = self.chunk_rows
+        is_beside = self.rows_beside is not None and len(self._running) > len(self._prefilling)
+        budget = min(self.chunk_rows, self.rows_beside or 1) if is_beside else self.chunk_rows
         while self._prefilling and budget:
             sequence = self._prefilling[0]
             part = self._cut(sequence, min(budget, sequence.n_to_send))

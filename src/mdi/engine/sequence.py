@@ -20,6 +20,13 @@ class SamplingParams:
         seed: of the sequence's own random generator: its text does not depend on its company.
         eos_ids: tokens that end the sequence and are not part of it.
         stop_sequences: runs of tokens that do the same.
+        min_p: leave tokens out that are less probable than this part of the best one's probability.
+        presence_penalty: taken off the logit of each token that has been generated.
+        frequency_penalty: the same, as often as it has been.
+        repetition_penalty: logits of tokens that the text has, the prompt included, are divided by it, or multiplied if they
+            are negative.
+        logit_bias: (token, what is added to its logit).
+        n_logprobs: how many of the best tokens' probabilities are told with each token, beside its own; None tells none.
     """
 
     n_tokens: int = 300
@@ -29,6 +36,16 @@ class SamplingParams:
     seed: int = 10137
     eos_ids: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n_logprobs: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.logit_bias)
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1:
@@ -39,6 +56,10 @@ class SamplingParams:
             raise UsageError(f"top-k must be at least 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}")
+        if not self.repetition_penalty > 0:
+            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}")
 
 
 @dataclass(eq=False)
@@ -51,6 +72,7 @@ class Sequence:
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
+        owner: whose texts may go on from its caches when it has ended; None gives them back at once.
     """
 
     seq_id: int
@@ -62,6 +84,7 @@ class Sequence:
     n_held: int = 0
     life: int = 0
     finish_reason: str | None = None
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         if not self.ids:

@@ -12,9 +12,11 @@ from functools import partial
 import torch
 
 from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.requests import FAILED, Ends, Events, Inbox, Request
-from mdi.engine.sampling import sample
-from mdi.engine.scheduler import Event, Plan, Scheduler
+from mdi.engine.pace import PromptPace
+from mdi.engine.planned import Event, Plan
+from mdi.engine.requests import FAILED, Constraint, Ends, Events, Inbox, Request
+from mdi.engine.sampling import Row, log_probs, sample
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import EngineError, RingEndedError, UsageError
@@ -23,7 +25,7 @@ from mdi.model.tensor_stage import TensorStage
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, Slice
 
-_DROPPED = SamplingParams(temperature=0)
+_DROPPED = Row(SamplingParams(temperature=0), 0)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class StarterEngine:
 
     Attributes:
         stage, memory: the starter's own part in the next ring, and what its nodes can hold; to be set between two runs.
+        pace: how fast prompts go in beside texts that grow; None as fast as they can. To be set before texts come.
         last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
     """
 
@@ -63,12 +66,13 @@ class StarterEngine:
         self.last_token_s: float | None = None
         self.first_token_s: float | None = None
         self.memory: CacheMemory | None = scheduler.memory
+        self.pace: PromptPace | None = None
         self.compute_s = 0.0
         self.n_tokens = 0  # generated so far, of all sequences
 
     def submit(
         self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None,
-        generated: Iterable[int] = (),
+        generated: Iterable[int] = (), constraint: Constraint | None = None, owner: str | None = None,
     ) -> Request:  # fmt: skip
         """Queue a sequence.
 
@@ -76,6 +80,8 @@ class StarterEngine:
             generated: tokens that it has already, of an earlier run; its next one is drawn as it would have been then.
             ends: sees each token and may end the sequence, see `Ends`.
             events: where its events go; None makes a queue of its own.
+            constraint: what its tokens may be; None any.
+            owner: see Sequence.
 
         Raises:
             UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
@@ -88,10 +94,11 @@ class StarterEngine:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
             )
-        sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=[*prompt, *generated])
+        ids = [*prompt, *generated]
+        sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
         if (reason := self._scheduler.refusal(sequence)) is not None:
             raise UsageError(reason)
-        request = Request(sequence, events, ends, self.cancel)
+        request = Request(sequence, events, ends, self.cancel, constraint)
         if not self._inbox.put(partial(self._take, request)):
             raise EngineError("no more texts are generated: the run is over")
         self._wake()
@@ -113,6 +120,11 @@ class StarterEngine:
         memory, used = self._scheduler.memory, self._scheduler.used
         nodes = () if memory is None else memory.nodes
         return [(node.name, n, node.limit_bytes) for node, n in zip(nodes, used, strict=False)]
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens of prompts that did not have to be computed, because an earlier text had begun with them."""
+        return self._scheduler.n_reused
 
     def close(self) -> None:
         """Let `run` return; the sequences in flight stay unfinished."""
@@ -176,16 +188,23 @@ class StarterEngine:
 
     def _step(self, ring: Ring) -> None:
         for plan in iter(self._scheduler.schedule, None):
+            if self.pace is not None:
+                self.pace.sent(plan, time.perf_counter())
             ring.send(self._compute(plan, ring))
         frame = ring.recv()
         if frame is not None:
             self._tell(self._scheduler.update(frame.number, self._draw(frame, ring)))
+            if self.pace is not None:
+                self.pace.returned(frame.number, time.perf_counter())
+                self._scheduler.rows_beside = self.pace.rows
 
     def _compute(self, plan: Plan, ring: Ring) -> Frame:
         """Embed the rows of a plan, and run the starter's own blocks over them."""
         begin = time.perf_counter()
         for seq_id in plan.freed:
             self.stage.caches.free(seq_id)
+        for seq_id, new_id in plan.copies:
+            self.stage.caches.copy(seq_id, new_id)
         slices = tuple(Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices)
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
@@ -196,7 +215,9 @@ class StarterEngine:
         is_alone = ring.n_nodes == 1  # nothing travels
         if is_alone:
             x = logit_rows(x, slices)
-        frame = frame_of(x, ring.epoch, plan.number, slices, plan.freed, "auto" if is_alone else self._wire)
+        frame = frame_of(
+            x, ring.epoch, plan.number, slices, plan.freed, "auto" if is_alone else self._wire, plan.copies
+        )
         self.compute_s += time.perf_counter() - begin
         return frame
 
@@ -214,19 +235,37 @@ class StarterEngine:
                     "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
                     "(--dtype float32 or bfloat16 there), or damaged weights"
                 )
-            drawn = sample(self.stage.head(x), [self._params_of(seq_id) for seq_id in wanting])
+            logits = self.stage.head(x)
+            drawn = sample(logits, [self._row_of(seq_id) for seq_id in wanting])
+            self._keep_logprobs(logits, wanting, drawn)
             for seq_id, token in zip(wanting, drawn, strict=True):
                 tokens.setdefault(seq_id, []).append(token)
         ring.release(frame)
         self.compute_s += time.perf_counter() - begin
         return tokens
 
-    def _params_of(self, seq_id: int) -> tuple[SamplingParams, int]:
+    def _row_of(self, seq_id: int) -> Row:
         """How the next token is drawn; one that was cancelled on the way is drawn greedily, and the token dropped."""
         request = self._live.get(seq_id)
         if request is None:
-            return _DROPPED, 0
-        return request.sequence.params, len(request.sequence.ids) - request.sequence.n_prompt
+            return _DROPPED
+        sequence, allowed = request.sequence, None
+        if request.constraint is not None:
+            try:
+                allowed = request.constraint.allowed()
+            except Exception:  # of a grammar: its own sequence ends, and no other
+                logger.exception("a sequence is ended, for what its tokens may be cannot be told")
+                self._end(seq_id, FAILED)
+                return _DROPPED
+        return Row(sequence.params, len(sequence.ids) - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
+
+    def _keep_logprobs(self, logits: torch.Tensor, wanting: list[int], drawn: list[int]) -> None:
+        for i, (seq_id, token) in enumerate(zip(wanting, drawn, strict=True)):
+            request = self._live.get(seq_id)
+            if request is None or (n_best := request.sequence.params.n_logprobs) is None:
+                continue
+            number = len(request.sequence.ids) - request.sequence.n_prompt
+            request.keep_logprobs(number, log_probs(logits[i], token, n_best))
 
     # Commands
 
@@ -251,7 +290,10 @@ class StarterEngine:
                 self._scheduler.cancel(event.seq_id, reason)  # unless it has ended already
                 del self._live[event.seq_id]
             self.n_tokens += len(event.tokens)
-            request.events.put(replace(event, finish_reason=reason, time_s=now))
+            event = replace(event, finish_reason=reason, time_s=now)
+            if request.sequence.params.n_logprobs is not None:
+                event = replace(event, logprobs=request.logprobs_of_next(len(event.tokens)))
+            request.events.put(event)
 
     @staticmethod
     def _own_end(request: Request, tokens: tuple[int, ...]) -> str | None:

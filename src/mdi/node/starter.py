@@ -23,8 +23,8 @@ from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.detokenize import TextStream
 from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.sampling import seed_of
 from mdi.engine.scheduler import Scheduler
+from mdi.engine.seeds import seed_of
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import DTYPES
@@ -124,8 +124,8 @@ class StarterNode(StatusOnly):
         )
         self.config = self._family.config(self._weights.config)
         self._take_format(self._options.quantize)
-        self._directory = self._weights.directory
-        self.codec = self._family.open_codec(self._directory, options.prompt_style)
+        self.directory = self._weights.directory
+        self.codec = self._family.open_codec(self.directory, options.prompt_style)
 
     def _take_format(self, form: str | None) -> None:
         if self._is_auto:
@@ -159,7 +159,7 @@ class StarterNode(StatusOnly):
         if max(prompt_ids) >= self.config.padded_vocab_size:
             raise UsageError(
                 f"a prompt has the token {max(prompt_ids)}, but the model knows {self.config.padded_vocab_size} tokens: the "
-                f"tokenizer in {self._directory} belongs to another model"
+                f"tokenizer in {self.directory} belongs to another model"
             )
 
     def place(self, n_sequences: int, max_length: int, check: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""What serving costs and brings: the numbers of docs/benchmarks.md, "Serving".
+
+    benchmarks/serving.py --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]   clients | texts | turns | prompt
+
+clients   --n streaming clients beside --silent connections that say nothing: tokens/s, first token, how even, whether
+          each text is the one that the server gives to the same request alone.
+texts     --n texts at once through the API, and the same by local_ring.py: tokens/s of each, taking turns --rounds times.
+turns     a chat of --length tokens, then its next turn of 32 more: first token with and without the caches of the first.
+prompt    time between tokens of --n clients, alone, and while a prompt of --length tokens comes.
+
+The client is asyncio on plain sockets, in this process. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from records import add_json_flag, save
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Answer:
+    """One streamed text, with the moment of each of its events."""
+
+    begin: float
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    n_tokens: int = 0
+    error: str = ""
+
+    @property
+    def first_s(self) -> float:
+        return self.times[0] - self.begin
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+async def complete(port: int, body: dict[str, Any]) -> Answer:
+    """A streamed completion over a connection of its own."""
+    answer = Answer(time.perf_counter())
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        data = json.dumps({"model": "", "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                answer.error = event["error"]["message"]
+            elif event["choices"]:
+                answer.times.append(time.perf_counter())
+                answer.text += event["choices"][0]["text"]
+            if event.get("usage"):
+                answer.n_tokens = event["usage"]["completion_tokens"]
+        writer.close()
+    except OSError as e:
+        answer.error = str(e)
+    if not answer.n_tokens and not answer.error:
+        answer.error = "no whole answer"
+    return answer
+
+
+@contextlib.contextmanager
+def serving(args: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server; its port and process."""
+    from mdi.node.local import free_ports
+
+    (port,) = free_ports(1)
+    command = [sys.executable, str(SRC / "serve.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
+    process = subprocess.Popen([*command, "--port", str(port), "--max-running", "1024", *args.flags])
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(f"http://{HOST}:{port}/v1/models")
+                break
+            time.sleep(0.1)
+        yield port, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def rss_bytes(process: subprocess.Popen[bytes]) -> int:
+    """Of the server with all its processes."""
+    import psutil
+
+    own = psutil.Process(process.pid)
+    return sum(one.memory_info().rss for one in [own, *own.children(recursive=True)])
+
+
+def clients(args: argparse.Namespace) -> dict[str, Any]:
+    async def run(port: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        def body(i: int) -> dict[str, Any]:
+            prompt = f"{['ROMEO', 'JULIET', 'First Citizen', 'KING'][i % 4]}: number {i}"
+            return {"prompt": prompt, "max_tokens": args.tokens, "seed": i, "temperature": 0.9, "top_k": 50}
+
+        await complete(port, body(0))
+        alone = [await complete(port, {**body(i), "max_tokens": 8}) for i in range(5)]
+        silent = [await asyncio.open_connection(HOST, port) for _ in range(args.silent)]
+        beside = [await complete(port, {**body(i), "max_tokens": 8}) for i in range(5)]
+        rounds = []
+        for _ in range(args.rounds):
+            before = rss_bytes(process)
+            begin = time.perf_counter()
+            answers = await asyncio.gather(*(complete(port, body(i)) for i in range(args.n)))
+            taken = time.perf_counter() - begin
+            rates = [a.n_tokens / (a.times[-1] - a.begin) for a in answers if not a.error]
+            rounds.append(
+                {
+                    "errors": [a.error for a in answers if a.error][:3],
+                    "n_errors": sum(bool(a.error) for a in answers),
+                    "tokens_s": sum(a.n_tokens for a in answers) / taken,
+                    "fastest_over_slowest": max(rates) / min(rates),
+                    "first_token_p50_s": statistics.median(a.first_s for a in answers if not a.error),
+                    "first_token_most_s": max(a.first_s for a in answers if not a.error),
+                    "gap_p95_s": p95([gap for a in answers for gap in a.gaps]),
+                    "rss_before_mb": before / 1e6,
+                    "rss_after_mb": rss_bytes(process) / 1e6,
+                }
+            )
+            print(json.dumps(rounds[-1]), flush=True)
+        again = [await complete(port, body(i)) for i in range(0, args.n, max(1, args.n // 16))]
+        n_other = sum(
+            a.text != answers[i].text for i, a in zip(range(0, args.n, max(1, args.n // 16)), again, strict=True)
+        )
+        for _, writer in silent:
+            writer.close()
+        return {
+            "rounds": rounds, "texts_other_than_alone": n_other, "texts_compared": len(again),
+            "first_token_alone_s": statistics.median(a.first_s for a in alone),
+            "first_token_beside_silent_s": statistics.median(a.first_s for a in beside),
+            "first_token_beside_silent_most_s": max(a.first_s for a in beside),
+        }  # fmt: skip
+
+    with serving(args) as (port, process):
+        return asyncio.run(run(port, process))
+
+
+def texts(args: argparse.Namespace) -> dict[str, Any]:
+    """Prompts of the same length, so that both sides compute the same."""
+    prompts = [f"Number {i:02}: the ring is closed, and" for i in range(args.n)]
+    body = {"max_tokens": args.tokens, "temperature": 0}
+
+    def command() -> float:
+        flags = [f for prompt in prompts for f in ("--prompt", prompt)]
+        run = [sys.executable, str(SRC / "local_ring.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
+        run += [
+            *flags,
+            "--n-tokens",
+            str(args.tokens),
+            "--temperature",
+            "0",
+            "--prompt-style",
+            "none",
+            "--json",
+            *args.flags,
+        ]
+        done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
+        return (
+            sum(len(s["token_ids"]) for s in done["samples"]) / done["total_s"]
+            if "total_s" in done
+            else done["tokens_s"]
+        )
+
+    async def ask(port: int) -> float:
+        begin = time.perf_counter()
+        answers = await asyncio.gather(*(complete(port, {**body, "prompt": prompt}) for prompt in prompts))
+        return sum(a.n_tokens for a in answers) / (time.perf_counter() - begin)
+
+    rates: dict[str, list[float]] = {"command": [], "api": []}
+    for _ in range(args.rounds):
+        rates["command"].append(command())
+        with serving(args) as (port, _):
+            asyncio.run(complete(port, {**body, "prompt": "Hello", "max_tokens": 2}))
+            rates["api"].append(asyncio.run(ask(port)))
+        print(json.dumps(rates), flush=True)
+    return {"tokens_s": rates, "ratio": statistics.median(rates["api"]) / statistics.median(rates["command"])}
+
+
+def turns(args: argparse.Namespace) -> dict[str, Any]:
+    """Different chats, so that only the second turn has anything to go on from."""
+
+    def ids(chat: int, n: int) -> list[int]:
+        return [3 + (chat * 7919 + i * 104729) % 900 for i in range(n)]
+
+    async def run(port: int) -> dict[str, Any]:
+        found: dict[str, list[float]] = {"first_turn_s": [], "second_turn_s": [], "without_s": []}
+        await complete(port, {"prompt": ids(99, 8), "max_tokens": 2, "temperature": 0})
+        for chat in range(args.rounds):
+            asked = {"max_tokens": 2, "temperature": 0}
+            first = await complete(port, {**asked, "prompt": ids(chat, args.length)})
+            second = await complete(port, {**asked, "prompt": ids(chat, args.length + 32)})
+            other = await complete(port, {**asked, "prompt": ids(chat + 50, args.length + 32)})
+            for name, answer in zip(found, (first, second, other), strict=True):
+                found[name].append(answer.first_s)
+            print(json.dumps(found), flush=True)
+        return {**found, "ratio": statistics.median(found["second_turn_s"]) / statistics.median(found["without_s"])}
+
+    with serving(args) as (port, _):
+        return asyncio.run(run(port))
+
+
+def prompt(args: argparse.Namespace) -> dict[str, Any]:
+    async def run(port: int) -> dict[str, Any]:
+        def body(i: int) -> dict[str, Any]:
+            return {
+                "prompt": [5 + i, 6, 7],
+                "max_tokens": args.tokens,
+                "temperature": 0,
+                "logit_bias": {"2": -100, "0": -100},
+            }
+
+        rest = asyncio.gather(*(complete(port, body(i)) for i in range(args.n)))
+        alone = await rest
+        long = [3 + (i * 104729) % 900 for i in range(args.length)]
+        rest = asyncio.gather(*(complete(port, body(i + 100)) for i in range(args.n)))
+        await asyncio.sleep(statistics.median(a.times[-1] - a.begin for a in alone) / 4)
+        disturbing = await complete(port, {"prompt": long, "max_tokens": 1, "temperature": 0})
+        beside = await rest
+        during = [
+            b - a
+            for answer in beside
+            for a, b in zip(answer.times, answer.times[1:], strict=False)
+            if disturbing.begin < b and a < disturbing.times[0]
+        ]
+        gaps = [gap for a in alone for gap in a.gaps]
+        return {
+            "gap_p50_s": statistics.median(gaps), "gap_p95_s": p95(gaps), "gap_p95_during_s": p95(during),
+            "gap_p95_whole_s": p95([gap for a in beside for gap in a.gaps]), "prompt_first_token_s": disturbing.first_s,
+            "ratio": p95(during) / p95(gaps),
+        }  # fmt: skip
+
+    with serving(args) as (port, _):
+        return asyncio.run(run(port))
+
+
+def p95(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))] if values else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("clients", "texts", "turns", "prompt"))
+    parser.add_argument("flags", nargs="*", help="after --: flags of serve.py and local_ring.py")
+    parser.add_argument("--ckpt", type=Path, default=SRC.parent / "assets" / "nano-llama")
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--n", type=int, default=256, help="texts at once (%(default)s)")
+    parser.add_argument("--silent", type=int, default=1500, help="connections that say nothing (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="per text (%(default)s)")
+    parser.add_argument("--length", type=int, default=1000, help="of the long prompt (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    add_json_flag(parser, "serving")
+    args = parser.parse_args()
+    sys.path.insert(0, str(SRC))
+    with contextlib.suppress(ImportError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    found = {"clients": clients, "texts": texts, "turns": turns, "prompt": prompt}[args.what](args)
+    print(json.dumps(found, indent=1))
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
+    old = json.loads(args.json.read_text()) if args.json.is_file() else {}
+    kept = {name: value for name, value in old.items() if name in ("clients", "texts", "turns", "prompt")}
+    save(args.json, {**kept, args.what: {"flags": shown, **found}})
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

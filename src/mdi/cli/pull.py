@@ -1,0 +1,25 @@
+"""Download a model from the Hugging Face hub and make it ready, under its name; what is there already is not fetched again.
+
+examples:
+  mdi pull TinyLlama/TinyLlama-1.1B-Chat-v1.0
+  mdi pull TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --quantize int8    and cut it for three nodes
+
+`mdi list` shows what is there, `mdi rm` removes it; a server (`mdi serve`) offers all of them by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import prepare_model
+
+    prepare_model.add_arguments(parser)
+    parser.description, parser.epilog = __doc__, None
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli import prepare_model
+
+    return prepare_model.run(args)

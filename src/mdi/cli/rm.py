@@ -1,0 +1,47 @@
+"""Remove a model from the disk, by the name that `mdi list` shows.
+
+examples:
+  mdi rm TinyLlama/TinyLlama-1.1B-Chat-v1.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+from pathlib import Path
+
+from mdi.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags, default_ckpt_folder
+
+    parser.add_argument("name", metavar="NAME", help="as mdi list shows it")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
+    parser.add_argument(
+        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="where it is (%(default)s)"
+    )
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.checkpoint.folder import checkpoints_in
+
+    names = checkpoints_in(args.ckpt_folder)
+    if args.name not in names:
+        raise UsageError(f"there is no model {args.name!r}: {args.ckpt_folder} has {', '.join(names) or 'none'}")
+    folder = args.ckpt_folder / args.name
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link to {folder.resolve()}: remove the link yourself, the model stays there")
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise UsageError("nobody can be asked here: give --yes")
+        if input(f"remove {folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # others of the same organisation are there
+        folder.parent.rmdir()
+    print(f"{args.name} is removed")
+    return 0

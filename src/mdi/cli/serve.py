@@ -1,0 +1,181 @@
+"""Serve models to programs and people: OpenAI's API over a ring of nodes, for as many texts at once as you like.
+
+examples:
+  serve.py --ckpt checkpoints/org/model                                   on this machine alone
+  serve.py --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
+  serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
+      over the nodes of that file, for everybody in the network who has a key
+
+Programs that speak with OpenAI's API get http://127.0.0.1:8000/v1 as their base URL. Ctrl-C or SIGTERM ends the server when
+what it is writing has been written, or after 15 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mdi.config import ClusterConfig
+    from mdi.serve.process import ApiProcess
+    from mdi.serve.settings import ServeSettings
+
+CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
+
+logger = logging.getLogger("mdi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import add_common_flags
+    from mdi.cli.access import add_access_flags
+    from mdi.cli.flags import add_model_flags, add_placement_flags, add_wire_flags
+    from mdi.cli.serve_flags import add_serve_flags
+
+    add_model_flags(parser)
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="a ring of N processes on this machine")
+    nodes.add_argument("--nodes-config", type=Path, metavar="FILE", help="the ring of these nodes")
+    nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each, starter first")
+    add_access_flags(nodes)
+    nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    nodes.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
+    add_placement_flags(nodes)
+    nodes.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
+    add_wire_flags(nodes)
+    add_serve_flags(parser)
+    parser.set_defaults(prompt_style="none")
+    add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mdi.cli import default_ckpt_folder, ignore_interrupts
+    from mdi.cli.checks import check_computing, check_model
+    from mdi.cli.serve_flags import serve_settings
+    from mdi.cli.starter import starter_options
+    from mdi.errors import UsageError
+
+    check_computing(args)
+    if args.nodes is not None and args.nodes_config is not None:
+        raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
+    if args.ckpt is None:
+        raise UsageError("give the model: --ckpt DIRECTORY")
+    settings = serve_settings(args)
+    check_model(args, args.nodes or 1)
+    starter_options(args)
+
+    from mdi.serve.process import ApiProcess
+
+    api = ApiProcess(settings, default_ckpt_folder(), args.ckpt)
+    try:
+        logger.info("%s answers as soon as the model is loaded", api.url)
+        _serve(args, api, settings)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ignore_interrupts()
+        api.close()
+    return 0
+
+
+def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -> None:
+    """Until the API process ends, or an interrupt that has been obeyed."""
+    from mdi.cli import default_ckpt_folder, ignore_interrupts
+    from mdi.cli.starter import starter_options, tell_loading
+    from mdi.serve.catalog import Catalog
+
+    tell_loading()
+    from mdi.serve.backend import Backend
+    from mdi.serve.host import ModelHost
+    from mdi.serve.questions import handlers
+    from mdi.serve.snapshot import snapshot
+
+    with _nodes(args) as nodes:
+        host = ModelHost(
+            nodes.cluster, nodes.check, starter_options(args), Catalog(default_ckpt_folder(), args.ckpt),
+            args.sequence_length or CONTEXT_LIMIT, api.lines,
+        )  # fmt: skip
+        backend = Backend(api.lines, host, handlers(host), lambda: snapshot(host))
+        if args.open:
+            webbrowser.open(api.url)
+        try:
+            host.run()
+        except KeyboardInterrupt:
+            ignore_interrupts()
+            logger.info("no more requests are taken; those under way are finished")
+            api.drain()
+        finally:
+            ignore_interrupts()
+            host.close()
+            backend.close()
+
+
+class _Nodes:
+    """The nodes of a ring that others keep, or of this process alone."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def cluster(self) -> ClusterConfig:
+        from mdi.cli.access import with_keys
+        from mdi.cli.starter import chosen_cores
+        from mdi.config import load_cluster, standalone
+        from mdi.machine.device import set_threads
+        from mdi.machine.neighbours import threads_beside
+
+        args = self._args
+        cluster = with_keys(args, load_cluster(args.nodes_config) if args.nodes_config else standalone())
+        cores = chosen_cores(args.cores, cluster.starter)
+        set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
+        return cluster
+
+    def check(self) -> None:
+        pass
+
+
+class _OwnNodes(_Nodes):
+    """A ring of processes on this machine, made anew when one of them has ended."""
+
+    def __init__(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        super().__init__(args)
+        self._stack = stack
+        self._ring: Any = None
+
+    def cluster(self) -> ClusterConfig:
+        from mdi.config import parse_bytes
+        from mdi.errors import NodeLostError
+        from mdi.machine.device import set_threads
+        from mdi.node.local import LocalRing
+
+        args = self._args
+        try:
+            self.check()
+        except NodeLostError:
+            self._stack.close()
+            self._ring = None
+        if self._ring is None:
+            kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
+            ring = LocalRing(args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, None, kv_memory)
+            self._ring = self._stack.enter_context(ring)
+            set_threads(self._ring.threads_of_starter, None, ())
+        cluster: ClusterConfig = self._ring.cluster
+        return cluster
+
+    def check(self) -> None:
+        if self._ring is not None:
+            self._ring.check()
+
+
+@contextlib.contextmanager
+def _nodes(args: argparse.Namespace) -> Iterator[_Nodes]:
+    if args.nodes is None:
+        yield _Nodes(args)
+        return
+    if args.placement is None and args.devices is None:
+        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
+    with contextlib.ExitStack() as stack:
+        yield _OwnNodes(args, stack)

@@ -1,0 +1,46 @@
+"""What a scheduler says: which rows go into a frame, and what became of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PlannedSlice:
+    """Rows of one sequence that go into a frame; see net.wire.Slice. `life` is that of the sequence."""
+
+    seq_id: int
+    start: int
+    n_rows: int
+    n_logits: int
+    ids: tuple[int, ...]
+    life: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One frame to be sent: its number, its slices, the sequences whose caches are to be freed before, and then those that
+    begin with a copy of another one's (sequence, new sequence)."""
+
+    number: int
+    slices: tuple[PlannedSlice, ...]
+    freed: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a sequence: its text has grown, it has ended, or both.
+
+    Attributes:
+        tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
+        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or what it was ended with.
+        time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
+        logprobs: of each token, if its sequence wants them: its own, and those of the best tokens.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    time_s: float = field(default=0.0, compare=False)
+    logprobs: tuple[tuple[float, list[tuple[int, float]]], ...] = ()

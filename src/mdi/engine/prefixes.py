@@ -1,0 +1,121 @@
+"""Caches of sequences that have ended: a new one that begins with the same tokens goes on from a copy of them.
+
+Pure: which caches there are, which fits best, and which to give up. Pages are shared and not copied (kernels.pages), so that
+what is kept costs nothing but the memory that nobody wants at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdi.engine.cache_memory import CacheMemory
+from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The caches of a sequence that has ended.
+
+    Attributes:
+        ids: whose rows they hold.
+        owner: only sequences of the same one may go on from them.
+        n_bytes: on each node.
+    """
+
+    seq_id: int
+    owner: str
+    ids: tuple[int, ...]
+    n_bytes: tuple[int, ...]
+
+
+class Prefixes:
+    """All that are kept, the one used longest ago first.
+
+    Args:
+        memory: of the ring that has them; says which windows there are.
+    """
+
+    def __init__(self, memory: CacheMemory) -> None:
+        windows = [c.window for node in memory.nodes for c in node.classes if c.window is not None]
+        self._window = min(windows, default=None)
+        self._kept: dict[int, Kept] = {}
+        self._by_pages: dict[
+            tuple[str, int], list[int]
+        ] = {}  # (owner, hash of the first pages' ids) -> those that begin so
+        self.total = [0] * len(memory.nodes)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, kept: Kept) -> list[int]:
+        """Keep one more; those that it makes needless, which are its own beginnings."""
+        needless = [
+            other
+            for key in _page_keys(kept.owner, kept.ids)
+            for other in self._by_pages.get(key, ())
+            if (ids := self._kept[other].ids) == kept.ids[: len(ids)]
+        ]
+        gone = list(dict.fromkeys(needless))
+        for seq_id in gone:
+            self.drop(seq_id)
+        self._kept[kept.seq_id] = kept
+        for key in _page_keys(kept.owner, kept.ids):
+            self._by_pages.setdefault(key, []).append(kept.seq_id)
+        self._count(kept, 1)
+        return gone
+
+    def find(self, owner: str, ids: Sequence[int]) -> tuple[int, int] | None:
+        """Whose caches to go on from, and after how many tokens; None if none help.
+
+        The last token is never among them: its row gives the first new one.
+        """
+        candidates: list[int] = []
+        for key in _page_keys(owner, ids):
+            if not (found := self._by_pages.get(key)):
+                break
+            candidates = found
+        best: tuple[int, int] | None = None
+        for seq_id in candidates:
+            n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
+            if n >= PAGE and (best is None or n > best[1]) and self._can_be_cut(len(self._kept[seq_id].ids), n):
+                best = seq_id, n
+        if best is not None:  # used just now
+            self._kept[best[0]] = self._kept.pop(best[0])
+        return best
+
+    def drop(self, seq_id: int) -> None:
+        kept = self._kept.pop(seq_id)
+        for key in _page_keys(kept.owner, kept.ids):
+            self._by_pages[key].remove(seq_id)
+            if not self._by_pages[key]:
+                del self._by_pages[key]
+        self._count(kept, -1)
+
+    def drop_oldest(self) -> int:
+        """Give up the one that was used longest ago; which it was."""
+        seq_id = next(iter(self._kept))
+        self.drop(seq_id)
+        return seq_id
+
+    def _can_be_cut(self, length: int, n: int) -> bool:
+        """Whether blocks with a window still have what the row after `n` tokens sees."""
+        return self._window is None or length <= self._window or n >= length - WINDOW_SLACK
+
+    def _count(self, kept: Kept, sign: int) -> None:
+        for node, n_bytes in enumerate(kept.n_bytes):
+            self.total[node] += sign * n_bytes
+
+
+def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """For each whole page, what stands for the ids up to its end; equal keys are looked at before they are believed."""
+    keys, chain = [], 0
+    for end in range(PAGE, len(ids) + 1, PAGE):
+        chain = hash((chain, *ids[end - PAGE : end]))
+        keys.append((owner, chain))
+    return keys
+
+
+def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

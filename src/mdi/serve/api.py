@@ -1,0 +1,99 @@
+"""The API process: HTTP, JSON, text and slow clients, away from the interpreter that feeds the ring.
+
+Started by `mdi.serve.process` as `python -m mdi.serve.api`, with two sockets that it inherits: the one that it listens on,
+and the one to the engine process. What it is to do stands in its stdin. It ends when the engine process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mdi.serve.app import make_app
+from mdi.serve.catalog import Catalog
+from mdi.serve.client import EngineClient
+from mdi.serve.service import Service
+from mdi.serve.settings import DRAIN_S, ServeSettings
+from mdi.terminal import LineFormatter
+
+SILENCE_S = 60.0  # a connection on which no request has begun by then is closed
+BACKLOG = 2048
+
+logger = logging.getLogger("mdi")
+
+
+class Protocol(H11Protocol):
+    """Closes connections that say nothing: uvicorn waits for a first request for ever."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._silence = self.loop.call_later(SILENCE_S, self._close_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._silence.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+def main() -> None:
+    values = json.load(sys.stdin)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    allow_many_connections()
+    settings = ServeSettings.from_json(values["settings"])
+    catalog = Catalog(Path(values["home"]), Path(values["first"]))
+    listener, engine = (socket.socket(fileno=number) for number in (values["listener"], values["engine"]))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(settings, catalog, listener, engine))
+
+
+async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.socket, engine: socket.socket) -> None:
+    """Answer requests until the engine is gone, or says that it is time to end."""
+
+    def drain() -> None:
+        service.is_draining = True
+        server.should_exit = True
+
+    client = EngineClient(drain)
+    service = Service(settings, client, catalog)
+    config = uvicorn.Config(
+        make_app(service), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=int(DRAIN_S), timeout_keep_alive=75,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=64 << 10,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    talking = asyncio.create_task(client.run(engine))
+    talking.add_done_callback(lambda _: drain())
+    idle = asyncio.create_task(service.unload_when_idle())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in (idle, talking):
+            task.cancel()
+        await asyncio.gather(idle, talking, return_exceptions=True)
+
+
+def allow_many_connections() -> None:
+    """As many open files as this process may have at all."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+if __name__ == "__main__":
+    main()

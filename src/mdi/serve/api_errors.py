@@ -1,0 +1,57 @@
+"""Errors as clients of OpenAI's API expect them: an HTTP status, and an object that says what and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mdi.errors import MdiError
+
+# status -> what OpenAI calls such errors
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(MdiError):
+    """A request that gets no answer, or no more of it.
+
+    Attributes:
+        status: of HTTP.
+        param: the field of the request that is wrong, if it is one.
+        headers: to be sent with it.
+        details: further fields of the error object.
+    """
+
+    code = "api"
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None,
+        headers: Mapping[str, str] | None = None, details: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code or ""
+        self.headers = dict(headers or {})
+        self.details = dict(details or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": str(self), "type": TYPES.get(self.status, "server_error"), "param": self.param}
+        return {"error": {**error, "code": self.code or None, **self.details}}
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """A field that cannot be used."""
+    return ApiError(400, f"{param}: {message}", "invalid_value", param)

@@ -1,0 +1,135 @@
+"""What the API process asks of the engine process, taken in a thread of its own.
+
+Messages from the API process, by "do":
+    generate   id, model, ids, sampling, owner, grammar: answered by "events", the last of which has a reason, or by "refused"
+    cancel     id
+    load       model; unload: done by the main thread (`mdi.serve.host`), told by "status" and "model"
+    ask        id, what, args: answered by "answer"
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mdi.errors import EngineError, MdiError, UsageError, WireError
+from mdi.serve.host import ModelHost
+from mdi.serve.lines import Lines
+
+STATE_S = 1.0  # between two looks at the ring
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+logger = logging.getLogger("mdi")
+
+
+class Backend:
+    """Serves one API process until it has gone.
+
+    Args:
+        snapshot: what the ring is now, see `mdi.serve.snapshot`.
+
+    Attributes:
+        handlers: what can be asked, see `mdi.serve.questions`.
+    """
+
+    def __init__(
+        self, lines: Lines, host: ModelHost, handlers: dict[str, Handler], snapshot: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._lines = lines
+        self._host = host
+        self.handlers = handlers
+        self._snapshot = snapshot
+        self._forms = ThreadPoolExecutor(
+            1, "serve-grammar"
+        )  # a large schema takes long, and nobody else is to wait for it
+        self._forming: set[int] = set()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._read, name="serve-read", daemon=True),
+            threading.Thread(target=self._tell_state, name="serve-state", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._lines.close()
+        self._forms.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _read(self) -> None:
+        try:
+            for message in self._lines:
+                self._take(message)
+        except WireError as e:
+            logger.error("the API process says what cannot be: %s", e)
+        finally:
+            self._host.leave()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        what = message.get("do")
+        if what == "generate" and message["grammar"] is not None:
+            self._forming.add(message["id"])
+            self._forms.submit(self._generate, message)
+        elif what == "generate":
+            self._generate(message)
+        elif what == "cancel":
+            self._forming.discard(message["id"])
+            self._host.cancel(message["id"])
+        elif what == "load":
+            self._host.ask_for(message["model"])
+        elif what == "unload":
+            self._host.ask_for(None)
+        elif what == "ask":
+            threading.Thread(target=self._answer, args=(message,), name="serve-ask", daemon=True).start()
+
+    def _generate(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        try:
+            constraint = None
+            if message["grammar"] is not None:
+                constraint = self._host.constraint(message["model"], message["grammar"])
+                if number not in self._forming:
+                    return  # cancelled meanwhile
+                self._forming.discard(number)
+            self._host.submit(
+                message["model"], number, message["ids"], message["sampling"], message["owner"], constraint
+            )
+        except UsageError as e:
+            self._refuse(number, 400, str(e), "invalid_request")
+        except EngineError as e:
+            self._refuse(number, 503, str(e), "engine_ended")
+        except Exception as e:
+            logger.exception("a text could not be begun")
+            self._refuse(number, 500, f"{type(e).__name__}: {e}", "internal")
+
+    def _refuse(self, number: int, status: int, message: str, code: str) -> None:
+        self._lines.send({"is": "refused", "id": number, "status": status, "message": message, "code": code})
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        told: dict[str, Any] = {"is": "answer", "id": message["id"]}
+        handler = self.handlers.get(message["what"])
+        try:
+            if handler is None:
+                raise UsageError(f"nobody here knows {message['what']!r}")
+            told["result"] = handler(message["args"])
+        except MdiError as e:
+            told["error"] = str(e)
+        except Exception as e:
+            logger.exception("a question could not be answered")
+            told["error"] = f"{type(e).__name__}: {e}"
+        self._lines.send(told)
+
+    def _tell_state(self) -> None:
+        while not self._over.wait(STATE_S):
+            try:
+                told = self._snapshot()
+            except Exception:
+                logger.debug("no snapshot", exc_info=True)
+                continue
+            self._lines.send({"is": "ring", "ring": told})

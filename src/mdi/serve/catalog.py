@@ -1,0 +1,46 @@
+"""Models by name: what is prepared in the checkpoints folder, and the one that the server was started with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mdi.checkpoint.folder import checkpoints_in
+
+LOOK_S = 2.0  # a list of that age is still good
+
+
+class Catalog:
+    """Args:
+    home: the checkpoints folder.
+    first: the folder that the server was started with, which may lie elsewhere.
+    """
+
+    def __init__(self, home: Path, first: Path) -> None:
+        self._home = home
+        self._first = first
+        self._found: dict[str, Path] = {}
+        self._looked = -LOOK_S
+        self.first_name = next((n for n, path in self._look().items() if _is_same(path, first)), first.absolute().name)
+
+    def folders(self) -> dict[str, Path]:
+        """Folder by name, that of the start first, the others by name."""
+        if time.monotonic() - self._looked > LOOK_S:
+            found = self._look()
+            found.pop(self.first_name, None)
+            self._found = {self.first_name: self._first, **found}
+            self._looked = time.monotonic()
+        return self._found
+
+    def names(self) -> list[str]:
+        return list(self.folders())
+
+    def _look(self) -> dict[str, Path]:
+        return {name: self._home / name for name in sorted(checkpoints_in(self._home))}
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False

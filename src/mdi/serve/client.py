@@ -1,0 +1,220 @@
+"""The engine process as the API process sees it: texts that are generated there, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mdi.errors import WireError
+from mdi.serve.api_errors import ApiError
+from mdi.serve.lines import LIMIT_BYTES, packed, unpacked
+
+STARTING = {"state": "loading", "model": "", "text": "starting", "done": 0.0, "load": 0}
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """New tokens of one text; the last one has a reason.
+
+    Attributes:
+        logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
+    """
+
+    tokens: list[int]
+    finish_reason: str | None
+    logprobs: list[Any] | None
+
+
+class Texts:
+    """Texts that the engine continues together. As a context manager it cancels those that have not ended when it is left."""
+
+    def __init__(self, tell: Callable[[Mapping[str, Any]], None], forget: Callable[[int], None]) -> None:
+        self.events: asyncio.Queue[tuple[int, TextEvent | ApiError]] = asyncio.Queue()
+        self._tell = tell
+        self._forget = forget
+        self._live: dict[int, int] = {}  # number at the engine -> index here
+
+    def add(self, number: int, index: int) -> None:
+        self._live[number] = index
+
+    def take(self, number: int, event: TextEvent | ApiError) -> None:
+        """Of the client: what came for one of them."""
+        index = self._live[number]
+        if isinstance(event, ApiError) or event.finish_reason is not None:
+            self._drop(number)
+        self.events.put_nowait((index, event))
+
+    def cancel(self, index: int | None = None) -> None:
+        """The engine frees one of them, or all; nothing more comes of it."""
+        for number in [number for number, own in self._live.items() if index in (None, own)]:
+            self._drop(number)
+            with contextlib.suppress(ApiError):  # the engine has gone
+                self._tell({"do": "cancel", "id": number})
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TextEvent]]:
+        """Index and event, until all have ended. Raises ApiError."""
+        while self._live or not self.events.empty():
+            index, event = await self.events.get()
+            if isinstance(event, ApiError):
+                raise event
+            yield index, event
+
+    def _drop(self, number: int) -> None:
+        del self._live[number]
+        self._forget(number)
+
+    def __enter__(self) -> Texts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+@dataclass
+class EngineState:
+    """What the engine process says of itself.
+
+    Attributes:
+        status: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0 to
+            1, "load": which attempt to load a model it is about}
+        model: what is to be known of the loaded model to read and write its texts; {} before.
+        ring: the latest `mdi.serve.snapshot`.
+        n_waiting: texts for which the nodes' caches have no memory yet.
+    """
+
+    status: dict[str, Any] = field(default_factory=lambda: dict(STARTING))
+    model: dict[str, Any] = field(default_factory=dict)
+    ring: dict[str, Any] = field(default_factory=dict)
+    n_waiting: int = 0
+
+
+class EngineClient:
+    """Speaks with the engine process. Belongs to one event loop.
+
+    Attributes:
+        changed: notified when status or model are other ones.
+        on_memory: called when more or fewer texts wait for memory in the engine.
+    """
+
+    def __init__(self, on_drain: Callable[[], None]) -> None:
+        self.state = EngineState()
+        self.changed = asyncio.Condition()
+        self.is_gone = False
+        self.on_memory: Callable[[], None] = lambda: None
+        self._on_drain = on_drain
+        self._numbers = itertools.count()
+        self._live: dict[int, Texts] = {}
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.state.status
+
+    @property
+    def ring(self) -> dict[str, Any]:
+        return self.state.ring
+
+    @property
+    def n_live(self) -> int:
+        return len(self._live)
+
+    async def run(self, sock: socket.socket) -> None:
+        """Take what the engine says until it is gone; then everybody who waits gets an error."""
+        reader, self._writer = await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES)
+        try:
+            while line := await reader.readline():
+                await self._take(unpacked(line))
+        except (WireError, OSError, ValueError) as e:
+            logger.error("the connection to the engine is lost: %s", e)
+        finally:
+            self.is_gone = True
+            error = ApiError(503, "the engine has ended", "engine_ended")
+            for number, texts in list(self._live.items()):
+                texts.take(number, error)
+            for question in self._questions.values():
+                if not question.done():
+                    question.set_exception(error)
+            self._writer.close()
+            await self._notify()
+
+    def generate(self, requests: Sequence[Mapping[str, Any]]) -> Texts:
+        """Have texts continued, see `mdi.serve.backend`. Raises ApiError if the engine is gone."""
+        texts = Texts(self.tell, self._forget)
+        for index, request in enumerate(requests):
+            number = next(self._numbers)
+            self.tell({**request, "do": "generate", "id": number})
+            texts.add(number, index)
+            self._live[number] = texts
+        return texts
+
+    async def ask(self, what: str, args: Mapping[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+        """One question to the engine process (`mdi.serve.questions`). Raises ApiError."""
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.tell({"do": "ask", "id": number, "what": what, "args": args})
+            return await asyncio.wait_for(answer, timeout_s)
+        except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+            raise ApiError(504, f"{what} took longer than {timeout_s:g} s", "timeout") from None
+        finally:
+            del self._questions[number]
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Raises ApiError if the engine is gone."""
+        if self._writer is None or self.is_gone:
+            raise ApiError(503, "the engine has ended", "engine_ended")
+        self._writer.write(packed(message))
+
+    def _forget(self, number: int) -> None:
+        self._live.pop(number, None)
+
+    async def wait_for_change(self) -> None:
+        """Return when the status is another one."""
+        async with self.changed:
+            await self.changed.wait()
+
+    async def _take(self, message: dict[str, Any]) -> None:
+        what = message.get("is")
+        if what == "events":
+            for number, tokens, reason, logprobs in message["events"]:
+                self._hand_on(number, TextEvent(tokens, reason, logprobs))
+            if message["waiting"] != self.state.n_waiting:
+                self.state.n_waiting = message["waiting"]
+                self.on_memory()
+        elif what == "refused":
+            self._hand_on(message["id"], ApiError(message["status"], message["message"], message["code"]))
+        elif what == "ring":
+            self.state.ring = message["ring"]
+        elif what == "answer":
+            self._answer(message)
+        elif what == "drain":
+            self._on_drain()
+        elif what in ("status", "model"):
+            setattr(self.state, str(what), message[what])
+            await self._notify()
+
+    def _hand_on(self, number: int, event: TextEvent | ApiError) -> None:
+        if (texts := self._live.get(number)) is not None:  # else it was cancelled
+            texts.take(number, event)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        question = self._questions.get(message["id"])
+        if question is None or question.done():
+            return
+        if message.get("error") is None:
+            question.set_result(message["result"])
+        else:
+            question.set_exception(ApiError(500, message["error"], "engine"))
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()

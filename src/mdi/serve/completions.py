@@ -1,0 +1,99 @@
+"""/v1/completions: texts that go on from a prompt as it is, without any prompt style."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mdi.serve import sse
+from mdi.serve.api_errors import invalid
+from mdi.serve.endpoint import Job
+from mdi.serve.exchange import Exchange
+from mdi.serve.logprobs import TextLogprobs
+from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
+from mdi.serve.service import LoadedModel, Service
+from mdi.serve.texts import Usage, check_prompt, write_texts
+
+DEFAULT_TOKENS = 16  # as OpenAI has it
+
+
+class Completion(Job):
+    def __init__(self, body: Any) -> None:
+        fields = Fields(body)
+        n_logprobs = fields.integer("logprobs", None, 0, MOST_TOP_LOGPROBS)
+        self.fields = common_fields(fields, DEFAULT_TOKENS, n_logprobs)
+        self.prompts = _prompts(fields.raw("prompt"))
+        self.is_echoed = fields.flag("echo")
+        self.n_texts = len(self.prompts) * self.fields.n
+        if self.n_texts > MOST_CHOICES:
+            raise invalid("n", f"at most {MOST_CHOICES} texts in one request")
+        if self.is_echoed and n_logprobs is not None:
+            raise invalid("echo", "together with logprobs it is not supported")
+        if fields.raw("suffix"):
+            raise invalid("suffix", "it is not supported")
+
+    async def run(self, service: Service, model: LoadedModel, exchange: Exchange) -> None:
+        prompts = [model.codec.encode(p) if isinstance(p, str) else p for p in self.prompts]
+        for prompt in prompts:
+            check_prompt(model, prompt, "prompt")
+        usage = Usage(sum(map(len, prompts)))
+        base = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        fields = self.fields
+        texts = [self._echo(model, prompts[i // fields.n]) for i in range(self.n_texts)]
+        logprobs = [TextLogprobs(model.codec) for _ in texts]
+        reasons: list[str | None] = [None] * len(texts)
+        if fields.is_streamed:
+            for index, text in enumerate(texts):
+                if text:
+                    await exchange.push(sse.event({**base, "choices": [_choice(index, text, None, None)]}))
+        async for piece in write_texts(service, model, exchange.key, prompts, fields, continues=True):
+            usage.n_completion += len(piece.tokens)
+            i = piece.index
+            shown = logprobs[i].take(piece) if fields.n_logprobs is not None else None
+            if not fields.is_streamed:
+                texts[i] += piece.text
+                reasons[i] = piece.finish_reason
+            elif piece.text or piece.finish_reason or shown:
+                await exchange.push(
+                    sse.event({**base, "choices": [_choice(i, piece.text, shown, piece.finish_reason)]})
+                )
+        if fields.is_streamed:
+            if fields.with_usage:
+                await exchange.push(sse.event({**base, "choices": [], "usage": usage.to_json()}))
+            await exchange.end()
+            return
+        alls = [own.all if fields.n_logprobs is not None else None for own in logprobs]
+        choices = [_choice(i, text, alls[i], reasons[i]) for i, text in enumerate(texts)]
+        await exchange.answer({**base, "choices": choices, "usage": usage.to_json()})
+
+    def _echo(self, model: LoadedModel, prompt: Sequence[int]) -> str:
+        return model.codec.decode(prompt) if self.is_echoed else ""
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids."""
+    if isinstance(given, str):
+        return [checked_text("prompt", given)]
+    if isinstance(given, list) and given:
+        if all(isinstance(one, str) for one in given):
+            return [checked_text("prompt", one) for one in given]
+        if _are_ids(given):
+            return [given]
+        if all(isinstance(one, list) and _are_ids(one) for one in given):
+            return list(given)
+    raise invalid("prompt", "expected a text, a list of texts, or token ids")
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 31 for value in values)

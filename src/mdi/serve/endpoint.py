@@ -1,0 +1,74 @@
+"""What all endpoints have in common: a request's body, its turn, its deadline, and what the client is told if it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from mdi.serve.api_errors import ApiError
+from mdi.serve.exchange import ClientGone, Exchange
+from mdi.serve.parameters import CommonFields
+from mdi.serve.service import LoadedModel, Service
+
+logger = logging.getLogger("mdi")
+
+
+class Job:
+    """A request that was understood: what is to be generated, and how it is answered. See completions.py and chat.py.
+
+    Attributes:
+        fields: what it has in common with others.
+        n_texts: that it asks for.
+    """
+
+    fields: CommonFields
+    n_texts: int
+
+    async def run(self, service: Service, model: LoadedModel, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
+class Endpoint:
+    """An ASGI application that answers one path.
+
+    Args:
+        parse: makes a Job of the body. Raises ApiError.
+    """
+
+    def __init__(self, service: Service, parse: Callable[[Any], Job]) -> None:
+        self._service = service
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            job = self._parse(await exchange.body())
+            await exchange.beside_client(self._limited(job, exchange))
+        except ClientGone:
+            return
+        except ApiError as e:
+            await exchange.fail(e)
+        except Exception:
+            logger.exception("a request failed")
+            await exchange.fail(ApiError(500, "the server failed; its log says more", "internal"))
+
+    def _limited(self, job: Job, exchange: Exchange) -> Coroutine[Any, Any, None]:
+        work = self._run(job, exchange)
+        return work if job.fields.deadline_s is None else _within(work, job.fields.deadline_s)
+
+    async def _run(self, job: Job, exchange: Exchange) -> None:
+        service, key = self._service, exchange.key
+        owner, priority = ("", 0) if key is None else (key.name, key.priority)
+        async with service.using(job.fields.model) as model, service.admission.entered(owner, priority, job.n_texts):
+            await job.run(service, model, exchange)
+
+
+async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:
+    try:
+        await asyncio.wait_for(work, deadline_s)
+    except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+        raise ApiError(504, f"it was not done within {deadline_s:g} s", "deadline") from None

@@ -1,0 +1,120 @@
+"""One HTTP exchange: a body that must come whole and in time, an answer at once or as a stream, a client that may go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from mdi.serve import sse
+from mdi.serve.api_errors import ApiError
+from mdi.serve.settings import ApiKey
+
+BODY_LIMIT_BYTES = 16 << 20
+BODY_S = 30.0
+
+logger = logging.getLogger("mdi")
+
+
+class Exchange:
+    """Belongs to one request."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.is_streaming = False
+
+    @property
+    def key(self) -> ApiKey | None:
+        """Whose request it is; see `mdi.serve.guard`."""
+        found: ApiKey | None = self.scope.get("mdi.key")
+        return found
+
+    async def body(self) -> Any:
+        """What the client sent, as JSON. Raises ApiError."""
+        try:
+            data = await asyncio.wait_for(self._read(), BODY_S)
+        except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+            raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", "timeout") from None
+        try:
+            return json.loads(data, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as e:
+            reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+            raise ApiError(400, f"the body is no JSON: {reason}"[:200], "invalid_json") from None
+
+    async def _read(self) -> bytes:
+        data = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            data += message.get("body", b"")
+            if len(data) > BODY_LIMIT_BYTES:
+                raise ApiError(413, f"the body has more than {BODY_LIMIT_BYTES >> 20} MB", "body_too_large")
+            if not message.get("more_body", False):
+                return bytes(data)
+
+    async def beside_client(self, work: Awaitable[None]) -> None:
+        """Do `work` until it is done or the client has gone away, which cancels it."""
+        working = asyncio.ensure_future(work)
+        going = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            for task in (working, going):
+                task.cancel()
+            await asyncio.gather(working, going, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self, body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The whole answer."""
+        data = json.dumps(body, separators=(",", ":")).encode()
+        all_headers = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+        await self._start(status, all_headers)
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def push(self, data: bytes) -> None:
+        """The next part of a stream, which begins with the first."""
+        if not self.is_streaming:
+            self.is_streaming = True
+            await self._start(200, sse.HEADERS)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """The end of a stream."""
+        await self._send({"type": "http.response.body", "body": sse.DONE})
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell the client what went wrong, in a form that fits what it has already."""
+        with contextlib.suppress(OSError):
+            if self.is_streaming:
+                await self.push(sse.event(error.body))
+                await self.end()
+            else:
+                close = {"connection": "close"} if error.status in (408, 413) else {}
+                await self.answer(error.body, error.status, {**error.headers, **close})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+class ClientGone(Exception):
+    """The client went away before it had said what it wanted."""
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,81 @@
+"""Answers of a given form: which tokens may come next so that a text comes to match a JSON schema. llguidance knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mdi.errors import EngineError, UsageError
+
+SCHEMA_LIMIT = 1 << 18  # characters
+
+
+class GrammarSource:
+    """Makes constraints for the texts of one model.
+
+    Args:
+        directory: of its tokenizer.
+        eos_ids: tokens that end a text.
+        n_vocabulary: ids that the model knows; there may be more than the tokenizer has.
+
+    Raises:
+        UsageError: the tokenizer has a form that llguidance does not read, or llguidance is not installed.
+    """
+
+    def __init__(self, directory: Path, eos_ids: Iterable[int], n_vocabulary: int) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError("answers of a given form need a model with a tokenizer.json")
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise UsageError("answers of a given form need the library llguidance: pip install llguidance") from None
+        self._n_vocabulary = n_vocabulary
+        self._eos_ids = sorted(eos_ids)
+        eos = self._eos_ids[0] if self._eos_ids else None
+        self._llguidance = llguidance
+        self._tokenizer = llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=n_vocabulary, eos_token=eos)
+
+    def constraint(self, wanted: Mapping[str, Any]) -> Grammar:
+        """Of one text. Raises UsageError if the schema cannot be used."""
+        schema = json.dumps(wanted["schema"])
+        if len(schema) > SCHEMA_LIMIT:
+            raise UsageError(f"the JSON schema has more than {SCHEMA_LIMIT} characters")
+        matcher = self._llguidance.LLMatcher
+        try:
+            grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        except ValueError as e:
+            raise UsageError(f"the JSON schema cannot be used: {' '.join(str(e).split())[:200]}") from None
+        made = matcher(self._tokenizer, grammar, log_level=0)
+        if made.is_error():
+            raise UsageError(f"the JSON schema cannot be used: {' '.join(made.get_error().split())[:200]}")
+        return Grammar(made, self._eos_ids, self._n_vocabulary)
+
+
+class Grammar:
+    """A `mdi.engine.requests.Constraint`."""
+
+    def __init__(self, matcher: Any, eos_ids: list[int], n_vocabulary: int) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._n_vocabulary = n_vocabulary
+
+    def allowed(self) -> torch.Tensor:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.zeros(self._n_vocabulary, dtype=bool)
+        known = np.unpackbits(bits, bitorder="little")[: self._n_vocabulary].astype(bool)
+        allowed[: len(known)] = known
+        allowed[self._eos_ids] = self._matcher.is_accepting()
+        if self._matcher.is_error() or not allowed.any():
+            raise EngineError(f"no token may follow: {self._matcher.get_error() or 'the grammar is at its end'}")
+        return torch.from_numpy(allowed)
+
+    def take(self, token: int) -> bool:
+        if not self._matcher.consume_token(token):
+            raise EngineError(f"a token does not match: {self._matcher.get_error()}")
+        return bool(self._matcher.is_stopped())

@@ -1,0 +1,135 @@
+"""The texts of one request: from prompts to pieces of text, whatever the endpoint makes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mdi.engine.seeds import seed_of
+from mdi.serve.api_errors import ApiError, invalid
+from mdi.serve.client import TextEvent
+from mdi.serve.parameters import CommonFields
+from mdi.serve.service import LoadedModel, Service
+from mdi.serve.settings import ApiKey
+from mdi.serve.tokenizer import AnswerText
+
+# What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new in one text.
+
+    Attributes:
+        index: of the text in the request: prompts one after the other, the choices of a prompt beside each other.
+        tokens: new ones, those that are no text among them.
+        logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
+        finish_reason: set in the last one.
+    """
+
+    index: int
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+
+
+def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
+    """Raises ApiError if the model cannot go on from it."""
+    if not ids:
+        raise invalid(param, "it has no token")
+    if len(ids) >= model.context:
+        raise ApiError(
+            400, f"{param}: it has {len(ids)} tokens, and this model's texts may have {model.context} in all",
+            "context_length_exceeded", param,
+        )  # fmt: skip
+    if min(ids) < 0 or max(ids) >= model.n_vocabulary:
+        raise invalid(param, f"token ids are from 0 to {model.n_vocabulary - 1}")
+
+
+async def write_texts(
+    service: Service, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
+    continues: bool, stop: tuple[str, ...] = (),
+) -> AsyncIterator[Piece]:  # fmt: skip
+    """Pieces of the `fields.n` texts of each prompt, as they come. Left early, those that go on are freed on all nodes.
+
+    Args:
+        continues: whether the text goes on from the prompt's.
+        stop: further stop strings.
+
+    Raises:
+        ApiError: the engine could not go on.
+    """
+    owner = "" if key is None else key.name
+    requests = [
+        _request(model, owner, prompt, fields, index)
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(fields.n))
+    ]
+    answers = [AnswerText(model.codec, (*fields.stop, *stop), continues) for _ in requests]
+    begin = time.monotonic()
+    last = [begin] * len(requests)
+    unfinished = set(range(len(requests)))
+    for prompt in prompts:
+        for observer in service.observe:
+            observer.began(owner, model.name, len(prompt))
+    try:
+        with service.engine.generate(requests) as texts:
+            async for index, event in texts:
+                if index not in unfinished:
+                    continue  # what was computed beyond a stop string
+                now = time.monotonic()
+                for observer in service.observe:
+                    if event.tokens and last[index] == begin:
+                        observer.first_token(now - begin)
+                    elif event.tokens:
+                        observer.tokens(len(event.tokens), now - last[index])
+                last[index] = now
+                piece = _piece(index, event, answers[index])
+                if piece.finish_reason is not None:
+                    texts.cancel(index)
+                    unfinished.remove(index)
+                    for observer in service.observe:
+                        observer.ended(piece.finish_reason)
+                yield piece
+    finally:
+        for observer in service.observe:
+            for _ in unfinished:
+                observer.ended("cancelled")
+
+
+def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:
+    most = model.context - len(prompt)
+    sampling = {
+        **fields.sampling.values,
+        "n_tokens": most if fields.n_tokens is None else min(fields.n_tokens, most),
+        "seed": seed_of(fields.sampling.seed, index),
+    }
+    return {"model": model.name, "ids": list(prompt), "sampling": sampling, "owner": owner, "grammar": fields.grammar}
+
+
+def _piece(index: int, event: TextEvent, answer: AnswerText) -> Piece:
+    text = answer.push(event.tokens)
+    reason = event.finish_reason
+    if reason is not None:
+        if reason not in REASONS:
+            raise ApiError(500, "the nodes could not go on with this text", "engine_" + reason)
+        if not answer.is_stopped:
+            text += answer.flush()
+    if answer.is_stopped:
+        reason = "stop"
+    return Piece(index, text, event.tokens, event.logprobs, None if reason is None else REASONS[reason])
+
+
+@dataclass
+class Usage:
+    """Tokens of a request."""
+
+    n_prompt: int
+    n_completion: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        total = self.n_prompt + self.n_completion
+        return {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}

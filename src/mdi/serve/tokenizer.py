@@ -1,0 +1,110 @@
+"""The tokenizer of the loaded model in the API process, which has neither litgpt nor torch: what the engine process found out
+about it, and the library that reads its file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mdi.detokenize import Detokenizer, StopMatcher
+from mdi.text import TextCodec
+
+
+class _Ids(list[int]):
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+class FileTokenizer:
+    """What `TextCodec` wants of litgpt's Tokenizer, with the same ids.
+
+    Args:
+        facts: see TextCodec.facts.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.backend: str = facts["backend"]
+        self.bos_id: int | None = facts["bos_id"]
+        self.eos_id: int | None = facts["eos_id"]
+        self.use_bos: bool = facts["use_bos"]
+        directory = Path(facts["directory"])
+        self.processor: Any
+        if self.backend == "huggingface":
+            from tokenizers import Tokenizer
+
+            self.processor = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self.processor.no_truncation()
+            self.processor.no_padding()
+        else:
+            from sentencepiece import SentencePieceProcessor
+
+            self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+    def encode(self, text: str) -> _Ids:
+        found = self.processor.encode(text)
+        ids = list(found.ids if self.backend == "huggingface" else found)
+        if self.use_bos:
+            if ids[:1] != [self.bos_id]:
+                ids = [self.bos_id, *ids]
+        elif self.bos_id is not None and ids[:1] == [self.bos_id]:
+            ids = ids[1:]
+        if self.eos_id is not None and ids[-1:] == [self.eos_id]:
+            ids = ids[:-1]
+        return _Ids(ids)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
+        if self.backend == "huggingface":
+            ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
+            return ids
+        names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
+        if not names:
+            return list(self.processor.encode(text))
+        found: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text):
+            found += [names[part]] if part in names else self.processor.encode(part) if part else []
+        return found
+
+    def _control_ids(self) -> list[int]:
+        return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]
+
+    def name_of(self, token: int) -> str:
+        """A token as the vocabulary writes it; "" if there is none."""
+        find = self.processor.id_to_token if self.backend == "huggingface" else self.processor.id_to_piece
+        try:
+            return str(find(token) or "")
+        except (IndexError, OverflowError):
+            return ""
+
+
+class AnswerText:
+    """The text of one answer as its tokens come, up to a stop string.
+
+    Args:
+        continues: whether it goes on after other text.
+    """
+
+    def __init__(self, codec: TextCodec, stop: tuple[str, ...], continues: bool) -> None:
+        self._detokenizer = Detokenizer(codec, continues)
+        self._matcher = StopMatcher(stop)
+        self.is_stopped = False
+
+    def push(self, tokens: list[int]) -> str:
+        """Take the next tokens; what is now certain to be part of the text."""
+        text = ""
+        for token in tokens:
+            if self.is_stopped:
+                break
+            text += self._match(self._detokenizer.push([token]))
+        return text
+
+    def flush(self) -> str:
+        text = self._match(self._detokenizer.flush())
+        return text if self.is_stopped else text + self._matcher.flush()
+
+    def _match(self, text: str) -> str:
+        shown, self.is_stopped = self._matcher.push(text)
+        return shown

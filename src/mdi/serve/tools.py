@@ -1,0 +1,126 @@
+"""Tool calls: what a request says of its tools, how a model without a template for them is told, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.serve.api_errors import invalid
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+# How the beginning of an answer shows that it calls tools, in the families that there are.
+BEGINNINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>", "{", "[")
+_WRAPPED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|$)", re.DOTALL)
+
+INSTRUCTIONS = """\
+You can call these functions:
+{tools}
+To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a chat may call.
+
+    Attributes:
+        tools: as the request has them; () are none.
+        forced: names of which one must be called; () leaves that to the model.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    forced: tuple[str, ...] = ()
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """What an answer must look like that is to be a call."""
+        if not self.forced:
+            return None
+        calls = []
+        for tool in self.tools:
+            function = tool["function"]
+            if function["name"] in self.forced:
+                arguments = function.get("parameters") or {"type": "object"}
+                properties = {"name": {"const": function["name"]}, "arguments": arguments}
+                required = ["name", "arguments"]
+                calls.append(
+                    {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+                )
+        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+
+    @property
+    def instructions(self) -> str:
+        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+
+    def calls_in(self, text: str) -> list[dict[str, Any]]:
+        """The calls that an answer consists of, as OpenAI writes them; [] if it is none."""
+        names = {tool["function"]["name"] for tool in self.tools}
+        calls = []
+        for value in _objects(text.strip()):
+            name = value.get("name")
+            arguments = value.get("arguments", value.get("parameters", {}))
+            if name not in names or not isinstance(arguments, dict | str):
+                return []
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            calls.append({**call, "function": {"name": name, "arguments": written}})
+        return calls
+
+    def may_be_call(self, text: str) -> bool:
+        """Whether an answer that begins so may come to be a call, so that it is not to be shown yet."""
+        begun = text.lstrip()
+        return bool(self.tools) and any(begun.startswith(one[: len(begun)]) for one in BEGINNINGS)
+
+
+def parse_tools(given: Any, choice: Any) -> ToolUse:
+    """The fields `tools` and `tool_choice`. Raises ApiError."""
+    if given is None:
+        given = []
+    if not isinstance(given, list) or len(given) > MOST_TOOLS:
+        raise invalid("tools", f"expected a list of at most {MOST_TOOLS}")
+    names = []
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise invalid("tools", 'expected objects {"type": "function", "function": {...}}')
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise invalid("tools", "a function's name has 1 to 64 letters, digits, dots, dashes and underscores")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise invalid("tools", f"the parameters of {name} are no JSON schema")
+        names.append(name)
+    if choice in (None, "auto"):
+        return ToolUse(tuple(given))
+    if choice == "none":
+        return ToolUse()
+    if choice == "required" and names:
+        return ToolUse(tuple(given), tuple(names))
+    function = choice.get("function") if isinstance(choice, dict) else None
+    wanted = function.get("name") if isinstance(function, dict) else None
+    if wanted in names:
+        return ToolUse(tuple(given), (str(wanted),))
+    raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def _objects(text: str) -> Sequence[Mapping[str, Any]]:
+    """The JSON objects that a text consists of, whatever a model family writes around them; [] if it has other text."""
+    wrapped = _WRAPPED.findall(text)
+    if wrapped:
+        values = [_parsed(inner) for _, inner in wrapped]
+    else:
+        for beginning in ("[TOOL_CALLS]", "<|python_tag|>"):
+            text = text.removeprefix(beginning).strip()
+        value = _parsed(text)
+        values = value if isinstance(value, list) else [value]
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

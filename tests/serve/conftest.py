@@ -1,0 +1,90 @@
+"""One server for all tests here: the embedded model on two nodes of this machine, with two API keys."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NANO = ROOT / "assets" / "nano-llama"
+KEYS = ("alpha-secret", "beta-secret")
+DEADLINE_S = 120.0
+
+
+class Server:
+    """A server process, from its start to its end."""
+
+    def __init__(self, folder: Path, *flags: object) -> None:
+        from mdi.node.local import free_ports
+
+        (self.port,) = free_ports(1)
+        self.log = folder / "server.log"
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
+        command = [sys.executable, ROOT / "src" / "serve.py", "--ckpt", NANO, "--port", self.port, *flags]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen([str(part) for part in command], stderr=log, env=env)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and JSON of one request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        try:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, {"authorization": f"Bearer {KEYS[0]}", **(headers or {})})
+            answer = connection.getresponse()
+            content = answer.read()
+            return answer.status, json.loads(content) if content else None
+        finally:
+            connection.close()
+
+    def wait(self) -> None:
+        """Until it serves."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                status, told = self.ask("GET", "/v1/models")
+            except OSError:
+                status, told = 0, None
+            if status == 200:
+                return
+            assert status in (0, 503), told
+            time.sleep(0.05)
+        raise AssertionError(f"the server does not serve: {self.log.read_text()}")
+
+    def texts(self) -> dict[str, int]:
+        """What the engine says of its texts; a second old at most."""
+        found: dict[str, int] = self.ask("GET", "/health")[1]["texts"]
+        return found
+
+    def end(self) -> int:
+        """SIGTERM; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(25)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "keys").write_text(f"# two of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n")
+    made = Server(folder, "--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16)
+    try:
+        made.wait()
+        yield made
+    finally:
+        status = made.end()
+    assert status == 0, made.log.read_text()

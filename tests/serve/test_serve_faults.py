@@ -1,0 +1,153 @@
+"""Bad requests, strangers and clients that go away: each gets its error in OpenAI's form, and nobody else notices."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import KEYS, Server
+from mdi.serve.api_errors import ApiError
+from mdi.serve.chat import Chat
+from mdi.serve.completions import Completion
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "nano-llama", "prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+)
+NAMES = """model prompt messages n stop seed temperature top_p top_k min_p logit_bias logprobs top_logprobs max_tokens stream
+stream_options response_format tools tool_choice presence_penalty repetition_penalty deadline_s echo best_of"""
+names = st.sampled_from(NAMES.split())
+
+
+@given(body=values | st.dictionaries(names, values), is_chat=st.booleans())
+def test_any_json_is_understood_or_refused(body: Any, is_chat: bool) -> None:
+    try:
+        (Chat if is_chat else Completion)(body)
+    except ApiError as e:
+        assert e.status == 400 and e.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "hot"), ("temperature", 3), ("n", 0), ("max_tokens", -1), ("prompt", {}), ("prompt", [-1]), ("stop", [""]),
+     ("logit_bias", {"x": 1}), ("top_p", 0), ("seed", 1.5), ("stream", "yes"), ("response_format", {"type": "xml"}),
+     ("prompt", "\ud800"), ("prompt", [10**6])],
+)  # fmt: skip
+def test_a_wrong_field_is_named(server: Server, field: str, value: Any) -> None:
+    status, told = server.ask("POST", COMPLETIONS, {**GOOD, field: value})
+    assert status == 400 and told["error"]["param"] == field and told["error"]["type"] == "invalid_request_error"
+
+
+def test_requests_that_cannot_be(server: Server) -> None:
+    asked = [
+        (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b'{"a":' * 5000, 400), (b'{"temperature": NaN}', 400), (b"", 400),
+        (b"x" * (17 << 20), 413), ({**GOOD, "model": "gpt-4"}, 404), ({**GOOD, "prompt": "a b " * 5000}, 400),
+    ]  # fmt: skip
+    for body, wanted in asked:
+        try:
+            status, told = server.ask("POST", COMPLETIONS, body)
+        except OSError:  # refused before all of it was sent
+            assert wanted == 413
+            continue
+        assert status == wanted and told["error"]["message"], (body[:50] if isinstance(body, bytes) else body, told)
+    assert server.ask("GET", COMPLETIONS)[0] == 405 and server.ask("GET", "/v2/nothing")[0] == 404
+    assert server.ask("POST", COMPLETIONS, GOOD)[0] == 200
+
+
+def test_strangers_are_refused(server: Server) -> None:
+    for headers, wanted in [
+        ({"authorization": ""}, 401), ({"authorization": "Bearer wrong-secret"}, 401), ({"host": "evil.example"}, 403),
+        ({"origin": "http://evil.example"}, 403), ({"origin": f"http://127.0.0.1:{server.port}"}, 200),
+        ({"host": "localhost:1"}, 200), ({"authorization": f"bearer {KEYS[1]}"}, 200),
+    ]:  # fmt: skip
+        status, told = server.ask("GET", "/v1/models", headers=headers)
+        assert status == wanted, headers
+        assert status == 200 or told["error"]["code"]
+
+
+def test_errors_are_the_clients_own(server: Server) -> None:
+    with (
+        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="wrong-secret", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEYS[0], max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="nobody", prompt="x")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="nano-llama", prompt="x", temperature=9)
+        assert caught.value.param == "temperature"
+
+
+def test_connections_that_say_nothing_disturb_nobody(server: Server) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+    try:
+        for i, sock in enumerate(silent):
+            sock.sendall(
+                [b"", b"POST /v1/comple", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 90\r\n\r\n{"][i % 3]
+            )
+        assert server.ask("POST", COMPLETIONS, GOOD)[0] == 200
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_goes_away_frees_its_text(server: Server, is_streamed: bool) -> None:
+    body = {
+        **GOOD,
+        "prompt": "ROMEO:" * 120,
+        "max_tokens": 5000,
+        "stream": is_streamed,
+        "logit_bias": {"0": -100},
+        "n": 4,
+    }
+    begin = wait_for(server, lambda texts: texts["running"] == 0)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", COMPLETIONS, json.dumps(body), {"authorization": f"Bearer {KEYS[0]}"})
+    wait_for(server, lambda texts: texts["running"] == 4)
+    connection.close()
+    left = time.monotonic()
+    wait_for(server, lambda texts: texts["running"] == 0)
+    assert time.monotonic() - left < 30 and begin is not None
+
+
+def test_a_full_queue_is_told_and_a_deadline_is_kept(server: Server) -> None:
+    long = {**GOOD, "max_tokens": 900, "stream": True, "logit_bias": {"0": -100}, "n": 16}
+    first, second = (http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(2))
+    try:
+        first.request("POST", COMPLETIONS, json.dumps(long), {"authorization": f"Bearer {KEYS[0]}"})
+        first.getresponse()
+        assert server.ask("POST", COMPLETIONS, {**GOOD, "deadline_s": 0.05})[0] == 504
+        second.request("POST", COMPLETIONS, json.dumps({**GOOD, "n": 8}), {"authorization": f"Bearer {KEYS[0]}"})
+        deadline = time.monotonic() + 30
+        while server.ask("GET", "/health")[1]["waiting"] < 8:
+            assert time.monotonic() < deadline
+        status, told = server.ask("POST", COMPLETIONS, GOOD)
+        assert (status, told["error"]["type"]) == (429, "rate_limit_error")
+    finally:
+        first.close()
+        second.close()
+    wait_for(server, lambda texts: texts["running"] == 0)
+    assert server.ask("POST", COMPLETIONS, GOOD)[0] == 200
+
+
+def wait_for(server: Server, condition: Any) -> dict[str, int]:
+    deadline = time.monotonic() + 60
+    while True:
+        texts = server.texts()
+        if condition(texts):
+            return texts
+        assert time.monotonic() < deadline, texts
+        time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""The parts of the server by themselves: the queue, chat templates, tool calls, the lines between the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mdi.errors import CheckpointError, WireError
+from mdi.serve import lines
+from mdi.serve.admission import Admission
+from mdi.serve.api_errors import ApiError
+from mdi.serve.templates import ChatTemplate, read_template
+from mdi.serve.tools import parse_tools
+
+USER = [{"role": "user", "content": "Who?"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
+    async def scenario() -> list[str]:
+        queue, order = Admission(2, 10), []
+        leave = {"long": asyncio.Event(), "long2": asyncio.Event()}
+
+        async def one(name: str, owner: str, priority: int) -> None:
+            async with queue.entered(owner, priority, 1):
+                order.append(name)
+                if name in leave:
+                    await leave[name].wait()
+
+        tasks = [asyncio.create_task(one("long", "a", 0)), asyncio.create_task(one("long2", "b", 0))]
+        await asyncio.sleep(0)
+        for name, owner, priority in (("b1", "b", 0), ("a1", "a", 0), ("c1", "c", 0), ("vip", "b", 9)):
+            tasks.append(asyncio.create_task(one(name, owner, priority)))
+            await asyncio.sleep(0)
+        assert (queue.n_running, queue.n_waiting) == (2, 4)
+        leave["long"].set()
+        while len(order) < 6:
+            await asyncio.sleep(0)
+        leave["long2"].set()
+        await asyncio.gather(*tasks)
+        assert (queue.n_running, queue.n_waiting) == (0, 0)
+        return order
+
+    assert asyncio.run(scenario())[2:] == ["vip", "a1", "c1", "b1"]
+
+
+def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
+    async def scenario() -> None:
+        queue = Admission(1, 1)
+        entered = queue.entered("a", 0, 1)
+        await entered.__aenter__()
+        waiting = asyncio.create_task(queue.entered("b", 0, 1).__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await queue.entered("c", 0, 1).__aenter__()
+        assert caught.value.status == 429 and int(caught.value.headers["retry-after"]) >= 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert queue.n_waiting == 0
+        await entered.__aexit__(None, None, None)
+        assert queue.n_running == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
+    template = read_template(tmp_path)
+    assert template.is_plain
+    assert (
+        template.render([{"role": "system", "content": "Be short."}, *USER], (), {})
+        == "Be short.\n\nUser: Who?\nAssistant:"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
+     "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
+)  # fmt: skip
+def test_a_template_cannot_do_harm(source: str) -> None:
+    template = ChatTemplate(source, {})
+    try:
+        assert template.render(USER, (), {}) == "", source  # what is not allowed is nothing
+    except ApiError as e:
+        assert e.status == 400
+
+
+def test_a_template_of_the_models_own_and_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools|tojson }}"
+    )
+    template = read_template(tmp_path)
+    assert template.render(USER, [TOOL], {}).startswith("<user>Who?[{") and template.knows_tools
+    (tmp_path / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(CheckpointError):
+        read_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "look", "arguments": {"at": 1}}', '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
+     '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}}]', '<|python_tag|>{"name": "look", "parameters": {"at": 1}}'],
+)  # fmt: skip
+def test_calls_are_found_as_families_write_them(text: str) -> None:
+    use = parse_tools([TOOL], "auto")
+    assert all(use.may_be_call(text[:n]) for n in range(len(text)))
+    (call,) = use.calls_in(text)
+    assert call["function"] == {"name": "look", "arguments": '{"at": 1}'}
+
+
+@pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert parse_tools([TOOL], "auto").calls_in(text) == []
+
+
+def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = socket.socketpair()
+    ours, theirs = lines.Lines(a), lines.Lines(b)
+    sent: list[dict[str, Any]] = [{"text": "ä\n" * 50_000}, {"n": 1}]
+    writer = threading.Thread(target=lambda: [ours.send(message) for message in sent])
+    writer.start()
+    reader = iter(theirs)
+    assert [next(reader), next(reader)] == sent
+    writer.join()
+    monkeypatch.setattr(lines, "LIMIT_BYTES", 1000)
+    a.sendall(b"x" * 2000)
+    with pytest.raises(WireError):
+        next(reader)
+    ours.close()
+    theirs.close()

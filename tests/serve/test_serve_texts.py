@@ -1,0 +1,165 @@
+"""What comes through the API: the texts of the commands, among others too; usage, choices, stop strings, forms, tools."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from conftest import KEYS, NANO, Server
+from mdi.cli import launch
+
+SAMPLED = {"seed": 5, "temperature": 0.9, "extra_body": {"top_k": 50}}
+PROMPT = "ROMEO:"
+MODEL = "nano-llama"
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Three texts of the command for the same prompt and seed, on one node."""
+    import contextlib
+    import io
+
+    printed = io.StringIO()
+    flags = ["--prompt", PROMPT, "--n-samples", "3", "--n-tokens", "40", "--seed", "5", "--temperature", "0.9"]
+    with contextlib.redirect_stdout(printed):
+        assert launch("sample", ["--ckpt", str(NANO), *flags, "--top-k", "50", "--json", "--device", "cpu"]) == 0
+    return [sample["text"] for sample in json.loads(printed.getvalue())["samples"]]
+
+
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{"model": MODEL, "prompt": PROMPT, "max_tokens": 40, **fields})
+
+
+def chat(client: openai.OpenAI, text: str = "Speak, Romeo.", **fields: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(**{"model": MODEL, "messages": messages, "max_tokens": 30, **fields})
+
+
+def test_models(client: openai.OpenAI) -> None:
+    listed = client.models.list().data
+    assert listed[0].id == MODEL and client.models.retrieve(MODEL).id == MODEL
+
+
+def test_choices_are_the_samples_of_the_command(client: openai.OpenAI, expected: list[str]) -> None:
+    answer = complete(client, n=3, **SAMPLED)
+    assert [choice.text for choice in answer.choices] == expected
+    assert answer.usage.completion_tokens == 120 and answer.choices[0].finish_reason == "length"
+
+
+def test_a_text_is_the_same_among_others(client: openai.OpenAI, expected: list[str]) -> None:
+    def other(i: int) -> str:
+        fields = [{"temperature": 0}, {"top_p": 0.8}, {"presence_penalty": 1.0}, {"extra_body": {"min_p": 0.1}}][i % 4]
+        return complete(client, prompt="First Citizen:" * (1 + i), seed=i, **fields).choices[0].text
+
+    with ThreadPoolExecutor(9) as pool:
+        others = [pool.submit(other, i) for i in range(8)]
+        mine = pool.submit(lambda: complete(client, **SAMPLED).choices[0].text)
+        assert mine.result() == expected[0]
+        among = [one.result() for one in others]
+    assert among == [other(i) for i in range(8)]
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, expected: list[str]) -> None:
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}, **SAMPLED))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected[0]
+    assert chunks[-1].usage.completion_tokens == 40 and len(chunks) > 10
+    whole = chat(client, seed=1).choices[0].message.content
+    chunks = list(chat(client, seed=1, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_stop_string_is_cut_off(client: openai.OpenAI, expected: list[str]) -> None:
+    stop = expected[0][12:15]
+    answer = complete(client, stop=[stop, "not in it"], **SAMPLED).choices[0]
+    assert (answer.text, answer.finish_reason) == (expected[0][: expected[0].index(stop)], "stop")
+
+
+def test_probabilities(client: openai.OpenAI) -> None:
+    answer = complete(client, temperature=0, logprobs=3, max_tokens=5).choices[0].logprobs
+    for own, best in zip(answer.token_logprobs, answer.top_logprobs, strict=True):
+        assert own == max(best.values()) <= 0
+    entries = chat(client, temperature=0, logprobs=True, top_logprobs=4, max_tokens=5).choices[0].logprobs.content
+    for entry in entries:
+        assert len(entry.top_logprobs) == 4 and entry.logprob == entry.top_logprobs[0].logprob
+        assert sum(math.exp(one.logprob) for one in entry.top_logprobs) <= 1.0001
+
+
+def test_a_bias_forces_and_forbids_tokens(client: openai.OpenAI) -> None:
+    free = complete(client, temperature=0, max_tokens=3, logprobs=0).choices[0]
+    forced = complete(client, temperature=0, max_tokens=3, logit_bias={"40": 100}).choices[0].text
+    assert forced == forced[0] * 3 and forced != free.text
+
+
+def test_an_answer_of_a_given_form(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"house": {"enum": ["Montague", "Capulet"]}, "is_alive": {"type": "boolean"}},
+        "required": ["house", "is_alive"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for seed in range(3):
+        answer = chat(client, seed=seed, response_format=form, max_tokens=200).choices[0]
+        value = json.loads(answer.message.content)
+        assert value["house"] in ("Montague", "Capulet") and type(value["is_alive"]) is bool, answer
+        assert answer.finish_reason == "stop"
+
+
+def test_a_tool_is_called(client: openai.OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"act": {"type": "integer", "minimum": 1, "maximum": 5}},
+        "required": ["act"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "open_act", "parameters": parameters}}]
+    answer = chat(client, tools=tools, tool_choice="required", max_tokens=200).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "open_act" and 1 <= json.loads(call.function.arguments)["act"] <= 5
+    assert answer.finish_reason == "tool_calls"
+    chunks = list(chat(client, tools=tools, tool_choice="required", max_tokens=200, stream=True))
+    assert [c.choices[0].delta.tool_calls[0].function.name for c in chunks if c.choices[0].delta.tool_calls] == [
+        "open_act"
+    ]
+    assert chat(client, tools=tools, tool_choice="none", max_tokens=5).choices[0].message.tool_calls is None
+
+
+def test_a_second_turn_begins_behind_the_first_for_the_same_key_alone(client: openai.OpenAI, server: Server) -> None:
+    def ids(key: str, prompt: list[int]) -> tuple[list[str], int]:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0) as own:
+            choice = own.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=20, temperature=0, logprobs=0
+            ).choices[0]
+        return choice.logprobs.tokens, reused()
+
+    def reused() -> int:
+        found: int = server.ask("GET", "/health")[1]["n_reused"]
+        return found
+
+    import time
+
+    def settled() -> int:
+        time.sleep(2.2)  # the engine tells it each second
+        return reused()
+
+    prompt = [7 + (i * 37) % 1900 for i in range(300)]
+    first, _ = ids(KEYS[0], prompt)
+    before = settled()
+    again, _ = ids(KEYS[0], prompt)
+    assert again == first
+    after = settled()
+    assert after - before == 299, "all but the last token, whose row gives the first new one"
+    other, _ = ids(KEYS[1], prompt)
+    assert other == first and settled() == after, "another key's caches are not touched"

@@ -1,0 +1,54 @@
+"""How many prompt rows go beside decoding ones: by what both take."""
+
+from __future__ import annotations
+
+import pytest
+
+from mdi.engine.pace import FIRST_ROWS, LEAST_ROWS, PromptPace
+from mdi.engine.planned import Plan, PlannedSlice
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams, Sequence
+
+
+def plan_of(number: int, n_prompt: int, n_decoding: int) -> Plan:
+    slices = [PlannedSlice(i, 9, 1, 1, (1,)) for i in range(n_decoding)]
+    if n_prompt:
+        slices.append(PlannedSlice(99, 0, n_prompt, 0, (1,) * n_prompt))
+    return Plan(number, tuple(slices), ())
+
+
+@pytest.mark.parametrize(("decode_s", "row_s"), [(0.1, 0.005), (0.02, 0.00004), (0.001, 0.01)])
+def test_a_frame_with_prompt_rows_takes_less_than_twice_as_long(decode_s: float, row_s: float) -> None:
+    pace, now = PromptPace(), 0.0
+    assert pace.rows == FIRST_ROWS
+    for number in range(200):
+        n_prompt = pace.rows if number % 40 > 20 else 0
+        pace.sent(plan_of(number, n_prompt, 8), now)
+        now += decode_s + n_prompt * row_s
+        pace.returned(number, now)
+    assert pace.rows == LEAST_ROWS or pace.rows * row_s < decode_s
+    assert pace.rows == LEAST_ROWS or pace.rows * row_s > decode_s / 3, "and it is not slower than need be"
+
+
+def test_frames_of_a_lost_ring_are_forgotten() -> None:
+    pace = PromptPace()
+    for number in range(3):
+        pace.sent(plan_of(number, 0, 1), 0.0)
+    pace.returned(2, 1.0)
+    assert not pace._sent
+
+
+def test_prompt_rows_are_few_only_beside_others() -> None:
+    scheduler = Scheduler(chunk_rows=64)
+    scheduler.rows_beside = 10
+
+    def rows_of_next(tokens: dict[int, list[int]]) -> int:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan.number, {s.seq_id: [1] for s in plan.slices if s.n_logits})
+        return max(s.n_rows for s in plan.slices)
+
+    scheduler.submit(Sequence(0, (1,) * 70, SamplingParams(n_tokens=50), 1000))
+    assert (rows_of_next({}), rows_of_next({})) == (64, 6)
+    scheduler.submit(Sequence(1, (1,) * 70, SamplingParams(n_tokens=50), 1000))
+    assert [rows_of_next({}) for _ in range(7)] == [10] * 7

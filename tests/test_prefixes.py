@@ -1,0 +1,131 @@
+"""Caches of texts that have ended: who begins alike goes on from them, with the same ids, and they make way for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from families import greedy, model_of, prompt
+from loopback import InProcessRing, Text, ring_of
+from mdi.engine.cache_memory import CacheMemory, NodeCaches
+from mdi.engine.prefixes import Kept, Prefixes
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
+
+GREEDY = SamplingParams(n_tokens=12, temperature=0)
+
+
+def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
+    """Nodes on which a page takes one byte."""
+    return CacheMemory(tuple(NodeCaches(f"node{i}", n_pages, (CacheClass(window, 1),)) for i in range(n_nodes)))
+
+
+def ring_memory(family: str, n_nodes: int) -> CacheMemory:
+    with ring_of(model_of(family), n_nodes) as ring:
+        nodes = [NodeCaches(f"node{i}", 1 << 40, tuple(s.caches.classes)) for i, s in enumerate(ring.stages)]
+    return CacheMemory(tuple(nodes))
+
+
+def ask(ring: InProcessRing, ids: list[int], owner: str | None) -> Text:
+    text = Text(ring.engine.submit(ids, GREEDY, owner=owner))
+    ring.run()
+    return text
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-3-1b-it", "Mistral-7B-v0.1", "deepseek-v3-shape"])
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_the_next_turn_has_the_ids_that_it_would_have_had(family: str, n_nodes: int) -> None:
+    gpt, first = model_of(family), prompt(70, 1)
+    answer = greedy(gpt, first, 12)
+    second = [*first, *answer, *prompt(20, 2)]
+    branch = [*first[:40], *prompt(30, 3)]
+    with ring_of(gpt, n_nodes, memory=ring_memory(family, n_nodes)) as ring:
+        assert ask(ring, first, "a").ids == answer
+        assert ask(ring, second, "b").ids == greedy(gpt, second, 12)
+        assert ring.engine.n_reused == 0, "others' caches are theirs"
+        assert ask(ring, second, "a").ids == greedy(gpt, second, 12)
+        assert ring.engine.n_reused >= 80, "the answer is in the cache too"
+        assert ask(ring, branch, "a").ids == greedy(gpt, branch, 12)
+        before = ring.engine.n_reused
+        assert ask(ring, second, None).ids == greedy(gpt, second, 12)
+        assert ring.engine.n_reused == before, "who has no owner neither takes nor leaves any"
+
+
+def test_several_go_on_from_the_same_text_at_once() -> None:
+    gpt, begin = model_of("Llama-3.1-8B"), prompt(64, 4)
+    prompts = [[*begin, *prompt(5 + i, 5 + i)] for i in range(4)]
+    with ring_of(gpt, 3, memory=ring_memory("Llama-3.1-8B", 3)) as ring:
+        ask(ring, begin, "a")
+        texts = [Text(ring.engine.submit(ids, GREEDY, owner="a")) for ids in prompts]
+        ring.run()
+        assert [text.ids for text in texts] == [greedy(gpt, ids, 12) for ids in prompts]
+        assert ring.engine.n_reused == 4 * 64
+
+
+def test_one_that_is_cancelled_leaves_what_it_had() -> None:
+    gpt, ids = model_of("Llama-3.1-8B"), prompt(100, 6)
+    with ring_of(gpt, 2, memory=ring_memory("Llama-3.1-8B", 2)) as ring:
+        stopped = Text(ring.engine.submit(ids, GREEDY, ends=lambda token: True, owner="a"))
+        ring.run()
+        assert stopped.reason == "stop"
+        assert ask(ring, ids, "a").ids == greedy(gpt, ids, 12) and ring.engine.n_reused == 99
+
+
+def finished(scheduler: Scheduler, seq_id: int, ids: list[int], owner: str | None = "a") -> None:
+    """Run a text of one new token to its end, with nobody beside it."""
+    scheduler.submit(Sequence(seq_id, tuple(ids), SamplingParams(n_tokens=1, temperature=0), 10_000, owner=owner))
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan.number, {s.seq_id: [1] for s in plan.slices if s.n_logits})
+
+
+def test_what_is_kept_makes_way_the_longest_unused_first() -> None:
+    scheduler = Scheduler(memory=memory_of(10))
+    texts = [[i] * (3 * PAGE) for i in range(3)]
+    finished(scheduler, 0, texts[0])
+    finished(scheduler, 1, texts[1])
+    finished(scheduler, 2, texts[0])  # used again: now 1 is the oldest
+    assert scheduler.n_reused == 3 * PAGE - 1
+    finished(scheduler, 3, texts[2], owner=None)  # needs 3 pages and AHEAD_POSITIONS
+    before = scheduler.n_reused
+    finished(scheduler, 4, texts[0])
+    assert scheduler.n_reused > before, "0 or its copy is still there"
+
+
+def test_a_frame_never_copies_from_what_it_frees() -> None:
+    scheduler = Scheduler(memory=memory_of(13))
+    held: set[int] = set()
+    for seq_id in range(60):
+        ids = [seq_id % 3] * (2 * PAGE + seq_id % 29)
+        scheduler.submit(Sequence(seq_id, tuple(ids), SamplingParams(n_tokens=3, temperature=0), 10_000, owner="a"))
+        for _ in range(1 + seq_id % 4):
+            if (plan := scheduler.schedule()) is None:
+                break
+            held -= set(plan.freed)
+            assert all(source in held for source, _ in plan.copies)
+            held |= {s.seq_id for s in plan.slices}
+            scheduler.update(plan.number, {s.seq_id: [1] for s in plan.slices if s.n_logits})
+    assert scheduler.n_reused > 0
+
+
+def test_the_longest_beginning_wins_and_beginnings_of_others_are_needless() -> None:
+    prefixes = Prefixes(memory_of(100))
+    ids = list(range(5 * PAGE))
+    assert prefixes.add(Kept(1, "a", tuple(ids[: 2 * PAGE]), (2,))) == []
+    assert prefixes.add(Kept(2, "b", tuple(ids), (5,))) == []
+    assert prefixes.add(Kept(3, "a", tuple(ids[: 4 * PAGE]), (4,))) == [1]
+    assert prefixes.find("a", ids) == (3, 4 * PAGE) and prefixes.find("a", ids[: 4 * PAGE]) == (3, 4 * PAGE - 1)
+    assert prefixes.find("a", [*ids[: PAGE + 5], 9999]) == (3, PAGE + 5)
+    assert prefixes.find("a", ids[: PAGE - 1]) is None and prefixes.find("c", ids) is None
+    assert prefixes.total == [9] and len(prefixes) == 2
+    prefixes.drop(3)
+    assert prefixes.find("a", ids) is None and prefixes.total == [5]
+
+
+def test_windows_are_not_cut_beyond_what_they_kept() -> None:
+    prefixes = Prefixes(memory_of(100, window=PAGE))
+    ids = tuple(range(10 * PAGE))
+    prefixes.add(Kept(1, "a", ids, (10,)))
+    assert prefixes.find("a", ids[: 5 * PAGE]) is None
+    assert prefixes.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
