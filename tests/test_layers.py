@@ -64,6 +64,7 @@ ALLOWED = {
         "config",
         "errors",
     },
+    "discovery": {"control", "net", "security", "periodic", "units", "config", "errors"},
     "recovery": {"control", "net", "partition", "config", "errors"},
     "prompts": {"settings_file", "config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
