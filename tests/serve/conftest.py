@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -24,10 +25,11 @@ DEADLINE_S = 120.0
 class Server:
     """A server process, from its start to its end."""
 
-    def __init__(self, folder: Path, *flags: object) -> None:
+    def __init__(self, folder: Path, *flags: object, certificate: Path | None = None) -> None:
         from mdi.node.local import free_ports
 
         (self.port,) = free_ports(1)
+        self._certificate = certificate
         self.log = folder / "server.log"
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
         command = [sys.executable, ROOT / "src" / "serve.py", "--ckpt", NANO, "--port", self.port, *flags]
@@ -36,7 +38,7 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and JSON of one request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        connection = self.connection()
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, data, {"authorization": f"Bearer {KEYS[0]}", **(headers or {})})
@@ -45,6 +47,12 @@ class Server:
             return answer.status, json.loads(content) if content else None
         finally:
             connection.close()
+
+    def connection(self) -> http.client.HTTPConnection:
+        if self._certificate is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        context = ssl.create_default_context(cafile=str(self._certificate))
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=DEADLINE_S, context=context)
 
     def wait(self) -> None:
         """Until it serves."""

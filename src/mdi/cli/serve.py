@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli import default_ckpt_folder, ignore_interrupts
+    from mdi.cli import ignore_interrupts
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.serve_flags import serve_settings
     from mdi.cli.starter import starter_options
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mdi.serve.process import ApiProcess
 
-    api = ApiProcess(settings, default_ckpt_folder(), args.ckpt)
+    api = ApiProcess(settings, args.ckpt_folder, args.ckpt)
     try:
         logger.info("%s answers as soon as the model is loaded", api.url)
         _serve(args, api, settings)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
-    from mdi.cli import default_ckpt_folder, ignore_interrupts
+    from mdi.cli import ignore_interrupts
     from mdi.cli.starter import starter_options, tell_loading
     from mdi.serve.catalog import Catalog
 
@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
 
     with _nodes(args) as nodes:
         host = ModelHost(
-            nodes.cluster, nodes.check, starter_options(args), Catalog(default_ckpt_folder(), args.ckpt),
+            nodes.cluster, nodes.check, starter_options(args), Catalog(args.ckpt_folder, args.ckpt),
             args.sequence_length or CONTEXT_LIMIT, api.lines,
         )  # fmt: skip
         backend = Backend(api.lines, host, handlers(host), lambda: snapshot(host))

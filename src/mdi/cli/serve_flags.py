@@ -20,6 +20,8 @@ PRIORITY_LIMIT = 1000
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    from mdi.cli import default_ckpt_folder
+
     api = parser.add_argument_group("API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
     api.add_argument("--port", type=int, default=8000, help="(%(default)s; 0 is any that is free)")
@@ -48,6 +50,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     api.add_argument(
         "--keep-alive", type=float, metavar="SECONDS", help="put a model out of memory that nobody has used for so long "
         "(default: it stays until another one is asked for)",
+    )  # fmt: skip
+    api.add_argument(
+        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="where the models are that requests can "
+        "name (%(default)s)",
     )  # fmt: skip
     api.add_argument("--open", action="store_true", help="open the page in the browser")
 
