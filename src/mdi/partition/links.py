@@ -20,10 +20,6 @@ class Links:
         self._measured: dict[tuple[int, int], tuple[float, float]] = {}
         for link in profile.links:
             self._measured[index[link.source], index[link.target]] = (link.round_trip_s, link.bytes_s)
-        self._best: dict[int, tuple[float, float]] = {}
-        for (source, _), (round_trip_s, bytes_s) in self._measured.items():
-            fastest = self._best.get(source, (float("inf"), 0.0))
-            self._best[source] = (min(fastest[0], round_trip_s), max(fastest[1], bytes_s))
         self._worst: dict[int, tuple[float, float]] = {}
         for pair, (round_trip_s, bytes_s) in self._measured.items():
             for node in pair:
@@ -34,11 +30,6 @@ class Links:
     def are_equal(self) -> bool:
         """Whether all links are taken for the same, so that the order of the nodes makes no difference."""
         return not self._measured
-
-    def best_s(self, source: int, n_bytes: float) -> float:
-        """At least what a frame needs from this node to any other, as `seconds` counts it."""
-        round_trip_s, bytes_s = self._best.get(source) or self.of(source, source)
-        return HOP_S + round_trip_s / 2 + n_bytes / bytes_s
 
     def of(self, source: int, target: int) -> tuple[float, float]:
         """Round trip in seconds, bytes per second."""
