@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -93,13 +94,18 @@ def measure(rank: int, n: int, args: argparse.Namespace, towards: int, delay_ms:
 
 
 def in_processes(n: int, args: argparse.Namespace, towards: int, delay_ms: float) -> None:
+    in_forks(n, lambda rank: measure(rank, n, args, towards, delay_ms))
+
+
+def in_forks(n: int, work: Callable[[int], None]) -> None:
+    """Do `work(rank)` in a process for each rank, and wait for all of them."""
     children = []
     for rank in range(n):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                measure(rank, n, args, towards, delay_ms)
+                work(rank)
                 status = 0
             except BaseException:  # told here: nobody above this process would
                 traceback.print_exc()
