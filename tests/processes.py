@@ -130,6 +130,13 @@ class Process:
             self._changed.wait_for(lambda: self.printed["err"].count(wanted) >= n_times or not self.n_open, deadline_s)
         assert self.printed["err"].count(wanted) >= n_times, f"no {text!r} ({n_times} times) in: {self.story()}"
 
+    def wait_for_out(self, text: str, n_times: int) -> None:
+        """Wait until it has printed `text` on stdout so many times."""
+        wanted = text.encode()
+        with self._changed:
+            self._changed.wait_for(lambda: self.printed["out"].count(wanted) >= n_times or not self.n_open, DEADLINE_S)
+        assert self.printed["out"].count(wanted) >= n_times, self.story()
+
     def wait_bytes(self, n_bytes: int) -> None:
         """Wait until it has printed so much on stdout."""
         with self._changed:

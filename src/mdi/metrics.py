@@ -142,6 +142,7 @@ class RunMetrics:
         nodes: in ring order, the starter first.
         tokens_per_s: generated tokens of all samples over `duration_s`.
         duration_s: wall time from the moment the run was ready to its last token.
+        recoveries: what became of each lost node, see mdi.recovery.records.
     """
 
     model: str
@@ -149,15 +150,17 @@ class RunMetrics:
     nodes: tuple[NodeMetrics, ...]
     tokens_per_s: float
     duration_s: float
+    recoveries: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def from_parts(
-        cls, model: str, samples: Iterable[SampleMetrics], nodes: Iterable[NodeMetrics], duration_s: float
-    ) -> RunMetrics:
+        cls, model: str, samples: Iterable[SampleMetrics], nodes: Iterable[NodeMetrics], duration_s: float,
+        recoveries: Iterable[dict[str, Any]] = (),
+    ) -> RunMetrics:  # fmt: skip
         """Work out `tokens_per_s`."""
         samples = tuple(samples)
         n_tokens = sum(len(sample.token_ids) for sample in samples)
-        return cls(model, samples, tuple(nodes), _rate(n_tokens, duration_s), duration_s)
+        return cls(model, samples, tuple(nodes), _rate(n_tokens, duration_s), duration_s, tuple(recoveries))
 
     @property
     def n_nodes(self) -> int:
@@ -182,6 +185,7 @@ class RunMetrics:
             "n_nodes": self.n_nodes,
             "nodes": [node.to_json() for node in self.nodes],
             "model": self.model,
+            "recoveries": list(self.recoveries),
         }
 
 

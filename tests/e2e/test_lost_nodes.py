@@ -99,7 +99,7 @@ def test_a_killed_secondary_is_named(
     other = 1 - index
     n_waits = ring[other].err.count("waits for the next run")
     with in_mid_run(ring, lambda: ring[index].signal(signal.SIGKILL)):
-        result = starter(endless, ring.path, "--n-tokens", 60000, "--n-samples", 3)
+        result = starter(endless, ring.path, "--n-tokens", 60000, "--n-samples", 3, "--fixed")
     check_object(result, f"secondary{index} is lost")
     ring[other].wait_for("waits for the next run", n_waits + 1, deadline_s=SOON_S)
     status = ring.status(other + 1)
@@ -113,7 +113,7 @@ def test_a_stopped_secondary_is_named_and_can_be_used_again(
     ring: Cluster, endless: Path, checkpoint: Path, starter: Starter, index: int
 ) -> None:
     with in_mid_run(ring, lambda: ring[index].signal(signal.SIGSTOP)):
-        result = starter(endless, ring.path, "--n-tokens", 60000, "--n-samples", 3)
+        result = starter(endless, ring.path, "--n-tokens", 60000, "--n-samples", 3, "--fixed")
     ring[index].signal(signal.SIGCONT)
     check_object(result, f"secondary{index} is lost", "nothing was heard")
     ring.wait_states("IDLE", "READY")

@@ -20,12 +20,16 @@ class PlannedSlice:
 @dataclass(frozen=True)
 class Plan:
     """One frame to be sent: its number, its slices, the sequences whose caches are to be freed before, and then those that
-    begin with a copy of another one's (sequence, new sequence)."""
+    begin with a copy of another one's (sequence, new sequence).
+
+    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame).
+    """
 
     number: int
     slices: tuple[PlannedSlice, ...]
     freed: tuple[int, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    is_replay: bool = False
 
 
 @dataclass(frozen=True)

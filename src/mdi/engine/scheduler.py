@@ -20,6 +20,7 @@ from functools import lru_cache
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.planned import Event, Plan, PlannedSlice
 from mdi.engine.prefixes import Kept, Prefixes
+from mdi.engine.replays import Replays
 from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
@@ -58,11 +59,13 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
         self._prefilling: deque[Sequence] = deque()
+        self._replays = Replays()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
         self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
+        self._has_replayed = False  # with the frame before: replays and others take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
         self.n_put_out = 0  # how often a sequence had to give its caches back
@@ -76,7 +79,8 @@ class Scheduler:
     def in_flight(self) -> dict[int, tuple[int, int]]:
         """Positions, half-open, of each sequence in the frames that are under way."""
         spans: dict[int, tuple[int, int]] = {}
-        for part in (part for plan in self._in_flight for part in plan.slices if self._is_current(part)):
+        plans = (plan for plan in self._in_flight if not plan.is_replay)
+        for part in (part for plan in plans for part in plan.slices if self._is_current(part)):
             start, stop = spans.get(part.seq_id, (part.start, part.start))
             spans[part.seq_id] = (min(start, part.start), max(stop, part.start + part.n_rows))
         return spans
@@ -141,11 +145,46 @@ class Scheduler:
             self._running.clear()
         self._prefilling = deque(self._running.values())
         self._ready.clear()
+        self._replays.clear()
         self._take_ring(n_frames, memory)
-        every = [*self._running.values(), *self._waiting]
-        ended = [self.cancel(one.seq_id, "memory") for one in every if self.refusal(one) is not None]
-        self._freed.clear()
-        return [event for event in ended if event is not None]
+        events = self._end_misfits()
+        self._freed, self._copies = [], []
+        return events
+
+    def resume(self, n_frames: int, memory: CacheMemory | None, kept: Mapping[int, int]) -> list[Event]:
+        """Go on over another ring, most of whose nodes have their caches: the others get theirs by replays.
+
+        A sequence is continued behind the last position that came back; one that cannot be replayed begins again. Returns what
+        `rewind` does.
+
+        Args:
+            kept: positions of each sequence, from the first on, whose rows can be replayed.
+        """
+        begun, flying = self._replays.unfinished(self._in_flight), self.in_flight
+        copies = [pair for plan in self._in_flight for pair in plan.copies] + self._copies
+        begun |= {new_id for _, new_id in copies}
+        freed = [seq_id for plan in self._in_flight for seq_id in plan.freed] + self._freed
+        if self._prefixes is not None:
+            freed += [self._prefixes.drop_oldest() for _ in range(len(self._prefixes))]
+        self._in_flight.clear()
+        for queue in (self._ready, self._prefilling, self._replays):
+            queue.clear()
+        for sequence in self._running.values():
+            n_done = flying.get(sequence.seq_id, (sequence.n_sent, 0))[0]
+            if sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0):
+                sequence.n_sent = n_done
+                self._replays.add(sequence)
+            else:
+                sequence.rewind()
+                self._prefilling.append(sequence)
+        self._take_ring(n_frames, memory)
+        events = self._end_misfits()
+        self._freed, self._copies = list(dict.fromkeys([*freed, *self._freed])), []
+        return events
+
+    def _end_misfits(self) -> list[Event]:
+        misfits = [one for one in (*self._running.values(), *self._waiting) if self.refusal(one) is not None]
+        return [event for one in misfits if (event := self.cancel(one.seq_id, "memory")) is not None]
 
     def schedule(self) -> Plan | None:
         """The next frame, or None if enough are in flight or nothing is ready."""
@@ -154,10 +193,12 @@ class Scheduler:
         while not self._holds(self._total):
             self._preempt(next(reversed(self._running.values())))
         self._admit()
-        slices = self._decode_slices() + self._prefill_slices()
+        slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
+        self._has_replayed = is_replay = not slices and bool(self._replays)
+        slices = self._replay_slices() if is_replay else slices
         if not slices and not (self._freed and not self._in_flight):
             return None
-        plan = Plan(self._number, tuple(slices), tuple(self._freed), tuple(self._copies))
+        plan = Plan(self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay)
         self._number += 1
         self._freed, self._copies = [], []
         self._in_flight.append(plan)
@@ -255,6 +296,7 @@ class Scheduler:
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
+        self._replays.drop(sequence)
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._add(self._used.pop(sequence.seq_id), -1)
@@ -295,7 +337,7 @@ class Scheduler:
         With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
         not, and the weights are read less often.
         """
-        n_decoding = len(self._running) - len(self._prefilling)
+        n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
         if not n_decoding:
             return 0
         fullest = -(-n_decoding // self.n_frames)
@@ -323,6 +365,13 @@ class Scheduler:
             slices.append(part)
             if not sequence.in_prefill:
                 self._prefilling.popleft()
+        return slices
+
+    def _replay_slices(self) -> list[PlannedSlice]:
+        """Rows that were sent before. Who has all of them goes on: frames do not overtake each other."""
+        slices, restored = self._replays.take(self.chunk_rows)
+        for sequence in restored:
+            (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
         return slices
 
     def _cut(self, sequence: Sequence, n_rows: int) -> PlannedSlice:

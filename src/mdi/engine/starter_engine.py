@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,13 +17,14 @@ from mdi.engine.planned import Event, Plan
 from mdi.engine.requests import FAILED, Constraint, Ends, Events, Inbox, Request
 from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.scheduler import Scheduler
+from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import frame_of, logit_rows, rows_of
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
 from mdi.net.ring import Ring
-from mdi.net.wire import Frame, Slice
+from mdi.net.wire import Frame, FrameType, Slice
 
 _DROPPED = Row(SamplingParams(temperature=0), 0)
 
@@ -44,6 +45,9 @@ class StarterEngine:
     Attributes:
         stage, memory: the starter's own part in the next ring, and what its nodes can hold; to be set between two runs.
         pace: how fast prompts go in beside texts that grow; None as fast as they can. To be set before texts come.
+        kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
+            have theirs; None where no node has caches. To be set between two runs.
+        sent: rows that were sent to the next node, and `fills_replays` whether it is to have them again.
         last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
     """
 
@@ -65,6 +69,9 @@ class StarterEngine:
         self._is_left = False
         self.last_token_s: float | None = None
         self.first_token_s: float | None = None
+        self.kept: Mapping[int, int] | None = None
+        self.sent = SentRows(0)
+        self.fills_replays = False
         self.memory: CacheMemory | None = scheduler.memory
         self.pace: PromptPace | None = None
         self.compute_s = 0.0
@@ -145,6 +152,12 @@ class StarterEngine:
         """Positions of each sequence in the frames that are under way, or were when the ring was over."""
         return self._scheduler.in_flight
 
+    @property
+    def n_rounds_left(self) -> int:
+        """Tokens that the longest text may still get; between two runs."""
+        sequences = [request.sequence for request in self._live.values()]
+        return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
+
     def isolate(self, seq_ids: Iterable[int]) -> None:
         """Over the next ring, let no two of these run at the same time before they have their next tokens; between two runs."""
         self._scheduler.isolate(seq_ids)
@@ -164,8 +177,13 @@ class StarterEngine:
         if ring is not self._ring:
             self._ring = ring
             self.first_token_s = None
-            self._tell(self._scheduler.rewind(ring.capacity, self.memory))
-            self.stage.caches.clear()
+            kept, self.kept = self.kept, None
+            if kept is None:
+                self._tell(self._scheduler.rewind(ring.capacity, self.memory))
+                self.stage.caches.clear()
+                self.sent.clear()
+            else:
+                self._tell(self._scheduler.resume(ring.capacity, self.memory, kept))
         try:
             self._is_left = False
             while not (self._closing or self._is_left):
@@ -206,6 +224,8 @@ class StarterEngine:
         for seq_id, new_id in plan.copies:
             self.stage.caches.copy(seq_id, new_id)
         slices = tuple(Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices)
+        if plan.is_replay:
+            return self._replay(plan, slices, ring)
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
             x = self.stage.embed(torch.tensor(ids, device=self._device))
@@ -218,8 +238,19 @@ class StarterEngine:
         frame = frame_of(
             x, ring.epoch, plan.number, slices, plan.freed, "auto" if is_alone else self._wire, plan.copies
         )
+        if not is_alone:
+            self.sent.add(frame)
         self.compute_s += time.perf_counter() - begin
         return frame
+
+    def _replay(self, plan: Plan, slices: tuple[Slice, ...], ring: Ring) -> Frame:
+        """The frame of a replay, with its rows if the next node is to have them."""
+        frame = Frame(FrameType.BATCH, ring.epoch, plan.number, slices=slices, freed=plan.freed, is_replay=True)
+        self.sent.add(frame)
+        if not self.fills_replays:
+            return frame
+        dtype, n_cols, payload = self.sent.fill(slices)
+        return replace(frame, dtype=dtype, n_rows=sum(s.n_rows for s in slices), n_cols=n_cols, payload=payload)
 
     def _draw(self, frame: Frame, ring: Ring) -> dict[int, list[int]]:
         """Final norm, head and sampling for the rows that came back: new tokens by seq_id."""

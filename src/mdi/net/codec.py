@@ -9,7 +9,7 @@ and no tensors; docs/protocol.md repeats the table.
     4       1     protocol version
     5       1     type (FrameType)
     6       1     payload dtype (DTYPES)
-    7       1     flags, 0
+    7       1     flags: 1 for a replay, else 0
     8       8     epoch: random id of the run
     16      8     frame number
     24      4     n_slices
@@ -68,6 +68,7 @@ class Header:
     n_rows: int
     n_cols: int
     payload_bytes: int
+    is_replay: bool
     fields: bytes
     check: bytes
 
@@ -140,7 +141,7 @@ class FrameCodec:
             raise WireError(f"the peer speaks version {version} of the ring protocol, this node version {VERSION}")
         if frame_type not in FrameType._value2member_map_:
             raise WireError(f"unknown type of frame: {frame_type}")
-        if dtype_code not in DTYPES or flags or zero:
+        if dtype_code not in DTYPES or flags > (frame_type == FrameType.BATCH) or zero:
             raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {zero}")
         self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes)
         payload_type = DTYPES[dtype_code]
@@ -148,7 +149,7 @@ class FrameCodec:
             raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
         return Header(
             FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes,
-            fields, check,
+            bool(flags), fields, check,
         )  # fmt: skip
 
     def _check_counts(self, n_slices: int, n_freed: int, n_copies: int, n_rows: int, n_cols: int, n_bytes: int) -> None:
@@ -205,7 +206,7 @@ def _fields_of(frame: Frame) -> bytes:
         VERSION,
         frame.type,
         DTYPE_CODES[frame.dtype],
-        0,
+        frame.is_replay,
         frame.epoch,
         frame.number,
         len(frame.slices),
@@ -240,7 +241,8 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) 
         _check_slices(slices, header.n_rows)
         _check_copies(copies)
     return Frame(
-        header.type, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies
+        header.type, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies,
+        header.is_replay,
     )  # fmt: skip
 
 

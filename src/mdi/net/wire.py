@@ -105,6 +105,8 @@ class Frame:
     computes the rows.
 
     Attributes:
+        is_replay: rows that one node needs to have its caches again, and nobody else: they travel from the node before it to
+            it, and between all others the frame has none (engine.secondary_loop).
         payload: a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType.
     """
 
@@ -118,6 +120,7 @@ class Frame:
     freed: tuple[int, ...] = ()
     payload: bytes | bytearray | memoryview = field(default=b"", repr=False)
     copies: tuple[tuple[int, int], ...] = ()
+    is_replay: bool = False
 
     @classmethod
     def message(cls, frame_type: FrameType, epoch: int, data: bytes = b"") -> Frame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Protocol
 
 from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError, MdiError, RingError
@@ -16,23 +17,37 @@ JOIN_S = 10.0
 logger = logging.getLogger(__name__)
 
 
+class Keeper(Protocol):
+    def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
+        """Another ring, in the place of a broken one. Raises MdiError if there cannot be one."""
+
+    def after_leave(self) -> LoopbackRing | TcpRing:
+        """Another ring, in the place of one that the engine was asked to leave. Raises as `after_loss`."""
+
+
 class EngineThread:
-    """Runs an engine over a ring until `close`, or until something goes wrong.
+    """Runs an engine over one ring after the other until `close`, or until something goes wrong.
 
     Args:
+        ring: the first.
+        keeper: forms another ring where nodes are lost; without, that is the end.
         name: of the node, as the others know it.
         recorder: notes what is done with each frame.
 
     Attributes:
+        is_recovering: whether another ring is being formed.
         failure: what ended the engine, if that was not `close`; then all its sequences have ended.
     """
 
     def __init__(
-        self, engine: StarterEngine, ring: LoopbackRing | TcpRing, name: str, recorder: Recorder | None = None
-    ) -> None:
+        self, engine: StarterEngine, ring: LoopbackRing | TcpRing, name: str, recorder: Recorder | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._ring = ring
-        self._recorded = ring if recorder is None else recorder.over(ring)
+        self._recorder = recorder
+        self._keeper = keeper
+        self.is_recovering = False
         self._name = name
         self.failure: MdiError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -40,7 +55,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine.run(self._recorded, until_idle=False)
+            self._run_rings()
         except MdiError as e:
             self.failure = e
         except BaseException as e:  # out of memory, say: what the samples have reached is still to be told
@@ -50,6 +65,27 @@ class EngineThread:
             # This process goes on to send signs of life: the other nodes must not wait for a computation that has ended.
             self._ring.fail(Fault(self._name, f"it failed: {self.failure}", self._name, self.failure.code))
         self._engine.end_all()
+
+    def _run_rings(self) -> None:
+        """Return when the engine is closed."""
+        while True:
+            broken = self._run_ring()
+            if self._engine.is_closing or self._keeper is None:
+                if broken is not None:
+                    raise broken
+                return
+            self.is_recovering = True
+            self._ring = self._keeper.after_leave() if broken is None else self._keeper.after_loss(broken)
+            self.is_recovering = False
+
+    def _run_ring(self) -> RingError | None:
+        """What broke the ring; None if the engine left it."""
+        ring = self._ring
+        try:
+            self._engine.run(ring if self._recorder is None else self._recorder.over(ring), until_idle=False)
+        except RingError as e:
+            return e
+        return None
 
     def close(self) -> None:
         """Let the engine end after the frame that it is at."""

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def run(self) -> str:
-        return self.request.epoch
+        return self.request.run
 
     @property
     def loading(self) -> dict[str, int] | None:

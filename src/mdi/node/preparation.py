@@ -51,10 +51,11 @@ class Preparation:
         cluster: the nodes that take part; `clients` are its secondaries.
         options: what the user chose, and `computing` what has become of it.
         weights: what the starter has to load and send, and the cut.
-        run: the id of the run, as 16 hex digits.
+        ids: of the run and of the ring, each as 16 hex digits.
         ring_port: the one on which the last secondary connects; None in a ring of one node.
         max_length: tokens that a sequence of the run may reach.
         n_sequences: of the run at the same time; None is not known.
+        before: of the ring before: its stage is used again if it has the same blocks.
 
     Attributes:
         stage: the starter's own, loaded, after `run`.
@@ -62,6 +63,8 @@ class Preparation:
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
+        processes: by name of each secondary, the number that its process drew.
+        failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
 
@@ -74,10 +77,11 @@ class Preparation:
         options: StarterOptions,
         computing: Computing,
         weights: StarterWeights,
-        run: str,
+        ids: tuple[str, str],
         ring_port: int | None,
         max_length: int,
         n_sequences: int | None = None,
+        before: Preparation | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -86,13 +90,18 @@ class Preparation:
         self._options = options
         self._computing = computing
         self._weights = weights
-        self._run_id = run
+        self._run_id, self._epoch = ids
         self._ring_port = ring_port
         self._max_length = max_length
         self._n_sequences = n_sequences
         self._window = window_of(options.weight_memory)
+        self.stage: StarterStage | TensorStage
         self.loaded: TorchStage | TensorStage | None = None
+        self._before = before
+        self._own_blocks = weights.blocks[0]
         self.placement = ""
+        self.failed: str | None = None
+        self.processes: dict[str, str] = {}
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
 
@@ -102,14 +111,23 @@ class Preparation:
         Raises:
             MdiError: a node is not there or cannot.
         """
-        self._check_memory()
+        kept = self._before if self._before is not None and self._before._own_blocks == self._own_blocks else None
+        if kept is None:
+            self._check_memory()
         setups = self._configure_secondaries()
         try:
-            self._load_stage(lambda: self._check(setups, check))
+            if kept is None:
+                self._load_stage(lambda: self._check(setups, check))
+            else:
+                assert kept.loaded is not None
+                self.stage, self.loaded = kept.stage, kept.loaded
+                self.loaded.caches.clear()
+            self._before = None
             while not all(setup.wait(0.1) for setup in setups):
                 self._check(setups, check)
             self._raise_first(setups)
             self.ring_ports = {setup.name: setup.ring_port for setup in setups}
+            self.processes = {setup.name: setup.process for setup in setups}
             self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
         finally:
             for setup in setups:
@@ -136,7 +154,7 @@ class Preparation:
                 port_in = self._ring_port
             request = InitRequest(
                 run=self._run_id,
-                epoch=self._run_id,
+                epoch=self._epoch,
                 index=index,
                 names=names,
                 placement=self.placement,
@@ -157,6 +175,7 @@ class Preparation:
                 kv_dtype=options.kv_dtype,
                 n_frames=options.n_frames,
                 silence_s=options.silence_s,
+                hand_over=not options.fixed,
                 device=client.node.device,
                 threads=client.node.threads,
                 extensions={**extensions_of(options.n_spans), **window_extensions(options.weight_memory)},
@@ -201,7 +220,6 @@ class Preparation:
         """Load the starter's own stage; `check` is called before each part, for loading may take long."""
         weights, options, computing = self._weights, self._options, self._computing
         stop = weights.blocks[0][1]
-        self.stage: StarterStage | TensorStage
         loaded: TorchStage | TensorStage
         parts = self._family.starter_parts(stop, self._cluster.n_nodes)
 
@@ -268,8 +286,8 @@ class Preparation:
         self._raise_first(setups)
         check()
 
-    @staticmethod
-    def _raise_first(setups: list[SecondarySetup]) -> None:
+    def _raise_first(self, setups: list[SecondarySetup]) -> None:
         for setup in setups:
             if setup.error is not None:
+                self.failed = setup.name
                 raise setup.error

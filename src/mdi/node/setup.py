@@ -48,6 +48,7 @@ class SecondarySetup:
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
         self.ring_port: Any = None  # what the node says of itself, once it has answered
+        self.process = ""
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
@@ -98,7 +99,7 @@ class SecondarySetup:
     def _reach(self) -> None:
         """Wait until the node answers."""
         status = reach_node(self._client, self._wait_s, self._cancelled, self._check)
-        self.ring_port = status.get("ring_port")
+        self.ring_port, self.process = status.get("ring_port"), str(status.get("process", ""))
         if (version := status.get("version")) != mdi.__version__:
             logger.warning(
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they understand each other, but install "

@@ -1,6 +1,6 @@
 """Another cut of the model over the nodes that are left: few blocks moved, and no node much slower than the others.
 
-Pure. What is weighed is time: that of moving weights, once, against that of a round, as often as the texts still need one.
+Pure. What is weighed is time: that of moving weights, once, against that of a frame, as often as the texts still need one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Holder:
 
     Attributes:
         has: blocks in its memory, half-open; (0, 0) if there are none.
-        block_s: of one block in a round.
-        base_s: of what it computes beside blocks in a round.
+        block_s: of one block and a frame.
+        base_s: of what it computes beside blocks for a frame.
         move_s: of getting one more block: over its link, or from its disk.
         most_bytes: of weights and caches of blocks.
         least, most: blocks that it must hold (none for a starter), and can hold; None is any number.
@@ -41,8 +41,8 @@ class Holder:
         return (stop - start) - max(0, min(stop, self.has[1]) - max(start, self.has[0]))
 
 
-def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_rounds: float) -> tuple[int, ...] | None:
-    """Blocks of each node, in ring order, so that moving and `n_rounds` rounds take the least time; None if nothing fits.
+def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_frames: float) -> tuple[int, ...] | None:
+    """Blocks of each node, in ring order, so that moving and `n_frames` frames take the least time; None if nothing fits.
 
     Args:
         block_bytes: of each block, weights with its caches.
@@ -53,16 +53,15 @@ def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_rounds: float
         if found is None:
             continue
         moving_s, counts = found
-        total = moving_s + n_rounds * round_s(holders, counts)
+        total = moving_s + n_frames * slowest_s(holders, counts)
         if best is None or total < best[0]:
             best = (total, counts)
     return None if best is None else best[1]
 
 
-def round_s(holders: Sequence[Holder], counts: Sequence[int]) -> float:
-    """A round with as many frames as nodes: the slowest node's time for all of them."""
-    slowest = max(h.base_s + h.block_s * n for h, n in zip(holders, counts, strict=True))
-    return slowest * len(holders)
+def slowest_s(holders: Sequence[Holder], counts: Sequence[int]) -> float:
+    """What the slowest node takes for a frame; the others wait for it."""
+    return max(h.base_s + h.block_s * n for h, n in zip(holders, counts, strict=True))
 
 
 def _paces(holders: Sequence[Holder], block_bytes: Sequence[float]) -> list[float]:

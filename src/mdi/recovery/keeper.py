@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
-from mdi.net.ring import Ring
+from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
 from mdi.recovery.nodes import Roll, call_roll
 from mdi.recovery.records import Records, Recovery
@@ -27,6 +27,10 @@ BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 logger = logging.getLogger("mdi")
 
 
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
 class Former(Protocol):
     """Forms rings: the starter's node."""
 
@@ -38,7 +42,7 @@ class Former(Protocol):
     def processes(self) -> Mapping[str, str]:
         """Of the secondaries of that ring, the numbers that their processes drew."""
 
-    def form(self, following: Next) -> Ring:
+    def form(self, following: Next) -> LoopbackRing | TcpRing:
         """Another ring of the same run.
 
         Raises:
@@ -86,24 +90,62 @@ class RingKeeper:
         self._absences = Absences(silence_s)
         self._suspects = Suspects()
         self._records = Records()
+        self._planned: Next | RingError | None = None
+        self._is_busy = False
 
     @property
     def recoveries(self) -> list[Recovery]:
         return self._records.told(self._texts.first_token_s)
 
-    def after_loss(self, error: RingError) -> Ring:
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Of the ring as it is, starter first."""
+        return self._former.stages
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another ring is being formed, or is to be."""
+        return self._is_busy
+
+    def may_use(self, name: str) -> bool:
+        """Whether a node has waited long enough since it was lost."""
+        return self._absences.is_over(name, time.monotonic())
+
+    def plan(self, following: Next) -> None:
+        """From any thread: what `after_leave` is to form."""
+        self._planned, self._is_busy = following, True
+
+    def plan_without(self, name: str) -> None:
+        """From any thread: `after_leave` is to form a ring without a node that is about to end."""
+        self._planned, self._is_busy = NodeLostError(name, f"{name} was told to end", "left"), True
+
+    def after_leave(self) -> LoopbackRing | TcpRing:
+        """The ring that was planned, after the present one was left; as `after_loss` if it cannot be formed."""
+        planned = self._planned
+        assert planned is not None
+        if isinstance(planned, RingError):
+            return self.after_loss(planned)
+        try:
+            ring = self._former.form(planned)
+        except NodeLostError as e:
+            return self.after_loss(e)
+        self._is_busy = False
+        return ring
+
+    def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
         """Another ring for the texts to go on over.
 
         Raises:
             NodeLostError, RingError: the model does not fit those that are left; it names who was lost.
         """
         search = _Search(error, time.monotonic())
+        self._is_busy = True
         self._begin(search, error)
         while True:
             self._former.check()
             following = self._find(search)
             if following is None:
-                threading.Event().wait(POLL_S)
+                pause(POLL_S)
                 continue
             try:
                 ring = self._former.form(following)
@@ -111,6 +153,7 @@ class RingKeeper:
                 self._note_failure(search, e, following)
                 continue
             self._end(search, following)
+            self._is_busy = False
             return ring
 
     def _begin(self, search: _Search, error: RingError) -> None:
@@ -119,7 +162,7 @@ class RingKeeper:
         self._records.begin([], self._texts.last_token_s or time.perf_counter())
         search.processes_before = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
-        common = self._suspects.take(self._texts.in_flight)
+        common = frozenset() if error.code == "left" else self._suspects.take(self._texts.in_flight)
         if len(common) == 1:
             (seq_id,) = common
             logger.warning("warning: a text is ended: two nodes in a row were lost while they computed it")

@@ -8,7 +8,7 @@ from statistics import fmean
 from mdi.partition.cost import CostModel
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile
-from mdi.recovery.cut import Holder, cut, round_s
+from mdi.recovery.cut import Holder, cut, slowest_s
 from mdi.recovery.replacement import Stage
 
 # Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.
@@ -49,11 +49,16 @@ class MovingCut:
         Args:
             most: blocks that a node can hold at most, where it has said so.
         """
-        return cut(self.holders(stages, most), self._block_bytes, max(1, self._n_rounds()))
+        n_frames = max(1, self._n_rounds()) * self._n_frames(len(stages))
+        return cut(self.holders(stages, most), self._block_bytes, n_frames)
 
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
-        """How long a round of these nodes takes, with so many blocks each."""
-        return round_s(self.holders(stages, {}), counts)
+        """How long a round of these nodes takes, with so many blocks each; where nothing was measured, a frame.
+
+        What more nodes bring without smaller frames is guessed in no other way than by an even placement: the slowest node
+        gets as little as possible.
+        """
+        return slowest_s(self.holders(stages, {}), counts) * self._n_frames(len(stages))
 
     def moving_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
         """How long it takes to move the weights for such a cut."""
@@ -62,6 +67,10 @@ class MovingCut:
             seconds += holder.move_s * holder.n_moved(start, start + count)
             start += count
         return seconds
+
+    def _n_frames(self, n_nodes: int) -> int:
+        """Frames of a round."""
+        return self._workload.frames(n_nodes) if self._cost is not None else 1
 
     def holders(self, stages: Sequence[Stage], most: Mapping[str, int]) -> list[Holder]:
         return [self._holder(k, stage, len(stages), most.get(stage.name)) for k, stage in enumerate(stages)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mdi.control.client import ControlClient
+from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 
 # Where nobody listens on a port, the process is gone: the machine itself says so.
@@ -43,11 +45,9 @@ class Answer:
     def from_json(cls, name: str, data: dict[str, Any]) -> Answer:
         memory = data.get("memory")
         free = memory.get("available_bytes") if isinstance(memory, dict) else None
-        is_number = isinstance(free, int) and not isinstance(free, bool)
-        return cls(
-            name, str(data.get("process", "")), str(data.get("state", "")), free if is_number else 0,
-            data.get("leaving") is True,
-        )  # fmt: skip
+        n_free = free if isinstance(free, int) and not isinstance(free, bool) else 0
+        is_leaving = data.get("leaving") is True
+        return cls(name, str(data.get("process", "")), str(data.get("state", "")), n_free, is_leaving)
 
 
 @dataclass(frozen=True)
@@ -64,31 +64,21 @@ def call_roll(clients: Sequence[ControlClient], awaited: frozenset[str], timeout
     Args:
         awaited: nodes that get `timeout_s` for their answers; the others are silent if they do not answer in GRACE_S.
     """
-    answers: dict[str, Answer] = {}
+    begin = time.monotonic()
     gone: set[str] = set()
-    pending = {client.node.name for client in clients}
-    changed = threading.Condition()
 
-    def ask(client: ControlClient) -> None:
-        name = client.node.name
-        answer = None
-        is_gone = False
+    def ask(client: ControlClient) -> Answer:
         try:
-            answer = Answer.from_json(name, client.status(timeout_s=timeout_s))
+            return Answer.from_json(client.node.name, client.status(timeout_s=timeout_s))
         except ControlError as e:
-            logger.debug("%s does not answer: %s", name, e)
-            is_gone = e.problem in GONE
-        with changed:
-            if answer is not None:
-                answers[name] = answer
-            if is_gone:
-                gone.add(name)
-            pending.discard(name)
-            changed.notify_all()
+            logger.debug("%s does not answer: %s", client.node.name, e)
+            if e.problem in GONE:
+                gone.add(client.node.name)
+            raise
 
-    for client in clients:
-        threading.Thread(target=ask, args=(client,), name=f"ask-{client.node.name}", daemon=True).start()
-    with changed:
-        changed.wait_for(lambda: not pending, min(GRACE_S, timeout_s))
-        changed.wait_for(lambda: pending.isdisjoint(awaited), max(0.0, timeout_s - GRACE_S))
-        return Roll(dict(answers), frozenset(gone))
+    calls = {client.node.name: partial(ask, client) for client in clients}
+    first = FanOut({name: call for name, call in calls.items() if name in awaited})
+    others = FanOut({name: call for name, call in calls.items() if name not in awaited})
+    first.join(timeout_s)
+    others.join(max(0.0, begin + GRACE_S - time.monotonic()))
+    return Roll({**first.results, **others.results}, frozenset(gone))

@@ -1,0 +1,121 @@
+"""The rows that a node has sent to the next one: what that one needs to have its caches again, if it is replaced.
+
+Petals (section 3.2) keeps them with the client; here the node before has them anyway. They are kept as they were sent, byte for
+byte, so that the caches become the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mdi.errors import EngineError
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType, Slice
+
+
+@dataclass
+class _Text:
+    """Of one sequence, all positions from the first on: scales and values, row by row."""
+
+    scales: bytearray = field(default_factory=bytearray)
+    values: bytearray = field(default_factory=bytearray)
+    n_rows: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.scales) + len(self.values)
+
+
+class SentRows:
+    """Rows by sequence and position, in bounded memory: the oldest text is forgotten first, as a whole.
+
+    Args:
+        limit_bytes: of all rows together.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._n_bytes = 0
+        self._texts: dict[int, _Text] = {}  # the oldest first
+        self._dtype, self._n_cols = "bytes", 0
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Positions that are here of each sequence, from the first on."""
+        return {seq_id: text.n_rows for seq_id, text in list(self._texts.items())}
+
+    @property
+    def n_bytes(self) -> int:
+        return self._n_bytes
+
+    def add(self, frame: Frame) -> None:
+        """A frame leaves, with all its rows."""
+        for seq_id in frame.freed:
+            self._forget(seq_id)
+        for seq_id, new_id in frame.copies:
+            self._copy(seq_id, new_id)
+        if not frame.n_rows or not self._limit_bytes:
+            return
+        if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
+            self.clear()
+            self._dtype, self._n_cols = frame.dtype, frame.n_cols
+        scale, value = self._row_bytes
+        payload = memoryview(frame.payload).cast("B")
+        scales, values = payload[: frame.n_rows * scale], payload[frame.n_rows * scale :]
+        row = 0
+        for part in frame.slices:
+            end = row + part.n_rows
+            self._append(part, scales[row * scale : end * scale], values[row * value : end * value])
+            row = end
+        while self._n_bytes > self._limit_bytes:
+            self._forget(next(iter(self._texts)))
+
+    def fill(self, slices: Sequence[Slice]) -> tuple[str, int, bytes]:
+        """The rows of these slices: their type, columns, and payload. Raises EngineError if some are not here."""
+        scale, value = self._row_bytes
+        scales, values = bytearray(), bytearray()
+        for part in slices:
+            text, end = self._texts.get(part.seq_id), part.start + part.n_rows
+            if text is None or text.n_rows < end:
+                raise EngineError(f"the rows that were sent of sequence {part.seq_id} are not here any more")
+            scales += text.scales[part.start * scale : end * scale]
+            values += text.values[part.start * value : end * value]
+        return self._dtype, self._n_cols, bytes(scales + values)
+
+    def clear(self) -> None:
+        self._texts.clear()
+        self._n_bytes = 0
+
+    @property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of the scales and of the values of a row."""
+        form: PayloadType = DTYPES[DTYPE_CODES[self._dtype]]
+        return form.n_scales(self._n_cols) * form.scale_bytes, self._n_cols * form.value_bytes
+
+    def _append(self, part: Slice, scales: memoryview, values: memoryview) -> None:
+        text = self._texts.get(part.seq_id)
+        if text is None:
+            if part.start:
+                return  # its beginning was forgotten
+            text = self._texts[part.seq_id] = _Text()
+        if part.start > text.n_rows:
+            return self._forget(part.seq_id)
+        before = text.n_bytes
+        scale, value = self._row_bytes
+        del text.scales[part.start * scale :], text.values[part.start * value :]
+        text.scales += scales
+        text.values += values
+        text.n_rows = part.start + part.n_rows
+        self._n_bytes += text.n_bytes - before
+
+    def _copy(self, seq_id: int, new_id: int) -> None:
+        self._forget(new_id)
+        text = self._texts.get(seq_id)
+        if text is not None:
+            self._texts[new_id] = _Text(bytearray(text.scales), bytearray(text.values), text.n_rows)
+            self._n_bytes += text.n_bytes
+
+    def _forget(self, seq_id: int) -> None:
+        text = self._texts.pop(seq_id, None)
+        if text is not None:
+            self._n_bytes -= text.n_bytes

@@ -1,0 +1,82 @@
+"""Puts a run's texts on another ring: what the starter does when `mdi.recovery` has decided who is to hold what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.client import ControlClient
+from mdi.engine.starter_engine import StarterEngine
+from mdi.errors import EngineError
+from mdi.measure.model_shape import model_shape
+from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.node.run_rings import RunRings
+from mdi.node.starter_weights import StarterWeights
+from mdi.partition.model import Workload
+from mdi.partition.profile import ClusterProfile
+from mdi.recovery.keeper import RingKeeper
+from mdi.recovery.moves import Moves
+from mdi.recovery.moving import MovingCut
+from mdi.recovery.replacement import Next, Stage
+
+
+class RingFormer:
+    """A `mdi.recovery.keeper.Former`; its methods belong to the engine's thread.
+
+    Args:
+        rings: of the run, the first of which is closed.
+        nodes: all secondaries that may take part.
+    """
+
+    def __init__(
+        self, rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig]
+    ) -> None:
+        self._rings = rings
+        self._weights = weights
+        self._engine = engine
+        self._cluster = rings.cluster
+        self._nodes = {node.name: node for node in nodes}
+        self._stages = self._stages_of(self._cluster)
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self._stages
+
+    @property
+    def processes(self) -> Mapping[str, str]:
+        preparation = self._rings.preparation
+        return {} if preparation is None else preparation.processes
+
+    def form(self, following: Next) -> LoopbackRing | TcpRing:
+        secondaries = tuple(self._nodes[name] for name in following.names[1:])
+        cluster = ClusterConfig(self._cluster.starter, secondaries, self._cluster.keys)
+        self._weights.cut_anew(following.counts)
+        ring = self._rings.form_another(cluster, self.check)
+        preparation = self._rings.preparation
+        assert preparation is not None
+        self._engine.stage, self._engine.memory = preparation.stage, preparation.memory
+        self._stages = self._stages_of(cluster)
+        return ring
+
+    def check(self) -> None:
+        if self._engine.is_closing:
+            raise EngineError("the run was ended while its ring was formed anew")
+
+    def _stages_of(self, cluster: ClusterConfig) -> list[Stage]:
+        pairs = zip(cluster.nodes, self._weights.blocks, strict=True)
+        return [Stage(node.name, start, stop) for node, (start, stop) in pairs]
+
+
+def make_keeper(
+    rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig],
+    profile: ClusterProfile | None, silence_s: float, workload: Workload,
+) -> tuple[RingKeeper, Moves]:  # fmt: skip
+    """What replaces the lost nodes of a run, and what moves blocks without a loss; the latter is to be closed in the end."""
+    shape = model_shape(weights.config, rings.format)
+    part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
+    cut = MovingCut(shape, profile, workload, part_bytes, lambda: engine.n_rounds_left)
+    clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
+    spares = [node.name for node in nodes if node.is_spare]
+    keeper = RingKeeper(RingFormer(rings, weights, engine, nodes), engine, clients, spares, cut, silence_s)
+    return keeper, Moves(keeper, cut, clients, spares, lambda: rings.leaving, engine.leave)

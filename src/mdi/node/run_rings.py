@@ -1,0 +1,200 @@
+"""The rings of one run, as its starter forms them: one, and another one each time that nodes were lost or moved."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.errors import MdiError, NodeLostError, UsageError
+from mdi.kernels.kernel_stage import WeightUse
+from mdi.machine.computing import Computing
+from mdi.net.listener import RingListener
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
+from mdi.node.forming import form_ring
+from mdi.node.model_family import ModelFamily
+from mdi.node.options import StarterOptions
+from mdi.node.preparation import Preparation
+from mdi.node.starter_weights import StarterWeights
+from mdi.node.teardown import dismiss
+
+REACH_S = 2.0  # a node that takes another's place has just answered
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class RunBasis:
+    """What all rings of a run have in common; see Preparation.
+
+    Attributes:
+        process: a number that the starter's process drew.
+        listener: the starter's ring port; None in a ring of one node.
+    """
+
+    family: ModelFamily
+    config: Any
+    options: StarterOptions
+    computing: Computing
+    weights: StarterWeights
+    max_length: int
+    n_sequences: int | None
+    process: str
+    listener: RingListener | None
+
+
+class RunRings:
+    """See the module.
+
+    Args:
+        run: id of the run, and of its first ring; each further ring draws an epoch of its own.
+
+    Attributes:
+        cluster, clients: of the nodes of the ring that was prepared last.
+        ring: that is closed; None before and after.
+        preparation: of the ring that was formed last.
+    """
+
+    def __init__(self, basis: RunBasis, cluster: ClusterConfig, run: int) -> None:
+        self._basis = basis
+        self._run = self._epoch = run
+        self.cluster = cluster
+        self.clients: list[ControlClient] = []
+        self.ring: LoopbackRing | TcpRing | None = None
+        self.preparation: Preparation | None = None
+        self._is_configured = False
+        self._is_first = True
+        self._closed: list[LoopbackRing | TcpRing] = []
+        self._closers: list[threading.Thread] = []
+
+    @property
+    def run(self) -> str:
+        """Id of the run, as its nodes know it."""
+        return f"{self._run:016x}"
+
+    @property
+    def format(self) -> str:
+        """What blocks are held in."""
+        return self._basis.computing.format
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nodes have been told of the run and not of its end."""
+        return self.ring is not None or self._is_configured
+
+    @property
+    def leaving(self) -> Sequence[str]:
+        """Nodes of the ring that are about to end, and compute until their blocks are elsewhere."""
+        return self.ring.leaving if isinstance(self.ring, TcpRing) else ()
+
+    def prepare(self, check: Callable[[], None]) -> Preparation:
+        """Get all nodes of `cluster` ready, with the cut that the weights have.
+
+        Raises:
+            MdiError: a node is not there or cannot.
+        """
+        basis = self._basis
+        options = basis.options if self._is_first else replace(basis.options, wait_s=REACH_S)
+        ids = (self.run, f"{self._epoch:016x}")
+        port = None if basis.listener is None else basis.listener.port
+        self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
+        preparation = Preparation(
+            basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
+            basis.max_length, basis.n_sequences, self.preparation,
+        )  # fmt: skip
+        try:
+            preparation.run(check)
+        except MdiError as e:
+            raise self._named(e, preparation.failed) from None
+        finally:
+            self._is_configured = self._is_configured or preparation.has_begun
+        self.preparation = preparation
+        return preparation
+
+    def _named(self, error: MdiError, failed: str | None) -> MdiError:
+        """The error with the node that it is about, for who forms another ring without it."""
+        if isinstance(error, NodeLostError) or self._is_first:
+            return error
+        if failed is None and isinstance(error, UsageError):  # this node's own memory
+            return NodeLostError(self.cluster.starter.name, str(error), "memory")
+        return error if failed is None else NodeLostError(failed, str(error), error.code)
+
+    def form(self) -> LoopbackRing | TcpRing:
+        """Close the ring that was prepared. Raises NodeLostError, RingError."""
+        basis, cluster, preparation = self._basis, self.cluster, self.preparation
+        assert preparation is not None
+        names = tuple(node.name for node in cluster.nodes)
+        following = cluster.nodes[1 % cluster.n_nodes]
+        seat = Seat(
+            self._epoch, 0, names, preparation.placement, following.addr, following.port_in, basis.options.wire_dtype,
+            basis.process, cluster.keys, basis.options.silence_s,
+        )  # fmt: skip
+        self.ring = form_ring(
+            basis.listener, cluster, seat, basis.options.n_frames or cluster.n_nodes,
+            basis.family.widest_row(basis.config), basis.computing.device, preparation.ring_ports,
+        )  # fmt: skip
+        return self.ring
+
+    def form_another(self, cluster: ClusterConfig, check: Callable[[], None]) -> LoopbackRing | TcpRing:
+        """After one that broke, a ring of these nodes, with the cut that the weights have.
+
+        Raises:
+            NodeLostError: names the node that was in the way; MdiError: it cannot be done.
+        """
+        self._is_first = False
+        self._close(is_awaited=False)  # a node that is silent would hold it up
+        self._epoch = secrets.randbits(64)
+        self.cluster = cluster
+        self.prepare(check)
+        return self.form()
+
+    def end(self, leave: bool, patient: bool) -> list[dict[str, Any]]:
+        """End the run on all nodes; what each secondary measured, {} where that is not known.
+
+        Args:
+            leave: end their processes as well.
+            patient: wait until they have noticed the end.
+        """
+        self._close()
+        if not self._is_configured:
+            return []
+        self._is_configured = False
+        return dismiss(self.clients, self.run, leave, patient)
+
+    def measured(self) -> tuple[float, float, int, int]:
+        """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far."""
+        rings = [*self._closed, *([] if self.ring is None else [self.ring])]
+        return (
+            sum(ring.inbox.wait_s for ring in rings),
+            sum(ring.send_s for ring in rings),
+            sum(ring.bytes_sent for ring in rings),
+            sum(ring.n_frames for ring in rings),
+        )
+
+    @property
+    def weight_use(self) -> WeightUse:
+        """What the starter's own stage has read."""
+        loaded = None if self.preparation is None else self.preparation.loaded
+        return WeightUse(0, 0, 0.0) if loaded is None else loaded.weight_use
+
+    def close(self) -> None:
+        """Give back what the starter's own stage holds."""
+        if self.preparation is not None and self.preparation.loaded is not None:
+            self.preparation.loaded.close()
+
+    def _close(self, is_awaited: bool = True) -> None:
+        ring, self.ring = self.ring, None
+        if ring is not None:
+            self._closed.append(ring)
+            ring.stop("the run is over")
+            self._closers.append(threading.Thread(target=ring.close, name="ring-close", daemon=True))
+            self._closers[-1].start()
+        if is_awaited:
+            for closer in self._closers:
+                closer.join()
+            self._closers.clear()

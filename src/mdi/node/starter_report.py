@@ -1,0 +1,162 @@
+"""What a starter says of itself and of its run, at any time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mdi
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION
+from mdi.control.server import StatusOnly
+from mdi.engine.starter_engine import StarterEngine
+from mdi.errors import ControlError
+from mdi.kernels.kernel_stage import WeightUse
+from mdi.machine.computing import Computing
+from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
+from mdi.node.driver import EngineThread
+from mdi.node.identity import identity_of
+from mdi.node.options import StarterOptions
+from mdi.node.run_rings import RunRings
+from mdi.node.run_trace import RunTrace
+from mdi.node.sample import Sample
+from mdi.node.starter_weights import StarterWeights
+from mdi.node.teardown import metrics_of
+from mdi.node.texts import Texts
+from mdi.recovery.keeper import RingKeeper
+from mdi.tracing.trace import Trace
+
+
+class StarterReport(StatusOnly):
+    """The side of a StarterNode that is only looked at; its state belongs to that.
+
+    Attributes:
+        secondary_metrics: what each secondary measured, once the run has ended.
+        run_trace: None where nothing is recorded.
+    """
+
+    engine: StarterEngine
+    computing: Computing
+    max_length: int
+    secondary_metrics: list[dict[str, Any]]
+    run_trace: RunTrace | None
+    _cluster: ClusterConfig
+    _options: StarterOptions
+    _device: str
+    _epoch: int
+    _process: str
+    _state: str
+    _weights: StarterWeights | None
+    _rings: RunRings | None
+    _driver: EngineThread | None
+    _keeper: RingKeeper | None
+    _texts: Texts
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The nodes of the ring, as it is now."""
+        return self._cluster if self._rings is None else self._rings.cluster
+
+    @cluster.setter
+    def cluster(self, cluster: ClusterConfig) -> None:
+        assert self._rings is None
+        self._cluster = cluster
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.cluster.nodes)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All that were submitted."""
+        return self._texts.samples
+
+    @property
+    def identity(self) -> str:
+        """See `identity_of`; after `prepare`."""
+        assert self._weights is not None
+        return identity_of(self._weights, self.computing, self._options, self.max_length)
+
+    @property
+    def formats(self) -> tuple[str | None, str | None]:
+        """Of the blocks and of the head: what was asked for, or, with "auto", what was chosen."""
+        return self._options.quantize, self._options.quantize_head
+
+    def metrics(self) -> RunMetrics:
+        """What the run measured, so far or in all."""
+        model = self._weights.model if self._weights else ""
+        samples = [sample.metrics() for sample in self.samples]
+        return RunMetrics.from_parts(
+            model, samples, self._node_metrics(), self._texts.duration_s,
+            [] if self._keeper is None else [one.to_json() for one in self._keeper.recoveries],
+        )  # fmt: skip
+
+    @property
+    def clients(self) -> list[ControlClient]:
+        """Of the secondaries, in ring order."""
+        return [] if self._rings is None else list(self._rings.clients)
+
+    @property
+    def run_id(self) -> str:
+        return f"{self._epoch:016x}" if self._rings is None else self._rings.run
+
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def format(self) -> str:
+        """What weights are held in, on this node."""
+        return self.computing.quantize or self.computing.dtype
+
+    @property
+    def weights(self) -> StarterWeights:
+        """Of the model, with the cut; between `open` and `close`."""
+        assert self._weights is not None
+        return self._weights
+
+    def measured(self) -> NodeMetrics | None:
+        """What this node did in the run so far; None before the ring is closed."""
+        if self._driver is None or self._weights is None:
+            return None
+        return NodeMetrics(self.names[0], self._weights.blocks[0], peak_rss_bytes(), *self._measured())
+
+    def trace(self) -> Trace | None:
+        """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
+        if self.run_trace is None or self._weights is None:
+            return None
+        n_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
+        return self.run_trace.trace(self._weights.model, self.names, self._weights.blocks, measured, n_tokens)
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {
+            "name": self.cluster.starter.name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "process": self._process,
+            "state": "RECOVERING" if self._driver is not None and self._driver.is_recovering else self._state,
+            "clock_s": time.time(),
+            "model": self._weights.model if self._weights else None,
+            "n_nodes": self.cluster.n_nodes,
+            "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
+        }
+
+    def check_echo(self) -> None:
+        if self._state == "RUNNING":
+            raise ControlError("the starter is in the middle of a run", 409, code="busy")
+
+    def _measured(self) -> tuple[float, float, float, int, int, int, int, float]:
+        """compute_s to disk_wait_s of NodeMetrics, of this node."""
+        if self._driver is None or self._rings is None:
+            return 0.0, 0.0, 0.0, 0, 0, *WeightUse(0, 0, 0.0)
+        return self.engine.compute_s, *self._rings.measured(), *self._rings.weight_use
+
+    def _node_metrics(self) -> list[NodeMetrics]:
+        if self._weights is None:
+            return []
+        blocks = self._weights.blocks
+        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._measured())
+        measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
+        return [own, *metrics_of(self.names[1:], blocks[1:], measured)]

@@ -1,0 +1,168 @@
+"""Who takes whose blocks, how the model is cut anew, who waits how long, and which text is suspected."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdi.recovery.absences import Absences
+from mdi.recovery.cut import Holder, cut, slowest_s
+from mdi.recovery.records import Records
+from mdi.recovery.replacement import Next, Stage, in_place, takers, with_the_rest
+from mdi.recovery.suspects import Suspects
+
+RING = (Stage("starter", 0, 2), Stage("a", 2, 5), Stage("b", 5, 9))
+
+
+def no_cut(stages: object, most: object) -> None:
+    raise AssertionError("nothing is to be cut anew")
+
+
+# Places
+
+
+def test_a_spare_takes_the_blocks_of_the_lost_node_and_nobody_else_moves() -> None:
+    found = in_place(RING, frozenset({"starter", "b"}), ["x", "y"])
+    assert found == Next((RING[0], Stage("x", 2, 5), RING[2]), is_moved=False)
+    assert takers(RING[1], found.stages) == ("x",)
+
+
+def test_several_lost_nodes_need_several_spares() -> None:
+    present = frozenset({"starter"})
+    assert in_place(RING, present, ["x"]) is None
+    found = in_place(RING, present, ["x", "y"])
+    assert found is not None and found.names == ("starter", "x", "y") and found.counts == (2, 3, 4)
+
+
+def test_nobody_is_lost() -> None:
+    assert in_place(RING, frozenset({"starter", "a", "b"}), []) == Next(RING, is_moved=False)
+
+
+def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
+    asked = []
+
+    def even(stages: object, most: object) -> tuple[int, ...]:
+        asked.append(stages)
+        return (1, 8)
+
+    found = with_the_rest(RING, frozenset({"starter"}), ["x"], {}, even)
+    assert asked == [[RING[0], Stage("x", 2, 5)]]
+    assert found == Next((Stage("starter", 0, 1), Stage("x", 1, 9)), is_moved=True)
+    assert takers(RING[2], found.stages) == ("x",) and takers(RING[0], found.stages) == ("starter", "x")
+    assert with_the_rest(RING, frozenset({"starter"}), [], {}, lambda stages, most: None) is None
+
+
+# Cuts
+
+
+def holders(*nodes: tuple[tuple[int, int], float, float, float]) -> list[Holder]:
+    """Of (blocks there, time of a block, time of moving one, bytes for blocks); the first is the starter."""
+    return [
+        Holder(str(k), has, block_s, 0.0, move_s, n_bytes, least=min(k, 1))
+        for k, (has, block_s, move_s, n_bytes) in enumerate(nodes)
+    ]
+
+
+def test_few_rounds_move_few_blocks_and_many_rounds_make_the_stages_even() -> None:
+    nodes = holders(((0, 4), 1.0, 10.0, 99), ((4, 8), 1.0, 10.0, 99))
+    assert cut(nodes, [1.0] * 12, 0.001) in [(8, 4), (4, 8)]
+    assert cut(nodes, [1.0] * 12, 1000) == (6, 6)
+
+
+def test_memory_and_what_nodes_have_said_are_limits() -> None:
+    nodes = holders(((0, 4), 1.0, 0.0, 5.0), ((4, 8), 1.0, 0.0, 99))
+    assert cut(nodes, [1.0] * 12, 1000) == (5, 7)
+    assert cut(nodes[:1], [1.0] * 12, 1000) is None
+    limited = [nodes[0], Holder("1", (4, 8), 1.0, 0.0, 0.0, 99, most=6)]
+    assert cut(limited, [1.0] * 12, 1000) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 4), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.1, 2.0])),
+        min_size=1, max_size=4,
+    ),
+    st.integers(1, 7), st.sampled_from([0.0, 1.0, 50.0]),
+)  # fmt: skip
+def test_the_cut_is_the_best_of_all(nodes: list[tuple[int, int, float, float]], n: int, n_frames: float) -> None:
+    made = holders(*(((a, a + length), block_s, move_s, 99) for a, length, block_s, move_s in nodes))
+    found = cut(made, [1.0] * n, n_frames)
+
+    def cost(counts: tuple[int, ...]) -> float:
+        ends = [0, *itertools.accumulate(counts)]
+        moved = sum(h.move_s * h.n_moved(a, b) for h, a, b in zip(made, ends, ends[1:], strict=False))
+        return moved + n_frames * slowest_s(made, counts)
+
+    every = [c for c in itertools.product(range(n + 1), repeat=len(made)) if sum(c) == n and all(c[1:])]
+    if not every:
+        assert found is None
+    else:
+        assert found is not None
+        assert cost(found) == pytest.approx(min(map(cost, every)))
+
+
+# Waiting
+
+
+def test_a_node_that_comes_and_goes_waits_longer_each_time() -> None:
+    absences = Absences(6.0)
+    assert absences.is_over("a", 0.0)
+    waits = []
+    for n in range(1, 6):
+        absences.add("a", 100.0 * n)
+        waits.append(absences.left_s("a", 100.0 * n))
+    assert waits == [0.0, 6.0, 12.0, 24.0, 48.0] and absences.is_over("b", 0.0)
+    assert not absences.is_over("a", 547.0) and absences.is_over("a", 548.0)
+    assert absences.wait_s(1000) <= 600.0
+
+
+# Suspects
+
+
+def test_one_text_under_way_at_two_losses_in_a_row_is_found() -> None:
+    suspects = Suspects()
+    assert suspects.take({1: (7, 8), 2: (9, 10)}) == frozenset()
+    assert suspects.take({1: (0, 64), 3: (0, 5)}) == {1}
+
+
+def test_a_text_that_went_on_in_between_is_innocent() -> None:
+    suspects = Suspects()
+    suspects.take({1: (7, 8)})
+    assert suspects.take({1: (8, 9)}) == frozenset()
+
+
+def test_a_loss_before_the_ring_began_says_nothing() -> None:
+    suspects = Suspects()
+    suspects.take({1: (7, 8)})
+    assert suspects.take({}) == frozenset()
+    assert suspects.take({1: (0, 9)}) == {1}
+
+
+def test_of_several_suspects_the_next_loss_finds_the_one() -> None:
+    suspects = Suspects()
+    suspects.take({1: (7, 8), 2: (9, 10)})
+    assert suspects.take({1: (0, 64), 2: (0, 64), 4: (0, 3)}) == {1, 2}
+    assert suspects.take({2: (0, 64), 4: (0, 3)}) == {2}, "4 was not suspected"
+
+
+# Records
+
+
+def test_seconds_are_from_the_last_token_to_the_first() -> None:
+    records = Records()
+    records.begin(["a"], 10.0)
+    records.replace("a", ["x"])
+    assert [one.seconds for one in records.told(None)] == [None]
+    records.end(12.5)
+    records.begin(["b"], 20.0)
+    records.begin(["x"], 20.0)  # lost while the ring was formed anew
+    records.replace("b", ["starter", "c"])
+    told = [one.to_json() for one in records.told(21.0)]
+    assert told == [
+        {"node": "a", "replaced_by": "x", "restored_by": "tokens", "seconds": 2.5},
+        {"node": "b", "replaced_by": "starter, c", "restored_by": "tokens", "seconds": 1.0},
+        {"node": "x", "replaced_by": "", "restored_by": "tokens", "seconds": 1.0},
+    ]

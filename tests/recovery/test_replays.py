@@ -1,0 +1,201 @@
+"""Rows that are kept and sent again: the same rows, in bounded memory, and no token is lost or drawn twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdi.engine.planned import Plan
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sent_rows import SentRows
+from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.errors import EngineError
+from mdi.net.codec import PLAIN, FrameCodec
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType, Limits, Slice
+
+EPOCH = 9
+
+
+def frame_of(dtype: str, n_cols: int, slices: list[Slice], first: int, **fields: object) -> Frame:
+    """Rows whose bytes say which row they are: scales count from `first` on, values from `first` + 100."""
+    form, n_rows = DTYPES[DTYPE_CODES[dtype]], sum(s.n_rows for s in slices)
+    scale, value = form.n_scales(n_cols) * form.scale_bytes, n_cols * form.value_bytes
+    payload = b"".join(bytes([first + r]) * scale for r in range(n_rows))
+    payload += b"".join(bytes([first + 100 + r]) * value for r in range(n_rows))
+    return Frame(FrameType.BATCH, EPOCH, 0, dtype, n_rows, n_cols, tuple(slices), payload=payload, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "row-scaled float16", "block-scaled int8"])
+def test_rows_come_back_byte_for_byte(dtype: str) -> None:
+    sent = SentRows(1 << 20)
+    sent.add(frame_of(dtype, 70, [Slice(1, 0, 3, 1), Slice(2, 0, 2, 1)], 0))
+    sent.add(frame_of(dtype, 70, [Slice(2, 2, 1, 1), Slice(1, 3, 1, 1)], 10))
+    assert sent.counts == {1: 4, 2: 3}
+    parts = [Slice(1, 1, 3, 0), Slice(2, 0, 3, 0)]
+    expected = frame_of(dtype, 70, parts, 0)
+    form = DTYPES[DTYPE_CODES[dtype]]
+    rows = [1, 2, 11, 3, 4, 10]  # where they were: in the first frame, and from 10 on in the second
+    scale, value = form.n_scales(70) * form.scale_bytes, 70 * form.value_bytes
+    payload = b"".join(bytes([r]) * scale for r in rows) + b"".join(bytes([r + 100]) * value for r in rows)
+    assert sent.fill(parts) == (dtype, 70, payload) and len(payload) == len(expected.payload)
+
+
+def test_a_slice_that_starts_earlier_replaces_what_is_behind_it() -> None:
+    sent = SentRows(1 << 20)
+    sent.add(frame_of("float32", 1, [Slice(1, 0, 4, 1)], 0))
+    sent.add(frame_of("float32", 1, [Slice(1, 2, 1, 1)], 50))
+    assert sent.counts == {1: 3} and sent.fill([Slice(1, 0, 3, 0)])[2] == bytes([100] * 4 + [101] * 4 + [150] * 4)
+
+
+def test_the_oldest_text_is_forgotten_first_and_as_a_whole() -> None:
+    sent = SentRows(40)
+    for seq_id in (1, 2, 3):
+        sent.add(frame_of("float32", 1, [Slice(seq_id, 0, 4, 1)], 0))
+    assert sent.counts == {2: 4, 3: 4} and sent.n_bytes == 32
+    sent.add(frame_of("float32", 1, [Slice(1, 4, 1, 1)], 0))
+    assert 1 not in sent.counts, "its beginning is gone"
+    with pytest.raises(EngineError):
+        sent.fill([Slice(1, 0, 1, 0)])
+    with pytest.raises(EngineError):
+        sent.fill([Slice(2, 2, 3, 0)])
+    sent.add(frame_of("float32", 1, [Slice(3, 4, 1, 1)], 0, freed=(2,), copies=((3, 8),)))
+    assert sent.counts == {3: 5, 8: 4}
+    sent.clear()
+    assert (sent.counts, sent.n_bytes) == ({}, 0)
+
+
+def test_without_memory_nothing_is_kept() -> None:
+    sent = SentRows(0)
+    sent.add(frame_of("float32", 1, [Slice(1, 0, 4, 1)], 0))
+    assert sent.counts == {}
+
+
+def test_a_replay_travels_with_and_without_its_rows() -> None:
+    codec = FrameCodec(Limits())
+    full = frame_of("float32", 3, [Slice(1, 0, 4, 0)], 0, is_replay=True)
+    empty = Frame(FrameType.BATCH, EPOCH, 1, slices=full.slices, is_replay=True)
+    for frame in (full, empty):
+        data = bytearray(PLAIN.head(frame)) + frame.payload
+        header = codec.header(data[:72])
+        n_tables = header.tables_bytes
+        read = codec.frame(header, data[72 : 72 + n_tables], data[72 + n_tables :])
+        assert (read.is_replay, read.n_rows, read.slices) == (True, frame.n_rows, frame.slices)
+
+
+# A ring of two nodes in numbers: what each has of every sequence, position by position.
+
+
+class World:
+    """The scheduler drives two nodes; the first keeps what it sent, the second can be lost.
+
+    Tokens are a function of the prompt and the position, so that a wrong position or a lost row would show.
+    """
+
+    def __init__(self, n_frames: int, chunk_rows: int) -> None:
+        self.scheduler = Scheduler(n_frames, chunk_rows)
+        self.nodes: list[dict[int, list[int]]] = [{}, {}]
+        self.sent: dict[int, list[int]] = {}
+        self.flying: list[tuple[Plan, int]] = []  # and how many nodes have computed it
+        self.texts: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+
+    def submit(self, seq_id: int, n_prompt: int, n_tokens: int) -> None:
+        self.texts[seq_id] = []
+        prompt = tuple(1000 * seq_id + k for k in range(n_prompt))
+        self.scheduler.submit(Sequence(seq_id, prompt, SamplingParams(n_tokens), 1000))
+
+    def leave(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.flying.append((plan, 0))
+        return plan is not None
+
+    def compute(self, which: int) -> None:
+        """The oldest frame that node `which` has not computed yet."""
+        for k, (plan, n) in enumerate(self.flying):
+            if n == which:
+                self.flying[k] = (plan, n + 1)
+                self._rows(plan, which)
+                return
+
+    def _rows(self, plan: Plan, which: int) -> None:
+        caches = self.nodes[which]
+        for seq_id in plan.freed:
+            caches.pop(seq_id, None)
+            if which == 0:
+                self.sent.pop(seq_id, None)
+        for part in plan.slices:
+            if plan.is_replay and which == 0:
+                assert len(self.sent[part.seq_id]) >= part.start + part.n_rows
+                continue
+            rows = self.sent[part.seq_id][part.start : part.start + part.n_rows] if plan.is_replay else list(part.ids)
+            cache = caches.setdefault(part.seq_id, [])
+            assert part.start <= len(cache), "a hole"
+            cache[part.start :] = rows
+            if which == 0:
+                kept = self.sent.setdefault(part.seq_id, [])
+                kept[part.start :] = rows
+
+    def back(self) -> None:
+        if not self.flying or self.flying[0][1] < 2:
+            return
+        plan, _ = self.flying.pop(0)
+        tokens = {}
+        for part in plan.slices:
+            if part.n_logits:
+                ids = self.nodes[1][part.seq_id]
+                tokens[part.seq_id] = [sum(ids[: part.start + part.n_rows]) % 997]
+        for event in self.scheduler.update(plan.number, tokens):
+            self.texts[event.seq_id] += event.tokens
+            if event.finish_reason:
+                self.ended.add(event.seq_id)
+
+    def lose(self, n_kept: int) -> None:
+        """The second node is replaced by one without caches; the rows of `n_kept` texts can be replayed."""
+        self.flying.clear()
+        self.nodes[1] = {}
+        kept = {seq_id: len(rows) for seq_id, rows in list(self.sent.items())[:n_kept]}
+        for seq_id in self.sent.keys() - kept.keys():
+            del self.sent[seq_id]
+        self.scheduler.resume(self.scheduler.n_frames, None, kept)
+
+    def run(self) -> dict[int, list[int]]:
+        while len(self.ended) < len(self.texts):
+            while self.leave():
+                pass
+            self.compute(0)
+            self.compute(1)
+            self.back()
+        return self.texts
+
+
+Steps = st.lists(st.one_of(st.sampled_from(["leave", "first", "second", "back"]), st.integers(0, 3)), max_size=60)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    Steps,
+)
+def test_texts_are_those_of_an_undisturbed_ring(
+    texts: list[tuple[int, int]], n_frames: int, chunk_rows: int, steps: list[str | int]
+) -> None:
+    worlds = [World(n_frames, chunk_rows), World(n_frames, chunk_rows)]
+    for world in worlds:
+        for seq_id, (n_prompt, n_tokens) in enumerate(texts):
+            world.submit(seq_id, n_prompt, n_tokens)
+    undisturbed, disturbed = worlds
+    actions: dict[str, Callable[[], object]] = {
+        "leave": disturbed.leave, "back": disturbed.back,
+        "first": lambda: disturbed.compute(0), "second": lambda: disturbed.compute(1),
+    }  # fmt: skip
+    for step in steps:
+        if isinstance(step, int):
+            disturbed.lose(step)
+        else:
+            actions[step]()
+    assert disturbed.run() == undisturbed.run()
