@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ import queue
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -743,3 +745,18 @@ def test_what_the_http_library_says_does_not_reach_the_terminal(served: tuple[Fa
     app = served[1]._server.wsgi_app
     handlers = [type(handler) for log in (app.log.error_log, app.log.access_log) for handler in log.handlers]
     assert handlers.count(logging.NullHandler) == 2
+
+
+def test_a_server_that_was_closed_is_forgotten() -> None:
+    """And with it its node, which has the weights of a whole run."""
+
+    class Node(StatusOnly):
+        pass
+
+    node = Node()
+    known = weakref.ref(node)
+    server = ControlServer(node, "127.0.0.1", 0, "starter")
+    server.close()
+    del node, server
+    gc.collect()
+    assert known() is None

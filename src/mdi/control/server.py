@@ -233,6 +233,12 @@ def _plain_error(status: str, message: str, traceback: str, version: str) -> byt
 
 
 class _Server(wsgi.Server):
+    def clear_stats(self) -> None:
+        """Cheroot keeps the numbers of each server in a table for ever, and with them the server and its node."""
+        super().clear_stats()
+        for name in [name for name, stats in logging.statistics.items() if stats is self.stats]:  # type: ignore[attr-defined]
+            del logging.statistics[name]  # type: ignore[attr-defined]
+
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
         """What strangers can provoke without end is for the debug log."""
         logger.debug("HTTP: %s", msg, exc_info=traceback)
