@@ -75,7 +75,8 @@ def _tell(name: str, plan: WindowPlan, window: Window, packed_bytes: int) -> Non
             size(packed_bytes),
         )
     kept = f", every {plan.retain}. block stays" if plan.retain else ""
-    rate = f", the disk gives {size(window.disk_bytes_s)}/s" if window.disk_bytes_s else ""
+    way = "direct" if window.reads_direct else "plain"
+    rate = f", {way}: the disk gives {size(window.disk_bytes_s)}/s" if window.disk_bytes_s else ""
     logger.info(
         "%s has %s of weights in memory (a window of %d units%s), and reads %s for each pass%s",
         name, size(plan.resident_bytes), plan.n_slots, kept, size(plan.pass_bytes), rate,

@@ -75,6 +75,11 @@ class Window:
         """Whether nothing is left to read until a unit is let go of."""
         return self._reader is None or self._reader.is_full
 
+    @property
+    def reads_direct(self) -> bool:
+        """Whether reads go past the system's memory of files."""
+        return all(run.file.is_direct for unit in self.plan.units for run in unit.runs)
+
     def on_close(self, action: Callable[[], None]) -> None:
         """Have something done when the reading has ended."""
         self._closed_with.append(action)
