@@ -303,7 +303,9 @@ def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
                 NodeConfig("starter", "127.0.0.1", 0, 0),
                 (NodeConfig("secondary0", "127.0.0.1", node.control_port, node.ring_port),),
             )
-            options = StarterOptions(ckpt=plain_checkpoint, prompt_style="none", device="cpu", silence_s=silence_s)
+            options = StarterOptions(
+                ckpt=plain_checkpoint, prompt_style="none", device="cpu", silence_s=silence_s, fixed=True
+            )
             starter = StarterNode(cluster, options)
             stack.callback(starter.close)
             return starter, node
