@@ -39,20 +39,32 @@ def test_where_there_is_nothing_to_compare_nothing_is_said(before: NodeLook | No
     assert set(shares(before, now).values()) == {None}
 
 
-def test_a_frames_way_between_two_timers() -> None:
-    """A's timer is 100 s ahead of ours, b's 40 s behind; frames take 3 ms, and one look's clock was read badly."""
+def spans_of(way: list[float], ahead_s: float) -> list[Span]:
+    """A node's spans, of its own timer: three frames come at way[0] and leave at way[1]."""
+    found = []
+    for i in range(3):
+        came, left = (round((ahead_s + i + at) * 1e9) for at in way)
+        found += [Span(Activity.ARRIVAL, came, came, i), Span(Activity.SEND, left, left + 5, i)]
+    return found
+
+
+def test_frames_ways_between_timers() -> None:
+    """The second timer is 100 s ahead, the third 40 s behind; links take 3, 5 and 4 ms; one look's clock was read badly."""
     delays = Delays()
-    sent = [Span(Activity.SEND, int((110 + i) * 1e9), int((110 + i) * 1e9) + 5, i) for i in range(3)]
-    came = [Span(Activity.ARRIVAL, n := int((-30 + i + 0.003) * 1e9), n, i) for i in range(3)]
-    a = look("a", 0.0, spans=sent, reading=Reading(10.0, 110.0, 1e-4))
-    b = look("b", 0.0, spans=came, reading=Reading(10.0, -30.0, 2e-4))
-    for one in (a, b, look("b", 0.0, reading=Reading(11.0, -28.5, 0.6))):
+    start = [Span(Activity.SEND, round(i * 1e9), round(i * 1e9), i) for i in range(3)]
+    start += [Span(Activity.ARRIVAL, n := round((i + 0.014) * 1e9), n, i) for i in range(3)]
+    looks = [
+        look("a", 0.0, spans=start, reading=Reading(10.0, 10.0, 0.0)),
+        look("b", 0.0, spans=spans_of([0.003, 0.004], 100.0), reading=Reading(10.0, 110.0, 1e-6)),
+        look("c", 0.0, spans=spans_of([0.009, 0.010], -40.0), reading=Reading(10.0, -30.0, 2e-6)),
+    ]
+    for one in (*looks, look("c", 0.0, reading=Reading(11.0, -28.5, 0.6))):
         delays.note(one)
-    delay = delays.of(a, b)
-    assert delay is not None
-    assert delay[0] == pytest.approx(0.003, abs=1e-6) and delay[1] == pytest.approx(3e-4)
-    assert delays.of(b, a) is None, "no frame of b's has come to a"
-    assert delays.of(a, look("c", 0.0)) is None
+    found = delays.of(looks)
+    assert all(one is not None for one in found)
+    assert [one[0] for one in found if one] == pytest.approx([0.003, 0.005, 0.004], abs=1e-5)
+    assert [one[1] for one in found if one] == pytest.approx([1e-6, 3e-6, 2e-6])
+    assert delays.of([looks[0], look("d", 0.0)]) == [None, None], "nothing is known of d"
 
 
 def test_who_is_waited_for() -> None:

@@ -14,7 +14,7 @@ from mdi.errors import ControlError
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.tracing.chrome import read_trace, write_trace
-from mdi.tracing.clocks import Clock, Reading, read_clock
+from mdi.tracing.clocks import Clock, Reading, read_clock, settled
 from mdi.tracing.recorder import Recorder, extensions_of, recorder_of
 from mdi.tracing.spans import N_SPANS, Activity, Span, SpanBuffer, pack, unpack
 
@@ -72,6 +72,26 @@ def test_a_slow_answer_is_not_taken_for_drift() -> None:
     clock = Clock([Reading(10.0, 1010.0, 1e-4), Reading(11.0, 1011.4, 0.5)])
     assert clock.here_ns(1_011_000_000_000) == pytest.approx(11e9, abs=1e3)
     assert clock.error_s == 0.5
+
+
+def moved(delays: list[float], errors: list[float]) -> list[float]:
+    moves = settled(delays, errors)
+    n = len(delays)
+    assert moves[0] == 0 and all(abs(move) <= error for move, error in zip(moves, errors, strict=True))
+    return [delays[i] + moves[(i + 1) % n] - moves[i] for i in range(n)]
+
+
+def test_clocks_that_may_be_wrong_make_no_link_odd() -> None:
+    """Links of 1 ms, seen by clocks that are 2 ms and 1 ms off; a frame seems to come before it has left."""
+    assert moved([-0.001, 0.002, 0.002], [0.0, 0.003, 0.003]) == pytest.approx([0.001] * 3, abs=1e-6)
+
+
+def test_a_link_that_is_slower_than_any_error_stays_slow() -> None:
+    assert moved([0.001, 0.040, 0.001], [0.0, 0.001, 0.001]) == pytest.approx([0.002, 0.038, 0.002], abs=1e-6)
+
+
+def test_exact_clocks_stay_as_they_are() -> None:
+    assert moved([0.001, 0.005, 0.002], [0.0, 0.0, 0.0]) == [0.001, 0.005, 0.002]
 
 
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
-from mdi.tracing.clocks import Clock, Reading, read_clock
+from mdi.tracing.clocks import Clock, Reading, read_clock, settled
 from mdi.tracing.recorder import Recorder
-from mdi.tracing.spans import unpack
+from mdi.tracing.spans import unpack, ways_ns
 from mdi.tracing.trace import NodeTrace, Trace
 
 logger = logging.getLogger("mdi")
@@ -51,7 +52,7 @@ class RunTrace:
         nodes = [NodeTrace(names[0], blocks[0], tuple(own.last()), is_cut=own.is_full)]
         for name, held, values in zip(names[1:], blocks[1:], measured, strict=True):
             nodes.append(self._node(name, held, values))
-        return Trace(model, tuple(nodes), n_tokens)
+        return Trace(model, tuple(_with_settled_clocks(nodes)), n_tokens)
 
     def _node(self, name: str, blocks: tuple[int, int], values: Mapping[str, Any]) -> NodeTrace:
         readings = self._readings.get(name)
@@ -65,6 +66,26 @@ class RunTrace:
         clock = Clock(readings)
         moved = (s._replace(begin_ns=clock.here_ns(s.begin_ns), end_ns=clock.here_ns(s.end_ns)) for s in spans)
         return NodeTrace(name, blocks, tuple(moved), clock.error_s, values.get("spans_cut") is True)
+
+
+def _with_settled_clocks(nodes: list[NodeTrace]) -> list[NodeTrace]:
+    """Nodes whose links are as alike as what is known of their clocks allows."""
+    delays = [_quickest_s(node, following) for node, following in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
+    known = [delay for delay in delays if delay is not None]
+    if len(nodes) < 2 or len(known) < len(nodes):
+        return nodes
+    moves = settled(known, [node.clock_error_s for node in nodes])
+    return [_moved(node, round(move * 1e9)) for node, move in zip(nodes, moves, strict=True)]
+
+
+def _quickest_s(source: NodeTrace, target: NodeTrace) -> float | None:
+    ways = ways_ns(source.spans, target.spans)
+    return min(ways) / 1e9 if ways else None
+
+
+def _moved(node: NodeTrace, move_ns: int) -> NodeTrace:
+    spans = (s._replace(begin_ns=s.begin_ns + move_ns, end_ns=s.end_ns + move_ns) for s in node.spans)
+    return replace(node, spans=tuple(spans))
 
 
 def timer_of(status: Mapping[str, Any]) -> float:

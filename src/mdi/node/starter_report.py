@@ -126,7 +126,7 @@ class StarterReport(StatusOnly):
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
         if self.run_trace is None or self._weights is None:
             return None
-        n_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        n_tokens = 0 if self._driver is None else self.engine.n_tokens
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
         return self.run_trace.trace(self._weights.model, self.names, self._weights.blocks, measured, n_tokens)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mdi.tracing.clocks import Reading
+from mdi.tracing.clocks import Reading, settled
 from mdi.tracing.explain import BUSY
-from mdi.tracing.spans import Activity, Span
+from mdi.tracing.spans import Span, ways_ns
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class NodeLook:
 class Delays:
     """The time that frames take from one node to the next, of the last looks.
 
-    Two timers are compared by round trips of requests, which take longer than a frame: the quickest of the last ones counts.
+    Two timers are compared by round trips of requests, which take longer than a frame: the quickest of the last ones counts,
+    and what it leaves open is settled by the frames themselves.
     """
 
     n_kept: int = 20
@@ -45,19 +46,32 @@ class Delays:
             kept.append(look.reading)
             del kept[: -self.n_kept]
 
-    def of(self, source: NodeLook, target: NodeLook) -> tuple[float, float] | None:
-        """Seconds of a frame's way, and by how much they may be wrong; None if nothing is known."""
-        from_here, to_here = self._best(source.name), self._best(target.name)
+    def of(self, looks: Sequence[NodeLook]) -> list[tuple[float, float] | None]:
+        """For each node's link to the next one: seconds of a frame's way, and by how much they may be wrong; None if unknown.
+
+        Args:
+            looks: at all nodes in ring order, this process's own first.
+        """
+        clocks = [self._best(look.name) for look in looks]
+        ways = [self._ways_s(looks, clocks, i) for i in range(len(looks))]
+        errors = [clock.error_s if clock is not None else 0.0 for clock in clocks]
+        moves = [0.0] * len(looks)
+        if all(ways):
+            moves = settled([min(way) for way in ways], errors)
+        found: list[tuple[float, float] | None] = []
+        for i, way in enumerate(ways):
+            following = (i + 1) % len(looks)
+            delay = median(way) + moves[following] - moves[i] if way else 0.0
+            found.append((max(0.0, delay), errors[i] + errors[following]) if way else None)
+        return found
+
+    def _ways_s(self, looks: Sequence[NodeLook], clocks: Sequence[Reading | None], i: int) -> list[float]:
+        following = (i + 1) % len(looks)
+        from_here, to_here = clocks[i], clocks[following]
         if from_here is None or to_here is None:
-            return None
-        arrived = {s.frame: s.begin_ns for s in target.spans if s.activity == Activity.ARRIVAL}
-        ways = [
-            (arrived[s.frame] - s.begin_ns) / 1e9 for s in source.spans if s.activity == Activity.SEND and s.frame in arrived
-        ]  # fmt: skip
-        if not ways:
-            return None
+            return []
         offset = (to_here.here_s - to_here.there_s) - (from_here.here_s - from_here.there_s)
-        return max(0.0, median(ways) + offset), from_here.error_s + to_here.error_s
+        return [way / 1e9 + offset for way in ways_ns(looks[i].spans, looks[following].spans)]
 
     def _best(self, name: str) -> Reading | None:
         return min(self.readings.get(name, ()), key=lambda reading: reading.error_s, default=None)

@@ -31,6 +31,25 @@ def read_clock(ask: Callable[[], float], n_round_trips: int = N_ROUND_TRIPS) -> 
     return min(readings, key=lambda reading: reading.error_s)
 
 
+def settled(delays_s: Sequence[float], errors_s: Sequence[float]) -> list[float]:
+    """By how much each node's clock is to be put on, so that the links of a ring are as alike as the clocks' errors allow.
+
+    What all links take together is known well, for the first node sees frames leave and come back; how it is shared out is
+    known as well as the clocks are. Of all clocks that may be right, those are taken that make no link odd without a reason.
+
+    Args:
+        delays_s: of the quickest frame from each node to the next, the last one's to the first; may be negative.
+        errors_s: of each node's clock against the first one's, whose own is 0.
+    """
+    n = len(delays_s)
+    moved = [0.0] * n
+    for _ in range(20 * n):
+        for i in range(1, n):
+            before, after = (delays_s[j] + moved[(j + 1) % n] - moved[j] for j in (i - 1, i))
+            moved[i] = min(errors_s[i], max(-errors_s[i], moved[i] + (after - before) / 2))
+    return moved
+
+
 class Clock:
     """Turns another node's times into this one's.
 

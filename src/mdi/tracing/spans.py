@@ -99,3 +99,9 @@ def unpack(text: object, where: str) -> list[Span]:
     if any(span.activity > max(Activity) or span.begin_ns > span.end_ns for span in spans):
         raise wrong
     return spans
+
+
+def ways_ns(source: Iterable[Span], target: Iterable[Span]) -> list[int]:
+    """How long each frame took from the socket of one node to that of the next, both on one time axis."""
+    arrived = {s.frame: s.begin_ns for s in target if s.activity == Activity.ARRIVAL}
+    return [arrived[s.frame] - s.begin_ns for s in source if s.activity == Activity.SEND and s.frame in arrived]

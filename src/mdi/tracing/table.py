@@ -11,10 +11,11 @@ from mdi.units import duration, size
 def format_explanation(trace: Trace, explanation: Explanation) -> str:
     """The findings, numbered, and then the figures that they come from."""
     summary = explanation.summary
-    rate = trace.n_tokens / summary.duration_s
+    is_cut = any(node.is_cut for node in trace.nodes)
+    rate = "" if is_cut else f" ({trace.n_tokens / summary.duration_s:.1f} tokens/s)"
     head = (
-        f"{trace.model}: {trace.n_tokens} tokens, {summary.n_frames} frames in {summary.duration_s:.2f} s "
-        f"({rate:.1f} tokens/s), {summary.n_nodes} nodes"
+        f"{trace.model}: {trace.n_tokens} tokens, {summary.n_frames} frames in {summary.duration_s:.2f} s"
+        f"{rate}, {summary.n_nodes} nodes"
     )
     lines = [head, ""]
     lines += [f"{i}. {finding.words}." for i, finding in enumerate(explanation.findings, 1)]
@@ -38,7 +39,7 @@ def format_explanation(trace: Trace, explanation: Explanation) -> str:
         lines += ["", *table(rows, left=(0,))]
         error_s = max(way.error_s for way in summary.ways)
         lines.append(f"Times of links come from two clocks, and may be wrong by {duration(error_s)}.")
-    if any(node.is_cut for node in trace.nodes):
+    if is_cut:
         lines.append("Not all of the run was kept: these are its last frames.")
     without = [node.name for node in trace.nodes if not node.spans]
     if without:

@@ -58,7 +58,7 @@ export class ChatView {
     const tools = el("div", { class: "tools" });
     if (isLast) tools.append(el("button", { class: "small", type: "button", text: "Regenerate", onclick: () => this.regenerate() }));
     const copy = el("button", { class: "small", type: "button", text: "Copy", onclick: () => navigator.clipboard?.writeText(message.content) });
-    tools.append(copy, el("span", { text: message.figures ?? "" }));
+    tools.append(copy, el("span", { text: [message.figures, message.note].filter(Boolean).join("; ") }));
     return [...found, tools];
   }
 
@@ -116,7 +116,7 @@ export class ChatView {
           this.grow();
         }
         if (event.usage) clock.n = event.usage.completion_tokens;
-        if (event.reason === "length") message.failure = "The answer was cut off: it reached the number of tokens that is allowed.";
+        if (event.reason === "length") message.note = "cut off at the number of tokens that is allowed";
       }
     } catch (error) {
       if (error.name !== "AbortError") message.failure = error.message;
