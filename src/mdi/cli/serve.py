@@ -16,12 +16,14 @@ import argparse
 import contextlib
 import logging
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mdi.config import ClusterConfig
+    from mdi.node.starter import StarterNode
     from mdi.serve.process import ApiProcess
     from mdi.serve.settings import ServeSettings
 
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
     from mdi.cli.flags import add_model_flags, add_placement_flags, add_wire_flags
+    from mdi.cli.output import add_trace_flag
     from mdi.cli.serve_flags import add_serve_flags
 
     add_model_flags(parser)
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_placement_flags(nodes)
     nodes.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
     add_wire_flags(nodes)
-    add_serve_flags(parser)
+    add_trace_flag(add_serve_flags(parser))
     parser.set_defaults(prompt_style="none")
     add_common_flags(parser)
 
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give the model: --ckpt DIRECTORY")
     settings = serve_settings(args)
     check_model(args, args.nodes or 1)
+    if args.nodes is not None and args.placement is None and args.devices is None:
+        args.placement = "even"  # as local_ring.py: the nodes are all alike
     starter_options(args)
 
     from mdi.serve.process import ApiProcess
@@ -92,14 +97,19 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     from mdi.serve.backend import Backend
     from mdi.serve.host import ModelHost
     from mdi.serve.questions import handlers
-    from mdi.serve.snapshot import snapshot
+    from mdi.serve.snapshot import Snapshots
+    from mdi.tracing.recorder import SERVE_SPANS
 
+    options = starter_options(args)
+    if not options.n_spans:  # the page shows how long frames take on each link
+        options = replace(options, n_spans=SERVE_SPANS)
     with _nodes(args) as nodes:
         host = ModelHost(
-            nodes.cluster, nodes.check, starter_options(args), Catalog(args.ckpt_folder, args.ckpt),
-            args.sequence_length or CONTEXT_LIMIT, api.lines,
+            nodes.cluster, nodes.check, options, Catalog(args.ckpt_folder, args.ckpt),
+            args.sequence_length or CONTEXT_LIMIT, api.lines, _after(args),
         )  # fmt: skip
-        backend = Backend(api.lines, host, handlers(host), lambda: snapshot(host))
+        snapshots = Snapshots(host)
+        backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
         if args.open:
             webbrowser.open(api.url)
         try:
@@ -112,6 +122,13 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
             ignore_interrupts()
             host.close()
             backend.close()
+
+
+def _after(args: argparse.Namespace) -> Callable[[StarterNode], None] | None:
+    """What is done when a ring has ended: the last one's trace is what --trace leaves."""
+    from mdi.cli.output import write_trace_of
+
+    return None if args.trace is None else lambda node: write_trace_of(node, args.trace)
 
 
 class _Nodes:

@@ -19,7 +19,7 @@ KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
 
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     from mdi.cli import default_ckpt_folder
 
     api = parser.add_argument_group("API")
@@ -56,6 +56,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "name (%(default)s)",
     )  # fmt: skip
     api.add_argument("--open", action="store_true", help="open the page in the browser")
+    return api
 
 
 def serve_settings(args: argparse.Namespace) -> ServeSettings:

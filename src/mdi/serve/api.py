@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import sys
 from pathlib import Path
@@ -18,12 +19,12 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mdi.log_lines import TIMED, VARIABLE, formatter
 from mdi.serve.app import make_app
 from mdi.serve.catalog import Catalog
 from mdi.serve.client import EngineClient
 from mdi.serve.service import Service
 from mdi.serve.settings import DRAIN_S, ServeSettings
-from mdi.terminal import LineFormatter
 
 SILENCE_S = 60.0  # a connection on which no request has begun by then is closed
 BACKLOG = 2048
@@ -50,7 +51,7 @@ class Protocol(H11Protocol):
 def main() -> None:
     values = json.load(sys.stdin)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("%(message)s"))
+    handler.setFormatter(formatter(os.environ.get(VARIABLE, TIMED)))
     logger.handlers, logger.propagate = [handler], False
     allow_many_connections()
     settings = ServeSettings.from_json(values["settings"])

@@ -47,11 +47,12 @@ class ModelHost:
         cluster_of: the nodes, called before each loading: they may be others when some were lost. Raises MdiError.
         check: called again and again while nodes get ready; raises if that has become pointless.
         max_length: tokens that a text may have, if the model allows it.
+        on_end: called when the run of a model has ended, before its node is closed.
     """
 
     def __init__(
         self, cluster_of: Callable[[], ClusterConfig], check: Callable[[], None], options: StarterOptions, catalog: Catalog,
-        max_length: int, lines: Lines,
+        max_length: int, lines: Lines, on_end: Callable[[StarterNode], None] | None = None,
     ) -> None:  # fmt: skip
         self._cluster_of = cluster_of
         self._check = check
@@ -59,6 +60,7 @@ class ModelHost:
         self._catalog = catalog
         self._max_length = max_length
         self._lines = lines
+        self._on_end = on_end
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_left = False
         self._n_loads = 0
@@ -119,6 +121,8 @@ class ModelHost:
             return
         try:
             loaded.node.end()
+            if self._on_end is not None:
+                self._on_end(loaded.node)
         finally:
             loaded.node.close()
             loaded.outlet.close()

@@ -1,13 +1,131 @@
-"""What can be asked of the engine process, beside texts."""
+"""What the page asks the engine process with one click: the doctor's report, and a plan by what the ring measures now."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from mdi.serve.host import ModelHost
+from mdi.control.reach import Reach, Route
+from mdi.errors import MdiError, PlacementError
+from mdi.examine.diagnosis import NodeFinding, Report
+from mdi.examine.doctor import reach_nodes, starter_finding
+from mdi.measure.model_shape import model_shape
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.plan import plan
+from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.partition.table import format_plan
+from mdi.tracing.spans import Activity
+
+if TYPE_CHECKING:
+    from mdi.node.starter import StarterNode
+    from mdi.serve.host import ModelHost
+    from mdi.serve.snapshot import Snapshots
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+DOCTOR_S = 3.0
+FAST_BYTES_S = 125e6  # a link that is not full does not show how fast it could be: taken for a gigabit network
 
 
-def handlers(host: ModelHost) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
     """By name; each is called in a thread of its own, and gives plain JSON or raises MdiError."""
-    return {"status": lambda args: dict(host.status)}
+
+    def node() -> StarterNode | None:
+        return None if host.loaded is None else host.loaded.node
+
+    return {
+        "status": lambda args: dict(host.status),
+        "doctor": lambda args: doctor(node()),
+        "plan": lambda args: plan_now(node(), snapshots.latest),
+    }
+
+
+def doctor(node: StarterNode | None) -> dict[str, Any]:
+    """What is wrong with the nodes of a ring that is running: whether each is there, its version, clock, memory, disk."""
+    if node is None:
+        return {"problems": [], "text": "No ring is running."}
+    starter = starter_finding(node.cluster.starter, {}, None)
+    found = [_in_this_ring(finding) for finding in reach_nodes(node.cluster, DOCTOR_S, {})]
+    report = Report((starter, *found), ())
+    return {**report.to_json(), "text": str(report)}
+
+
+def _in_this_ring(finding: NodeFinding) -> NodeFinding:
+    """A node that is busy with the very ring that asks is as it should be, and says nothing at its ring port."""
+    if finding.status.get("state") != "RUNNING":
+        return finding
+    route = finding.route if finding.route.ring.is_well else Route(finding.route.control, Reach())
+    return replace(finding, status={**finding.status, "state": "SERVING"}, route=route)
+
+
+def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
+    """How the blocks should lie, if the nodes and links go on as they do now.
+
+    The times of a frame on each node are those of the run so far, so a ring that has done nothing yet cannot be planned.
+    """
+    if node is None or not ring:
+        return {"error": "No ring is running."}
+    if any(not one["frames"] or not one["memory"] for one in ring["nodes"]):
+        return {"error": "The nodes have not computed enough yet: ask for a text first."}
+    running = max(1, ring["texts"]["running"])
+    shape = model_shape(node.weights.config, node.format)
+    profile = profile_now(node, ring, shape)
+    try:
+        report = plan(profile, shape, Workload(running, node.max_length), measured=shape)
+    except PlacementError as e:
+        return {"error": f"{e}"}
+    except MdiError as e:
+        return {"error": f"this ring cannot be planned: {e}"}
+    counts = {one.name: one.stop - one.start for one in report.nodes}
+    is_same = all(counts.get(one["name"], 0) == one["blocks"][1] - one["blocks"][0] for one in ring["nodes"])
+    words = (
+        "The blocks lie as they should." if is_same else "Another cut would be better, by what the nodes measure now:"
+    )
+    return {"words": words, "text": format_plan(report), "plan": report.to_json()}
+
+
+def profile_now(node: StarterNode, ring: dict[str, Any], shape: ModelShape) -> ClusterProfile:
+    """The cluster as the running ring shows it; rows are those of the frames that were running."""
+    rows = max(1, ring["texts"]["running"] // len(ring["nodes"]))
+    machines = Counter(one["addr"] for one in ring["nodes"])
+    head_s = _head_s(node)
+    nodes = tuple(
+        _profile_of(one, rows, 0.0 if i else head_s, machines[one["addr"]]) for i, one in enumerate(ring["nodes"])
+    )
+    links = tuple(
+        LinkProfile(one["source"], one["target"], 2 * one["delay_s"], max(one["bytes_s"] or 0.0, FAST_BYTES_S))
+        for one in ring["links"]
+        if one["delay_s"] is not None
+    )
+    return ClusterProfile(
+        nodes=nodes, links=links, model=node.weights.model, config_hash=shape.config_hash, format=node.format
+    )
+
+
+def _head_s(node: StarterNode) -> float:
+    """What the starter's head takes for a frame, lately; 0 if that is not known."""
+    spans = [] if node.run_trace is None else node.run_trace.recorder.buffer.last()
+    heads = [span.duration_ns / 1e9 for span in spans if span.activity == Activity.HEAD]
+    return median(heads) if heads else 0.0
+
+
+def _profile_of(one: dict[str, Any], rows: int, head_s: float, n_sharing: int) -> NodeProfile:
+    """A node whose blocks take what its frames take, but for the head."""
+    n_blocks = one["blocks"][1] - one["blocks"][0]
+    frame_s = one["compute_s"] / one["frames"]
+    block_s = max(frame_s - head_s, 0.05 * frame_s) / max(1, n_blocks)
+    memory = one["memory"]
+    return NodeProfile(
+        name=one["name"],
+        device=one["device"] or "cpu",
+        n_cores=1.0,
+        memory_bytes=int(memory["available_bytes"]) // n_sharing + int(memory["rss_bytes"]),
+        disk_bytes=0,
+        disk_read_bytes_s=0.0,
+        read_bytes_s=0.0,
+        block_s=((rows, block_s),),
+        head_s=((rows, head_s),) if head_s else (),
+        process_bytes=0,
+    )

@@ -1,23 +1,162 @@
-"""What the ring is at this moment, for those who look at it: the page, and /metrics."""
+"""The ring as it is now, for the page and for /metrics: one object of plain values."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
-from mdi.serve.host import ModelHost
+import psutil
+
+from mdi.block_ranges import block_span
+from mdi.control.fan_out import FanOut
+from mdi.errors import ControlError
+from mdi.machine.resources import device_free_bytes
+from mdi.metrics import NodeMetrics
+from mdi.node.run_trace import timer_of
+from mdi.serve.live import Delays, NodeLook, shares, waited_for
+from mdi.tracing.clocks import Reading
+from mdi.tracing.recorder import LIVE_SPANS
+from mdi.tracing.spans import unpack
+
+if TYPE_CHECKING:
+    from mdi.control.client import ControlClient
+    from mdi.node.starter import StarterNode
+    from mdi.serve.host import ModelHost
+
+Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and how its timer stands to ours
+ANSWER_S = 0.7  # a node that says nothing for so long is taken for gone, as far as the page is concerned
 
 
-def snapshot(host: ModelHost) -> dict[str, Any]:
-    """Plain JSON; quick, for it is made each second."""
-    told: dict[str, Any] = {"status": host.status, "nodes": []}
-    loaded = host.loaded
-    if loaded is None:
-        return told
-    engine = loaded.node.engine
-    n_running, n_waiting, n_put_out = engine.texts()
-    texts = {"running": n_running, "waiting": n_waiting, "put_out": n_put_out}
-    caches = [{"node": name, "used_bytes": n, "limit_bytes": limit} for name, n, limit in engine.cache_use]
-    return {
-        **told, "nodes": list(loaded.node.names), "texts": texts, "n_tokens": engine.n_tokens, "caches": caches,
-        "n_reused": engine.n_reused,
-    }  # fmt: skip
+class Snapshots:
+    """Looks at the ring of a server again and again; what has changed since the last look becomes shares and rates.
+
+    Belongs to one thread.
+
+    Attributes:
+        latest: what the last look found.
+    """
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+        self.latest: dict[str, Any] = {}
+        self._run = ""
+        self._looks: dict[str, NodeLook] = {}
+        self._tokens = (0.0, 0)
+        self._delays = Delays()
+
+    def take(self) -> dict[str, Any]:
+        """What the ring is now; {} without one. Takes milliseconds, or ANSWER_S if a node does not answer."""
+        loaded = self._host.loaded
+        own = None if loaded is None else loaded.node.measured()
+        self.latest = {} if loaded is None or own is None else self._look(loaded.node, own)
+        return self.latest
+
+    def _look(self, node: StarterNode, own: NodeMetrics) -> dict[str, Any]:
+        if node.run_id != self._run:
+            self._run, self._looks, self._delays = node.run_id, {}, Delays()
+        statuses = _ask_all(node.clients, node.run_id)
+        looks = [_own_look(node, own), *(_look_at(name, *found) for name, found in statuses.items())]
+        for look in looks:
+            self._delays.note(look)
+        nodes = self._nodes(node, looks, statuses)
+        running, waiting, put_out = node.engine.texts()
+        found = {
+            "time_s": time.time(),
+            "nodes": nodes,
+            "links": self._links(looks, nodes),
+            "texts": {"running": running, "waiting": waiting, "put_out": put_out},
+            "n_tokens": node.engine.n_tokens,
+            "n_reused": node.engine.n_reused,
+            "tokens_s": self._tokens_s(node.engine.n_tokens),
+            "waits_for": waited_for(nodes),
+        }
+        self._looks = {look.name: look for look in looks}
+        return found
+
+    def _tokens_s(self, n_tokens: int) -> float:
+        (before_s, before), now = self._tokens, time.perf_counter()
+        self._tokens = (now, n_tokens)
+        return (n_tokens - before) / (now - before_s) if before_s and n_tokens >= before else 0.0
+
+    def _nodes(self, node: StarterNode, looks: list[NodeLook], statuses: dict[str, Any]) -> list[dict[str, Any]]:
+        caches = {name: {"used": used, "limit": limit} for name, used, limit in node.engine.cache_use}
+        found = []
+        for config, look, blocks in zip(node.cluster.nodes, looks, node.weights.blocks, strict=False):
+            status = statuses[look.name][0] if look.name in statuses else _own_status(node)
+            found.append(
+                {
+                    "name": look.name,
+                    "addr": config.addr,
+                    "blocks": list(blocks),
+                    "blocks_text": block_span(*blocks),
+                    "is_here": status is not None,
+                    "state": str((status or {}).get("state", "")),
+                    "device": (status or {}).get("device"),
+                    "memory": (status or {}).get("memory"),
+                    "cache": caches.get(look.name),
+                    **{
+                        key: look.measured.get(key) for key in ("compute_s", "wait_s", "send_s", "frames", "bytes_sent")
+                    },
+                    **shares(self._looks.get(look.name), look),
+                }
+            )
+        return found
+
+    def _links(self, looks: list[NodeLook], nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if len(looks) < 2:
+            return []
+        found = []
+        ways = zip(looks, looks[1:] + looks[:1], nodes, self._delays.of(looks), strict=False)
+        for source, target, node, delay in ways:
+            found.append(
+                {
+                    "source": source.name,
+                    "target": target.name,
+                    "delay_s": None if delay is None else delay[0],
+                    "error_s": None if delay is None else delay[1],
+                    "bytes_s": node["bytes_s"],
+                    "bytes": node["bytes_sent"],
+                }
+            )
+        return found
+
+
+def _own_look(node: StarterNode, own: NodeMetrics) -> NodeLook:
+    recorder = None if node.run_trace is None else node.run_trace.recorder
+    spans = [] if recorder is None else recorder.buffer.last(LIVE_SPANS)
+    now = time.perf_counter()
+    return NodeLook(node.names[0], now, own.to_json(), spans, Reading(now, now, 0.0))
+
+
+def _own_status(node: StarterNode) -> dict[str, Any]:
+    memory = {"rss_bytes": psutil.Process().memory_info().rss, "available_bytes": device_free_bytes(node.device)}
+    return {"state": "RUNNING", "device": node.device, "memory": memory}
+
+
+def _look_at(name: str, status: dict[str, Any] | None, reading: Reading | None) -> NodeLook:
+    now = time.perf_counter()
+    measured = (status or {}).get("measured")
+    if not isinstance(measured, dict):
+        return NodeLook(name, now, {}, (), reading)
+    try:
+        checked = NodeMetrics.from_json({**measured, "name": name, "layers": [0, 0]})
+        return NodeLook(name, now, checked.to_json(), unpack(measured.get("spans", ""), name), reading)
+    except ControlError:  # of another version
+        return NodeLook(name, now, {}, (), reading)
+
+
+def _ask_all(clients: list[ControlClient], run: str) -> dict[str, Answer]:
+    """Status and clock of each secondary, all at once; None of one that does not answer."""
+    asked = FanOut({client.node.name: lambda client=client: _ask(client, run) for client in clients})  # type: ignore[misc]
+    asked.join(2 * ANSWER_S)
+    return {client.node.name: asked.results.get(client.node.name, (None, None)) for client in clients}
+
+
+def _ask(client: ControlClient, run: str) -> Answer:
+    begin = time.perf_counter()
+    try:
+        status = client.status(run, ANSWER_S)
+        end = time.perf_counter()
+        return status, Reading((begin + end) / 2, timer_of(status), (end - begin) / 2)
+    except ControlError:
+        return None, None

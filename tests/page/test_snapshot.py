@@ -1,0 +1,121 @@
+"""A ring that really runs, in this process, as the page sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.core import CounterMetricFamily
+
+from mdi.engine.sequence import SamplingParams
+from mdi.node.options import StarterOptions
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode
+from mdi.serve.prometheus import ring_metrics
+from mdi.serve.questions import handlers
+from mdi.serve.snapshot import Snapshots
+from mdi.tracing.recorder import SERVE_SPANS
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, write_checkpoint
+
+NAMES = ["starter", "secondary0", "secondary1"]
+Ring = tuple[StarterNode, list[SecondaryNode], Snapshots]
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    with secondaries(2, tmp_path) as nodes:
+        options = StarterOptions(
+            ckpt=write_checkpoint(tmp_path / "tiny"), prompt_style="none", device="cpu", n_spans=SERVE_SPANS
+        )
+        starter = StarterNode(cluster_of(nodes), options)
+        try:
+            starter.open()
+            starter.prepare(60)
+            starter.start()
+            yield starter, nodes, Snapshots(SimpleNamespace(loaded=SimpleNamespace(node=starter), status={}))  # type: ignore[arg-type]
+        finally:
+            starter.close()
+
+
+def write(starter: StarterNode, n_texts: int = 3) -> None:
+    for _ in range(n_texts):
+        starter.submit("The ring", encode("The ring"), SamplingParams(30, temperature=0))
+    starter.generate()
+
+
+def closed(snapshots: Snapshots) -> dict[str, Any]:
+    """The first snapshot in which every node has noticed that the ring is closed."""
+    for _ in range(500):
+        found = snapshots.take()
+        if all(node["frames"] is not None for node in found["nodes"]):
+            return found
+    raise AssertionError(found)
+
+
+def test_a_ring_at_work(ring: Ring) -> None:
+    starter, _, snapshots = ring
+    first = closed(snapshots)
+    assert [node["name"] for node in first["nodes"]] == NAMES and first["n_tokens"] == 0
+    write(starter)
+    found = snapshots.take()
+    assert snapshots.latest is found
+    assert found["n_tokens"] == 90 and found["tokens_s"] > 0
+    for node in found["nodes"]:
+        assert node["is_here"] and node["state"] == "RUNNING" and node["frames"] > 0
+        assert 0 < node["busy"] <= 1 and 0 <= node["waiting"] <= 1 and node["bytes_s"] > 0
+        assert node["memory"]["rss_bytes"] > 0 and node["cache"]["limit"] > 0
+    assert [node["blocks"] for node in found["nodes"]] == [list(blocks) for blocks in starter.weights.blocks]
+    assert [(link["source"], link["target"]) for link in found["links"]] == list(
+        zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)
+    )
+    for link in found["links"]:
+        assert 0 <= link["delay_s"] < 1 and 0 < link["error_s"] < 1
+
+
+def test_the_snapshot_as_metrics(ring: Ring) -> None:
+    starter, _, snapshots = ring
+    closed(snapshots)
+    write(starter)
+    families = {family.name: family for family in ring_metrics(snapshots.take())}
+    computed = families["mdi_node_compute_seconds"]
+    assert isinstance(computed, CounterMetricFamily)
+    assert [sample.labels["node"] for sample in computed.samples] == NAMES
+    assert all(sample.value > 0 for sample in computed.samples)
+
+
+def test_a_node_that_is_gone(ring: Ring) -> None:
+    _, nodes, snapshots = ring
+    snapshots.take()
+    nodes[1].close()
+    found = {node["name"]: node for node in snapshots.take()["nodes"]}
+    assert found["secondary0"]["is_here"] and not found["secondary1"]["is_here"]
+    assert found["secondary1"]["memory"] is None and found["secondary1"]["busy"] is None
+
+
+def test_plan_and_doctor_of_a_running_ring(ring: Ring) -> None:
+    starter, _, snapshots = ring
+    host: Any = SimpleNamespace(loaded=SimpleNamespace(node=starter), status={"state": "serving"})
+    ask = handlers(host, snapshots)
+    closed(snapshots)
+    assert "error" in ask["plan"]({}), "nothing was measured yet"
+    write(starter)
+    snapshots.take()
+    planned = ask["plan"]({})
+    assert "error" not in planned, planned
+    assert sum(stop - start for start, stop in (node["blocks"] for node in planned["plan"]["nodes"])) == 5
+    report = ask["doctor"]({})
+    assert [node["name"] for node in report["nodes"]] == NAMES
+    assert not [one for one in report["problems"] if "busy" in one["what"]], "busy with this ring is as it should be"
+    write(starter)
+
+
+def test_without_a_ring() -> None:
+    host: Any = SimpleNamespace(loaded=None, status={"state": "loading"})
+    snapshots = Snapshots(host)
+    assert snapshots.take() == {}
+    ask = handlers(host, snapshots)
+    assert "error" in ask["plan"]({}) and not ask["doctor"]({})["problems"] and ask["status"]({}) == host.status
