@@ -358,7 +358,7 @@ def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer])
 
 
 FIELDS = sorted(REQUEST.to_json())
-OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads"}
+OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads", "n_sequences", "silence_s"}
 
 
 # What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
@@ -366,7 +366,7 @@ FIELDS_OF_VERSION = {
     3: (
         "blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over index "
         "keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts placement "
-        "quantize run stored_dtype stored_format threads wire_dtype",
+        "quantize run silence_s stored_dtype stored_format threads wire_dtype",
         "config config_hash device dtype fresh quantize run slots stored_dtype threads",
     )
 }
@@ -420,7 +420,18 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
             assert e.status == 400 and (key in str(e) or (key == "config" and "of a model of" in str(e)))
         assert len(str(e)) < 500
     else:
-        of_that_type = {"compile", "extensions", "placement", "next_addr", "model", "config_hash", "stored_dtype"}
+        of_that_type = {
+            "compile",
+            "exclusive",
+            "hand_over",
+            "keep_caches",
+            "extensions",
+            "placement",
+            "next_addr",
+            "model",
+            "config_hash",
+            "stored_dtype",
+        }
         assert key in of_that_type | OPTIONAL
 
 
