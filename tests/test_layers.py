@@ -264,3 +264,14 @@ def test_help_does_not_import_torch(path: Path) -> None:
         "except SystemExit as e:\n    assert not e.code, e.code\nsys.argv = argv"
     )
     assert not heavy_after(code)
+
+
+def test_a_models_config_is_read_without_torch() -> None:
+    path = SRC.parent / "assets" / "nano-llama" / "model_config.yaml"
+    code = (
+        "import sys; from pathlib import Path; from mdi.checkpoint.shapes import read_config; "
+        f"config = read_config(Path({str(path)!r})); "
+        "print(config['n_layer'], 'torch' in sys.modules, 'litgpt' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=SRC)
+    assert done.stdout.split() == ["8", "False", "False"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,9 +35,8 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: an unknown setting, one of the wrong kind, or ones that do not fit each other.
     """
-    from litgpt.config import Config
-
-    defaults = asdict(Config())
+    make = _config_class()
+    defaults = asdict(make())
     for key, value in settings.items():
         if isinstance(defaults.get(key), (int, float)) and not isinstance(value, (int, float)):
             raise CheckpointError(f"{where}: {key}: expected a number such as {defaults[key]}, found {value!r}")
@@ -43,12 +44,29 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise CheckpointError(f"{where}: {key}: expected a number, found {value}")
     check_counts(settings, where)
     try:
-        config = asdict(Config(**settings))
+        config = asdict(make(**settings))
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ArithmeticError) as e:
         raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
     if config["n_layer"] < 1:
         raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")
     return config
+
+
+@functools.cache
+def _config_class() -> Any:
+    """litgpt's Config, without the rest of litgpt: that loads torch and lightning, which take seconds and 300 MB."""
+    if "litgpt" not in sys.modules:
+        found = importlib.util.find_spec("litgpt")
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            spec = importlib.util.spec_from_file_location("mdi.checkpoint.litgpt_config", Path(folder) / "config.py")
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[spec.name] = module  # dataclasses look there
+                spec.loader.exec_module(module)
+                return module.Config
+    from litgpt.config import Config
+
+    return Config
 
 
 def check_tensors(
