@@ -134,7 +134,7 @@ def test_a_killed_starter_leaves_the_secondaries_waiting(
 def test_a_stopped_starter_leaves_the_secondaries_waiting(
     ring: Cluster, running: Callable[..., Process], checkpoint: Path, starter: Starter
 ) -> None:
-    process = running()
+    process = running("--fixed")
     process.signal(signal.SIGSTOP)
     found = ring.wait_states("IDLE")
     assert "starter" in found[0]["error"]
