@@ -25,6 +25,7 @@ from mdi.errors import ControlError
 from mdi.examine.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
 from mdi.examine.doctor import examine
 from mdi.node.local import free_ports
+from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import write_checkpoint
@@ -166,7 +167,7 @@ def test_what_another_service_says_is_not_told_on(two: list[SecondaryNode], answ
 
 
 def test_a_node_in_a_run_measures_nothing(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two[0], "_job", SimpleNamespace(is_running=True, state="RUNNING"))
+    monkeypatch.setattr(Runs, "active", [SimpleNamespace(is_running=True, state="RUNNING")])
     client = ControlClient(entry_of(two[0]))
     for ask in (lambda: client.probe(request_of(entry_of(two[1]))), lambda: client.echo(10, 5)):
         with pytest.raises(ControlError, match="busy with another run") as caught:
@@ -243,7 +244,9 @@ def test_a_starter_whose_port_is_taken(two: list[SecondaryNode]) -> None:
 
 
 def test_a_node_in_another_run(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two[0], "_state", "RUNNING")
+    fields = {"state": "RUNNING", "error": None, "error_code": None, "looking": None, "loading": None}
+    job = SimpleNamespace(is_over=False, received_bytes=0, total_bytes=0, **fields)
+    monkeypatch.setitem(two[0]._runs._jobs, "a run", job)
     report = examine(cluster_of(two))
     assert [problem.node for problem in report.problems] == ["secondary0"]
     assert "another run" in report.problems[0].what

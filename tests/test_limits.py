@@ -203,7 +203,7 @@ def test_a_stranger_s_request_leaves_the_node_free(tmp_path: Path, built: list[i
 
 def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of large blocks may take long to build: the node is free again at the next block."""
-    monkeypatch.setattr("mdi.node.secondary.PROFILE_S", 0.2)
+    monkeypatch.setattr("mdi.node.self_measurement.PROFILE_S", 0.2)
     config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=8))
     go_on, n_built = threading.Event(), 0
     real = mdi.model.stage.Stage.make_block

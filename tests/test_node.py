@@ -327,7 +327,7 @@ def generate(starter: StarterNode, n_tokens: int = 6) -> list[int]:
 def wait_state(node: SecondaryNode, *states: str) -> dict[str, Any]:
     for _ in range(1000):
         status = node.status(None)
-        if status["state"] in states and node._job is None:
+        if status["state"] in states and not node._runs.active:
             return status
         threading.Event().wait(0.02)
     raise AssertionError(status)
@@ -369,7 +369,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     status = wait_state(secondary, "IDLE")
     assert "out of something" in status["error"] and status["error_code"] == "failed"
     monkeypatch.undo()
-    secondary._stages.drop_stage()
+    secondary._slots.drop_unused()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None
@@ -435,7 +435,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
         secondary.receive_part("0" * 16, "a" * 64, 0, 100, lambda n: b"")
     secondary.init(request())
     with pytest.raises(ControlError, match="busy with another run") as busy:
-        secondary.init(request(run="1" * 16, epoch="1" * 16))
+        secondary.init(request(run="1" * 16, epoch="1" * 16, exclusive=True))
     assert (busy.value.status, busy.value.code) == (409, "busy")
     while secondary.status("0" * 16)["missing"] is None:
         threading.Event().wait(0.01)

@@ -23,6 +23,7 @@ from mdi.errors import CheckpointError, ControlError
 from mdi.machine.computing import Computing
 from mdi.measure.profiler import FILE, Profiler, bench_of
 from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import NodeProfile
 from mdi.weight_formats import LAYOUTS
@@ -221,9 +222,9 @@ def test_only_who_had_it_measured_for_a_run_can_end_it(node: SecondaryNode) -> N
     client.stop("0" * 16)
     while client.status()["state"] != "IDLE":
         threading.Event().wait(0.01)
-    assert not node._leave
+    assert not node._leaving
     client.stop("a" * 16, leave=True)
-    assert node._leave
+    assert node._leaving
 
 
 def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +266,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
 
 
 def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_job", SimpleNamespace(state="RUNNING"))
+    monkeypatch.setattr(Runs, "active", [SimpleNamespace(state="RUNNING")])
     with pytest.raises(ControlError, match="busy with another run"):
         ControlClient(entry_of(node)).profile(REQUEST)
     monkeypatch.undo()

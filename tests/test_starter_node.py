@@ -18,6 +18,7 @@ import mdi.machine.resources
 import mdi.model.stage
 import mdi.node.job
 import mdi.node.preparation
+import mdi.node.secondary_status
 import mdi.node.setup
 import mdi.periodic
 from mdi.cli import launch
@@ -177,13 +178,13 @@ def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypa
 
 
 def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    missing_of = SecondaryNode._missing_of
+    missing_of = mdi.node.secondary_status.missing_of
 
-    def odd(self: SecondaryNode, job: Any) -> Any:
-        missing = missing_of(self, job)
+    def odd(*args: Any) -> Any:
+        missing = missing_of(*args)
         return missing and [{**entry, "have_bytes": -5} for entry in missing]
 
-    monkeypatch.setattr(SecondaryNode, "_missing_of", odd)
+    monkeypatch.setattr(mdi.node.secondary_status, "missing_of", odd)
     starter, _ = ring()
     with pytest.raises(ControlError, match="cannot be read"):
         generate(starter)

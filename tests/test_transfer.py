@@ -156,7 +156,7 @@ def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
 
 def wait_idle(node: SecondaryNode) -> None:
     for _ in range(1500):
-        if node._job is None:
+        if not node._runs.active:
             return
         threading.Event().wait(0.02)
     raise AssertionError(node.status(None))

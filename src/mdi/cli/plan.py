@@ -7,6 +7,8 @@ examples:
   plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
   plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
       as if the cluster had only these two nodes
+  plan.py --profiles cluster.json --ckpt checkpoints/org/small --beside large.json
+      a second model in what the first one leaves; large.json is what plan.py --json printed of that
   plan.py --example > cluster.json
       three single-board computers, to be changed into a cluster of your own
 """
@@ -54,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-profiles", type=Path, metavar="FILE", help="write down what was measured, for --profiles"
     )
     nodes.add_argument("--nodes", nargs="+", metavar="NAME", help="only these nodes of the profiles, starter first")
+    nodes.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="PLAN", help="what `plan.py --json` printed of models that these "
+        "nodes are to hold as well: only what those leave is used (nodes that run a model now say so by themselves)",
+    )  # fmt: skip
     nodes.add_argument("--example", action="store_true", help="print profiles to start from, and end")
     model = parser.add_argument_group("model")
     model.add_argument("--ckpt", type=Path, metavar="DIR", help="checkpoint made by prepare_model.py")
@@ -169,11 +175,14 @@ def _plan(args: argparse.Namespace) -> PlanReport:
             "give the nodes: --nodes-config FILE for nodes that are running, or --profiles FILE (--example prints one to "
             "start from)"
         )
+    return plan_on(args, read_profile(_read(args.profiles), str(args.profiles)))
+
+
+def _read(path: Path) -> str:
     try:
-        text = read_limited(args.profiles, TEXT_LIMIT_BYTES).decode("utf-8-sig")
+        return read_limited(path, TEXT_LIMIT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"cannot read {args.profiles}: {getattr(e, 'strerror', None) or e}") from None
-    return plan_on(args, read_profile(text, str(args.profiles)))
+        raise UsageError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _live(args: argparse.Namespace) -> ClusterProfile:
@@ -224,12 +233,15 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     from mdi.config import parse_bytes
     from mdi.measure.model_shape import model_shape
     from mdi.measure.window_plan import with_windows, without_limits
+    from mdi.partition.beside import left_over
     from mdi.partition.model import Workload
     from mdi.partition.plan import plan
     from mdi.partition.split import parse_layers
 
     if args.nodes:
         profile = _only(profile, args.nodes)
+    for path in args.beside:
+        profile = left_over(profile, _read(path), str(path))
     config = _config(args, profile)
     shape = model_shape(config, args.quantize or args.dtype or profile.format)
     length = args.sequence_length or shape.context_length

@@ -10,6 +10,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from mdi.config import NodeConfig
     from mdi.node.model_family import ModelFamily
+    from mdi.node.secondary import SecondaryNode
 
 
 def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
@@ -146,6 +149,7 @@ def serve(
     )  # fmt: skip
     try:
         node.open()
+        _hand_over_when_terminated(node)
         if args.until_stdin_closes:
             threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
         with reachable(args, node, keys):
@@ -158,6 +162,22 @@ def serve(
         if args.until_stdin_closes:
             sweep()  # of its starter, if that was killed
     return 0
+
+
+def _hand_over_when_terminated(node: SecondaryNode) -> None:
+    """SIGTERM: have others take over what this node computes, if they can. Else, and if it comes again: end at once."""
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if node.may_hand_over:
+            threading.Thread(target=node.leave, name="leave", daemon=True).start()
+        elif callable(before):
+            before(number, frame)
+
+    with contextlib.suppress(ValueError):  # not in the main thread, as in tests
+        signal.signal(signal.SIGTERM, on_signal)
 
 
 def _leave_with_stdin() -> None:

@@ -43,7 +43,7 @@ class Rows(Protocol):
 
 
 class SecondaryLoop:
-    """Runs a stage over the frames of a ring until the ring ends.
+    """Runs a stage over the frames of a ring: of one ring until it ends (`run`), or frame by frame, beside others (`step`).
 
     Args:
         rows: as the stage has them.
@@ -72,8 +72,21 @@ class SecondaryLoop:
             except RingEndedError:
                 return
             if frame is not None:
-                self._ring.send(self._compute(frame))
-                self._ring.release(frame)
+                self._pass_on(frame)
+
+    def step(self) -> None:
+        """Compute and send on the next frame, if there is one; never waits.
+
+        Raises:
+            RingEndedError: the ring was ended in good order. Else as `run`.
+        """
+        frame = self._ring.poll()
+        if frame is not None:
+            self._pass_on(frame)
+
+    def _pass_on(self, frame: Frame) -> None:
+        self._ring.send(self._compute(frame))
+        self._ring.release(frame)
 
     def _compute(self, frame: Frame) -> Frame:
         """The frame with its rows after this stage."""

@@ -81,14 +81,19 @@ class KernelStage:
         prefix = f"transformer.h.{index}."
         return {name.removeprefix(prefix): weight for name, weight in self._weights[f"block.{index}"].items()}
 
+    def weights_of(self, part: str) -> Weights:
+        """Those of one part; another stage may use them as well."""
+        return self._weights[part]
+
+    def part_bytes(self, part: str) -> int:
+        """Of the weights of one part, as they lie."""
+        weights = self._weights[part].values()
+        return sum(weight.data.nbytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights)
+
     @property
     def weight_bytes(self) -> int:
         """Of all weights, as they lie."""
-        return sum(
-            weight.data.nbytes if isinstance(weight, Matrix) else weight.nbytes
-            for part in self._weights.values()
-            for weight in part.values()
-        )
+        return sum(map(self.part_bytes, self._weights))
 
     @property
     def weight_use(self) -> WeightUse:

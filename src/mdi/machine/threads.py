@@ -64,13 +64,17 @@ def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Se
 def computing_threads(n: int | None) -> Iterator[None]:
     """Compute with so many threads on the calling thread meanwhile; None changes nothing."""
     before = _of_thread.here
-    _of_thread.here = n or before
-    tell_torch()
+    compute_with(n or before)
     try:
         yield
     finally:
-        _of_thread.here = before
-        tell_torch()
+        compute_with(before)
+
+
+def compute_with(n: int | None) -> None:
+    """Compute with so many threads on the calling thread from now on; None is the process' number."""
+    _of_thread.here = n
+    tell_torch()
 
 
 def tell_torch() -> None:

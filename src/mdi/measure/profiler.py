@@ -43,12 +43,16 @@ class Profiler:
         name: of the node.
         folder: its cache folder, where measurements are kept.
         span_s: how long one thing is measured.
+        in_use_bytes: memory of a device that this process holds, or was promised, and would not let go of.
     """
 
-    def __init__(self, name: str, folder: Path, span_s: float = SPAN_S) -> None:
+    def __init__(
+        self, name: str, folder: Path, span_s: float = SPAN_S, in_use_bytes: Callable[[str], int] = lambda device: 0
+    ) -> None:
         self._name = name
         self._folder = folder
         self._span_s = span_s
+        self._in_use_bytes = in_use_bytes
         self._lock = threading.Lock()
         self._progress: dict[str, Any] | None = None
         self._process_bytes = private_bytes()  # before any weights are here
@@ -69,7 +73,7 @@ class Profiler:
 
     def available_bytes(self, device: str) -> int:
         """Memory of a device for weights and caches: what is free, and what this process would let go of."""
-        return device_free_bytes(device) + self.held_bytes_of(device)
+        return max(0, device_free_bytes(device) + self.held_bytes_of(device) - self._in_use_bytes(device))
 
     def profile(
         self,
@@ -109,7 +113,7 @@ class Profiler:
             block_s=speeds.block_s,
             head_s=speeds.head_s,
             shared_bytes=machine_free_bytes(subject.computing.device),
-            held_bytes=self.held_bytes_of(subject.computing.device),
+            held_bytes=max(0, self.held_bytes_of(subject.computing.device) - self._in_use_bytes(subject.computing.device)),
             n_threads=threads,
         )
 

@@ -106,6 +106,9 @@ class Ring(Protocol):
             NodeLostError, RingError: it broke.
         """
 
+    def poll(self) -> Frame | None:
+        """The next frame, if there is one and the next node's link takes one more; never waits. Raises as `recv`."""
+
     def release(self, frame: Frame) -> None:
         """Give a received frame's buffer back; its payload must not be read any more."""
 
@@ -134,6 +137,9 @@ class LoopbackRing:
         if frame is None and self.inbox.closed:
             raise RingEndedError("the ring was ended")
         return frame
+
+    def poll(self) -> Frame | None:
+        return self.recv(0)
 
     def release(self, frame: Frame) -> None:
         pass  # the payload belongs to a tensor
@@ -245,7 +251,6 @@ class TcpRing:
         return self._over.is_set() or not (self.inbox.is_empty or self._next.is_full)
 
     def poll(self) -> Frame | None:
-        """The next frame, if the next node's link takes one more; never waits. Raises as `recv`."""
         frame = None if self._next.is_full else self.inbox.poll()
         if frame is None and self._over.is_set():
             raise RingEndedError("the ring was ended") if self._fault is None else _error_of(self._fault)

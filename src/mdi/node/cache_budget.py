@@ -91,7 +91,7 @@ def check_capacity(name: str, stage: CachingStage, max_length: int, device: str)
         )
 
 
-def report_caches(stage: CachingStage, device: str, by_hand: int | None) -> CacheReport:
+def report_caches(stage: CachingStage, device: str, by_hand: int | None, promised: int = 0) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
     From a limit that nobody set by hand, what attention takes for a moment beside the caches is taken off. No limit is larger
@@ -99,10 +99,11 @@ def report_caches(stage: CachingStage, device: str, by_hand: int | None) -> Cach
 
     Args:
         by_hand: the limit that the user set.
+        promised: of what is free, bytes that other stages of this process will take, or must not lose.
     """
     limit = by_hand
     if limit is None:
-        limit = int((device_free_bytes(device) - stage.mapped_bytes) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
+        limit = int((device_free_bytes(device) - stage.mapped_bytes - promised) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
         limit = int(limit / (1 + stage.gathered_share))
     if (reserved := stage.caches.most_bytes) is not None:
         limit = min(limit, reserved)

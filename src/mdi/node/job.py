@@ -1,35 +1,49 @@
-"""One run, as a secondary that was asked to take part in it sees it: how far it is, and how it is ended from outside."""
+"""One ring of a run, as a secondary that takes part in it sees it: how far it is, and how it is ended from outside."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.errors import MdiError
+from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.machine.computing import Computing
+from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.node.cache_budget import CacheReport
+
+if TYPE_CHECKING:
+    from mdi.node.stage_slots import Slot
 
 LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
 
 
 class Abandoned(MdiError):
-    """The run ended before it began."""
+    """The ring ended before it began, or this node does not go on with it."""
 
-    code = "run"
+    def __init__(self, message: str, code: str = "run") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Job:
-    """One run that this node was asked to take part in.
+    """One ring of a run that this node was asked to take part in.
 
     Args:
         computing: what this node will do it with.
+        slot: where its stage is, or will be.
+        has_caches: whether the caches of the run's last ring are there, and stay.
 
     Attributes:
-        state: LOADING, READY (everything is here, the ring is open) or RUNNING.
+        state: LOADING, READY (everything is here, the ring is open) or RUNNING; and when it is over, READY again if it ended in
+            good order, else IDLE.
+        error, error_code: what ended it, if that was not in good order.
+        lost: which node broke the ring and how, as far as this one knows.
+        over: set when this node has no part in it any more.
+        stopped: whether it was ended from here; is_replaced: because of another ring of its run.
+        has_begun: whether its ring was closed.
         missing: parts that the starter has to send, by sha256; None until that is known.
         failure: what went wrong while they came.
         n_looked_for: parts that were looked for on this machine, of those in the request.
@@ -39,10 +53,16 @@ class Job:
         metrics: what was measured, once the run is over.
     """
 
-    def __init__(self, request: InitRequest, computing: Computing) -> None:
+    def __init__(self, request: InitRequest, computing: Computing, slot: Slot, has_caches: bool = False) -> None:
         self.request = request
         self.computing = computing
+        self.slot = slot
+        self.has_caches = has_caches
         self.state = "LOADING"
+        self.error: str | None = None
+        self.error_code: str | None = None
+        self.lost: Fault | None = None
+        self.over = threading.Event()
         self.missing: dict[str, PartSpec] | None = None
         self.failure: MdiError | None = None
         self.total_bytes = 0
@@ -54,7 +74,7 @@ class Job:
         self.measure: Callable[[], dict[str, Any]] | None = None
         self.metrics: dict[str, Any] | None = None
         self.changed = threading.Condition()
-        self.stopped = False
+        self.stopped = self.is_replaced = self.has_begun = False
         self._ring: TcpRing | None = None
         self._last_sign = time.monotonic()
 
@@ -64,6 +84,10 @@ class Job:
     @property
     def run(self) -> str:
         return self.request.run
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
 
     @property
     def loading(self) -> dict[str, int] | None:
@@ -100,19 +124,57 @@ class Job:
         """The ring is closed; one that was ended meanwhile is stopped at once."""
         with self.changed:
             self._ring, self.state = ring, "RUNNING"
+            self.has_begun = True
             was_stopped = self.stopped
         if was_stopped:
             ring.stop("ended before it began")
 
-    def detach(self) -> None:
-        """The ring is closed and its buffers are not needed any more."""
-        self._ring = None
+    def finish(self, error: Exception | None) -> None:
+        """It is over, by an error or in good order; its ring's buffers are not needed any more."""
+        if isinstance(error, RingError):
+            node = error.node if isinstance(error, NodeLostError) else ""
+            self.lost = Fault(node, str(error), self.request.names[self.request.index], error.code)
+        with self.changed:
+            self.error, self.error_code = _told(error)
+            self.state = "READY" if error is None else "IDLE"
+            self._ring = None
+        self.over.set()
 
     def end(self) -> None:
-        """End it, however far it is."""
+        """End it in good order, however far it is."""
+        if (ring := self._stop()) is not None:
+            ring.stop("the starter ended the run")
+
+    def abort(self, fault: Fault) -> None:
+        """End it, however far it is, and tell the other nodes why."""
+        if (ring := self._stop()) is not None:
+            ring.fail(fault)
+
+    def replace(self, name: str) -> None:
+        """End it in favour of another ring of the same run, which may go on with its caches."""
+        self.is_replaced = True
+        self.abort(Fault("", f"{name} takes part in another ring of this run", name, "run"))
+
+    def _stop(self) -> TcpRing | None:
         with self.changed:
             self.stopped = True
-            ring = self._ring
             self.changed.notify_all()
-        if ring is not None:
-            ring.stop("the starter ended the run")
+            return self._ring
+
+    def announce_leave(self) -> None:
+        """Tell the starter that this node waits for its blocks to be taken over."""
+        if (ring := self._ring) is not None:
+            ring.announce_leave()
+
+
+def _told(error: Exception | None) -> tuple[str | None, str | None]:
+    """An error in words and as a code."""
+    if error is None:
+        return None, None
+    if isinstance(error, MemoryError):
+        return "it ran out of memory", "memory"
+    if isinstance(error, RingError):
+        return f"the run ended: {error}", error.code
+    if isinstance(error, MdiError):
+        return str(error), error.code
+    return f"{type(error).__name__}: {error}", MdiError.code

@@ -8,37 +8,23 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mdi.block_ranges import block_span
-from mdi.cache_dir import default_cache_dir
-from mdi.checkpoint.weight_memory import WeightPlacer
-from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.cache_memory import CacheMemory
-from mdi.errors import UsageError
-from mdi.kernels.kernel_stage import KernelStarterStage
 from mdi.machine.computing import Computing
-from mdi.machine.device import told_path, why_torch
-from mdi.machine.resources import device_free_bytes
-from mdi.machine.threads import n_spins, n_threads
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
-from mdi.node.cache_budget import check_capacity, report_caches, share_out
-from mdi.node.loading import kernel_weights, torch_weights
+from mdi.node.cache_budget import report_caches, share_out
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
+from mdi.node.own_stage import OwnStage
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
-from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic
 from mdi.tracing.recorder import extensions_of
-from mdi.units import duration, size
-from mdi.weight_formats import held_bytes
 from mdi.window.options import extensions_of as window_extensions
-from mdi.window.options import window_of
-from mdi.window.stage import WindowStarterStage
 
 logger = logging.getLogger("mdi")
 
@@ -54,12 +40,10 @@ class Preparation:
         ids: of the run and of the ring, each as 16 hex digits.
         ring_port: the one on which the last secondary connects; None in a ring of one node.
         max_length: tokens that a sequence of the run may reach.
-        n_sequences: of the run at the same time; None is not known.
-        before: of the ring before: its stage is used again if it has the same blocks.
+        n_sequences: at the same time, at most; None: as many as fit.
+        before: of the ring before: the starter's own stage is used again, as far as it is the same.
 
     Attributes:
-        stage: the starter's own, loaded, after `run`.
-        loaded: the same as it was loaded; None before.
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
@@ -94,11 +78,8 @@ class Preparation:
         self._ring_port = ring_port
         self._max_length = max_length
         self._n_sequences = n_sequences
-        self._window = window_of(options.weight_memory)
-        self.stage: StarterStage | TensorStage
-        self.loaded: TorchStage | TensorStage | None = None
-        self._before = before
-        self._own_blocks = weights.blocks[0]
+        own = None if before is None else before._own
+        self._own: OwnStage = own or OwnStage(cluster.starter.name, family, config, options)
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
@@ -111,18 +92,10 @@ class Preparation:
         Raises:
             MdiError: a node is not there or cannot.
         """
-        kept = self._before if self._before is not None and self._before._own_blocks == self._own_blocks else None
-        if kept is None:
-            self._check_memory()
+        self._own.check_memory(self._weights, self._computing, self._cluster.n_nodes)
         setups = self._configure_secondaries()
         try:
-            if kept is None:
-                self._load_stage(lambda: self._check(setups, check))
-            else:
-                assert kept.loaded is not None
-                self.stage, self.loaded = kept.stage, kept.loaded
-                self.loaded.caches.clear()
-            self._before = None
+            self._load_stage(lambda: self._check(setups, check))
             while not all(setup.wait(0.1) for setup in setups):
                 self._check(setups, check)
             self._raise_first(setups)
@@ -167,6 +140,7 @@ class Preparation:
                 blocks=blocks,
                 parts=tuple(parts[index - 1]),
                 max_length=self._max_length,
+                n_sequences=self._n_sequences,
                 dtype=options.dtype,
                 compile=options.compile,
                 quantize=self._computing.quantize,
@@ -198,77 +172,26 @@ class Preparation:
                     )
         return parts
 
-    def _check_memory(self) -> None:
-        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
-        if self._window is not None:  # which is fitted into the memory
-            return
-        weights, computing = self._weights, self._computing
-        start, stop = weights.blocks[0]
-        needed = 0
-        for part in self._family.starter_parts(stop, self._cluster.n_nodes):
-            held = computing.format if part.startswith("block.") else computing.head_format
-            needed += held_bytes([weights.part_bytes(part)], weights.dtype, held, weights.stored_format)
-        free = device_free_bytes(computing.device)
-        if needed > free:
-            raise UsageError(
-                f"the starter has {size(free)} of memory free, but embedding, head and {block_span(start, stop)} take "
-                f"{size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement, more nodes), or use a "
-                "smaller format (--quantize, --dtype)"
-            )
-
     def _load_stage(self, check: Callable[[], None]) -> None:
-        """Load the starter's own stage; `check` is called before each part, for loading may take long."""
-        weights, options, computing = self._weights, self._options, self._computing
-        stop = weights.blocks[0][1]
-        loaded: TorchStage | TensorStage
-        parts = self._family.starter_parts(stop, self._cluster.n_nodes)
+        """Have the starter's own stage; `check` is called before each part, for loading may take long."""
+        n_nodes = self._cluster.n_nodes
+        lengths = self._max_length, self._n_sequences, self._kv_memory
+        self._own.load(self._weights, self._computing, n_nodes, *lengths, check)
 
-        report = Periodic()
+    @property
+    def stage(self) -> StarterStage | TensorStage:
+        """The starter's own, loaded, after `run`."""
+        return self._own.stage
 
-        def source(part: str) -> WeightSource:
-            check()
-            if report.is_due():
-                name, done = self._cluster.starter.name, parts.index(part)
-                logger.info(
-                    "%s loads its weights: %d of %d parts (%s)", name, done, len(parts), duration(report.passed_s)
-                )
-            return weights.source_of(part)
-
-        why = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
-        refuse_torch(self._window, computing.packing, why)
-        weights.verify(parts, check)
-        if computing.packing is not None and self._window is not None:
-            loaded = self.stage = TensorStage(
-                with_window(
-                    WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins()),
-                    self._cluster.starter.name, self._window, parts, source, computing.packing,
-                    options.cache_dir or default_cache_dir(), self._max_length, self._n_sequences, self._kv_memory, check,
-                )
-            )  # fmt: skip
-        elif computing.packing is not None:
-            loaded = self.stage = TensorStage(
-                KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins())
-            )
-            packing, placer = computing.packing, WeightPlacer(options.weight_memory)
-            loaded.load(parts, lambda part: kernel_weights(source(part), part, packing, placer, check))
-        else:
-            self.stage = self._family.starter_stage(self._config, stop, self._cluster.n_nodes)
-            loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
-            formats = computing.quantize, computing.quantize_head
-            loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
-        self.loaded = loaded
-        told = told_path(self._cluster.starter.name, 0, stop, why if computing.packing is None else None)
-        logger.debug("%s", told)
-        check_capacity(self._cluster.starter.name, loaded, self._max_length, computing.device)
-        loaded.prepare(self._max_length, self._kv_memory)
-        if options.compile:
-            loaded.compile()
+    @property
+    def loaded(self) -> TorchStage | TensorStage | None:
+        """The same as a node has it; None before."""
+        return self._own.loaded if self._own.is_loaded else None
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        assert self.loaded is not None
-        own = report_caches(self.loaded, computing.device, self._kv_memory)
+        own = report_caches(self._own.loaded, computing.device, self._kv_memory)
         reports = [own, *(setup.ask_caches() for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
         memory = CacheMemory(share_out(told))

@@ -1,16 +1,16 @@
-"""A secondary's part in one run, on the main thread: its weights come, its stage is built, the ring closes, it computes."""
+"""A secondary's part in one ring: weights come, the stage is built, the ring closes, and its frames get their turns."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import Rows, SecondaryLoop
-from mdi.errors import MdiError, RingError
-from mdi.machine.computing import Computing
+from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
 from mdi.model.array_stage import ArrayStage
@@ -18,10 +18,12 @@ from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.node.cache_budget import check_capacity, report_caches
+from mdi.node.cache_budget import check_capacity
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.job import Job
+from mdi.node.job import Abandoned, Job
+from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.stage_holder import StageHolder
+from mdi.node.stage_slots import KEPT_S, StageSlots
 from mdi.periodic import Periodic
 from mdi.security.keys import KeyFile
 from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
@@ -34,15 +36,17 @@ logger = logging.getLogger("mdi")
 
 
 class Service:
-    """One job, from its request to the end of the ring.
+    """A node's part in one ring, on a thread of its own, from the request to the ring's end. The computing is RoundRobin's.
 
     Args:
         name, process: of the node, see Seat.
         job: what is to be done; it also keeps how far that is.
-        holding: the weights, here before and to come.
+        holder: the weights, here before and to come.
+        slots: where the stage goes.
+        turns: computes the ring's frames.
         listener: the ring port.
-        free_bytes: memory of a device for weights and caches.
-        kv_memory: bytes that caches may take; None is what is free.
+        kv_memory: bytes that all caches of the node may take; None is what is free.
+        on_over: called from the thread when the ring is over.
     """
 
     def __init__(
@@ -50,49 +54,100 @@ class Service:
         name: str,
         process: str,
         job: Job,
-        holding: StageHolder,
+        holder: StageHolder,
+        slots: StageSlots,
+        turns: RoundRobin,
         listener: RingListener,
-        free_bytes: Callable[[str], int],
         kv_memory: int | None,
+        on_over: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_over = on_over
         self._name = name
         self._process = process
-        self._job = job
+        self.job = self._job = job
         self._request = job.request
-        self._stages = holding
+        self._holder = holder
+        self._slots = slots
+        self._turns = turns
         self._listener = listener
-        self._free_bytes = free_bytes
         self._kv_memory = kv_memory
+        self._thread = threading.Thread(target=self._run, name=f"run-{job.run[:8]}", daemon=True)
 
-    def run(self) -> None:
-        """Returns when the run was ended in good order; raises what ended it else."""
-        with computing_threads(self._job.computing.threads):
-            self._run()
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        computing = self._job.computing
-        self._wait_for_parts(computing)
-        max_length = self._request.max_length
-        stage = self._stages.stage(self._request, computing, self._job.check, self._next_part)
-        check_capacity(self._name, stage, max_length, computing.device)
-        stage.prepare(max_length, self._kv_memory)
-        ring, seat = self._close_ring(stage, computing)
+        job, epoch = self._job, self._request.epoch
+        error: Exception | None = None
         try:
-            self._job.begin(ring)
+            with computing_threads(job.computing.threads):
+                self._take_part()
+        except Exception as e:  # whatever it is, this node must be ready for the next run
+            error = e
+            self._tell(e)
+        is_kept = self._may_come_back(error)
+        self._slots.release(job.slot, epoch, is_kept)
+        job.finish(error)
+        logger.info("%s waits for the next run", self._name)
+        self._on_over()
+        if is_kept and not job.is_replaced:  # what was replaced is for the ring that comes instead
+            with job.changed:
+                job.changed.wait_for(lambda: job.stopped, KEPT_S)
+            self._slots.release(job.slot, epoch)
+
+    def _tell(self, error: Exception) -> None:
+        if isinstance(error, Abandoned):
+            logger.info("%s: %s", self._name, error)
+        elif isinstance(error, RingError):
+            logger.warning("%s: the run ended: %s", self._name, error)
+        else:
+            logger.error("%s: %s", self._name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
+
+    def _may_come_back(self, error: Exception | None) -> bool:
+        """Whether the run may go on with the caches that are here: neither the starter nor this node failed."""
+        job = self._job
+        if not (job.has_begun or job.has_caches):
+            return False
+        if job.stopped:
+            return job.is_replaced
+        is_own = isinstance(error, NodeLostError) and error.node in (self._request.names[0], self._name)
+        return isinstance(error, RingError) and not is_own
+
+    def _take_part(self) -> None:
+        job, request, slot = self._job, self._request, self._job.slot
+        if slot.stage is None:
+            self._wait_for_parts()
+            stage = self._holder.build(request, job.computing, slot.loaded, job.check, self._next_part)
+        else:
+            stage = slot.stage
+            job.missing = {}
+        if not job.has_caches:
+            check_capacity(self._name, stage, request.max_length, job.computing.device)
+            stage.prepare(request.max_length, self._kv_memory)
+        self._slots.fill(slot, stage, request.max_length)
+        ring, seat = self._close_ring(stage)
+        try:
+            job.begin(ring)
             self._compute(stage, ring, seat)
         finally:
             ring.close()
-            stage.caches.clear()
 
-    def _wait_for_parts(self, computing: Computing) -> None:
+    def _wait_for_parts(self) -> None:
         """Find out what is missing, and wait until it has come."""
-        job, holding = self._job, self._stages
-        missing = holding.missing(self._request, job.check, self._part_looked_for)
-        holding.check_memory(self._request, computing, self._free_bytes(computing.device))
-        holding.check_disk(self._request, missing)
+        job, holder = self._job, self._holder
+        missing = holder.missing(self._request, job.slot.loaded, job.check, self._part_looked_for)
+        holder.check_disk(self._request, missing)
         with job.changed:
             job.total_bytes = sum(part.n_bytes for part in missing)
-            job.received_bytes = sum(holding.store.partial_bytes(part.sha256) for part in missing)
+            job.received_bytes = sum(holder.store.partial_bytes(part.sha256) for part in missing)
             job.missing = {part.sha256: part for part in missing}
         if missing:
             to_come = job.total_bytes - job.received_bytes
@@ -118,13 +173,13 @@ class Service:
             job.n_loaded += 1
         job.is_loading = True
 
-    def _close_ring(self, stage: NodeStage, computing: Computing) -> tuple[TcpRing, Seat]:
+    def _close_ring(self, stage: NodeStage) -> tuple[TcpRing, Seat]:
         """Be READY until the previous node calls, then take this node's place in the ring."""
-        job, request, device = self._job, self._request, computing.device
+        job, request, device = self._job, self._request, self._job.computing.device
         seat = _seat_of(job, self._process, self._listener.keys)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
-            job.report_caches = lambda: report_caches(stage, device, self._kv_memory)
+            job.report_caches = lambda: self._slots.grant(job.slot, request)
             job.state = "READY"
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
@@ -134,12 +189,12 @@ class Service:
         finally:
             job.report_caches = None
             self._listener.forget(expectation)
-        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._stages.family.widest_row(stage.config)
+        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._holder.family.widest_row(stage.config)
         limits = ring_limits(widest)
         buffers, n_frames = receive_buffers(device), request.n_frames or seat.n_nodes
         ring = join_ring(
-            sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec, listener=self._listener,
-            caller=expectation.caller,
+            sock, seat, n_frames, limits, allocate=buffers, codec_in=expectation.codec, arrivals=self._turns.changed,
+            listener=self._listener, caller=expectation.caller,
         )  # fmt: skip
         return ring, seat
 
@@ -149,24 +204,24 @@ class Service:
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
         loop = SecondaryLoop(stage, rows, recorded, is_last, seat.wire)
-        self._job.measure = lambda: _measured(stage, loop, ring, recorder, LIVE_SPANS)
+        turn = Turn(loop, ring, self._job.computing.threads)
+        self._job.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)
+        self._turns.add(turn)
         try:
-            loop.run()
+            turn.wait()
         except RingError:
             raise
         except Exception as e:
             code = e.code if isinstance(e, MdiError) else MdiError.code
-            ring.fail(Fault(seat.name, f"it failed: {type(e).__name__}: {e}", seat.name, code))
-            raise
-        except BaseException:  # Ctrl-C and SIGTERM
-            ring.fail(Fault(seat.name, "it was told to end", seat.name, "left"))
+            words = str(e) if isinstance(e, Abandoned) else f"it failed: {type(e).__name__}: {e}"
+            ring.fail(Fault(seat.name, words, seat.name, code))
             raise
         finally:
             self._job.measure = None
-            self._job.metrics = _measured(stage, loop, ring, recorder)
+            self._job.metrics = _measured(stage, turn, recorder)
             logger.info(
                 "%s: %d frames, %.2f s computing, %.2f s waiting",
-                *(seat.name, ring.n_frames, loop.compute_s, ring.inbox.wait_s),
+                *(seat.name, ring.n_frames, loop.compute_s, turn.wait_s),
             )
 
 
@@ -186,17 +241,15 @@ def _seat_of(job: Job, process: str, keys: KeyFile | None) -> Seat:
     )
 
 
-def _measured(
-    stage: NodeStage, loop: SecondaryLoop, ring: TcpRing, recorder: Recorder | None, n_spans: int | None = None
-) -> dict[str, Any]:
+def _measured(stage: NodeStage, turn: Turn, recorder: Recorder | None, n_spans: int | None = None) -> dict[str, Any]:
     """What a node measured of a run, and the last `n_spans` that it recorded; None is all."""
     spans = {} if recorder is None else recorder.to_json(n_spans)
-    use = stage.weight_use
+    ring, use = turn.ring, stage.weight_use
     return {
         **spans,
         "peak_rss_bytes": peak_rss_bytes(),
-        "compute_s": loop.compute_s,
-        "wait_s": ring.inbox.wait_s,
+        "compute_s": turn.loop.compute_s,
+        "wait_s": turn.wait_s,
         "send_s": ring.send_s,
         "bytes_sent": ring.bytes_sent,
         "frames": ring.n_frames,

@@ -1,10 +1,12 @@
-"""What a secondary holds: weights of its own, parts that it was sent, and the stage that was built of them last."""
+"""What a secondary can build stages of: weights of its own, and parts that it was sent. Those built are in `stage_slots`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
-from mdi.kernels.kernel_stage import KernelStage
+from mdi.kernels.kernel_stage import KernelStage, Weights
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, told_path, why_torch
 from mdi.machine.threads import n_spins, n_threads
@@ -76,10 +78,7 @@ class StageHolder:
         self.family = family
         check_format(quantize, self.device)
         choose_dtype(dtype, "float32", self.device)  # what cannot be is told before anything is bound
-        self._stage: NodeStage | None = None
-        self._stage_key: tuple[Any, ...] | None = None
-        self.blocks: tuple[int, int] | None = None
-        self.model: str | None = None
+        self._reading = threading.Lock()  # of weights: a source is for one reader at a time
 
     def check_folder(self) -> None:
         """A place for weights that cannot be written to is told now, not in the middle of the first run: UsageError."""
@@ -91,14 +90,6 @@ class StageHolder:
             raise UsageError(
                 f"cannot keep weights in {self.store.directory} ({e.strerror or e}): choose a place with --cache-dir"
             ) from None
-
-    def drop_stage(self) -> bool:
-        """Give the memory of the last run's stage back; whether there was one."""
-        was_there = self._stage is not None
-        if self._stage is not None:
-            self._stage.close()
-        self._stage = self._stage_key = None
-        return was_there
 
     def computing(self, request: InitRequest | ProfileRequest) -> Computing:
         """What this node computes with: what it was started with goes before what the starter asks for.
@@ -155,11 +146,13 @@ class StageHolder:
             )
 
     def missing(
-        self, request: InitRequest, check: Callable[[], None], on_part: Callable[[], None] = lambda: None
-    ) -> list[PartSpec]:
+        self, request: InitRequest, loaded: Collection[str], check: Callable[[], None],
+        on_part: Callable[[], None] = lambda: None,
+    ) -> list[PartSpec]:  # fmt: skip
         """Parts that are not here.
 
         Args:
+            loaded: names of those that are in memory, and need not be looked for.
             check: called again and again, for hashing weights may take a while.
             on_part: called after each part that was looked for.
         """
@@ -167,12 +160,13 @@ class StageHolder:
         if source is not None and source.config_hash != request.config_hash:
             source = None
         others = []
-        for part in request.parts:
-            check()
-            if source is not None and _holds(source, part):
-                on_part()
-            else:
-                others.append(part)
+        with self._alone(check):
+            for part in request.parts:
+                check()
+                if part.name in loaded or (source is not None and _holds(source, part)):
+                    on_part()
+                else:
+                    others.append(part)
         here = self.store.have([part.sha256 for part in others], check, on_part)
         return [part for part in others if part.sha256 not in here]
 
@@ -192,44 +186,55 @@ class StageHolder:
                 code="disk",
             )
 
-    def check_memory(self, request: InitRequest, computing: Computing, free: int) -> None:
-        """Weights that will not fit into `free` bytes are not sent in the first place. Raises ControlError."""
+    def needed_bytes(self, request: InitRequest, computing: Computing, loaded: Collection[str] = ()) -> int:
+        """What a stage takes with the caches of one sequence, and while it is built; parts that are `loaded` take nothing."""
+        new = [part.n_bytes for part in request.parts if part.name not in loaded]
         if window_of(self._weight_memory, request.extensions) is not None:  # which is fitted into the memory
-            return
-        needed = held_bytes(
-            [part.n_bytes for part in request.parts], request.stored_dtype, computing.format, request.stored_format
-        )
-        needed += self._run_bytes(request, computing)
-        if needed > free:
-            start, stop = request.blocks
-            raise ControlError(
-                f"{self._name} has {size(free)} of memory free, but {block_span(start, stop)} and the caches of "
-                f"one sequence take {size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement), or "
-                "use a smaller format (--quantize, --dtype)",
-                507,
-                code="memory",
-            )
+            new = []
+        weights = held_bytes(new, request.stored_dtype, computing.format, request.stored_format)
+        if computing.packing is None:
+            return weights + self.family.stage_bytes(request, computing.kv_dtype)
+        return weights + self._kernel_stage(request, computing).run_bytes(request.max_length)
 
-    def stage(
-        self, request: InitRequest, computing: Computing, check: Callable[[], None], on_part: Callable[[], None]
-    ) -> NodeStage:
-        """The stage of a run; the one in memory, if it is the same.
-
-        Args:
-            check: called between the blocks, while they are built.
-            on_part: called before each part that is loaded.
-        """
-        compiled = self._compile or request.compile
+    def key(self, request: InitRequest, computing: Computing) -> tuple[Any, ...]:
+        """Two requests with the same key have the same stage."""
         window = window_of(self._weight_memory, request.extensions)
-        parts = {part.name: part for part in request.parts}
-        key = (
-            request.config_hash, request.blocks, request.parts, compiled, n_threads(),
-            replace(computing, threads=None), request.stored_format, window,
+        return (
+            request.config_hash, request.blocks, request.parts, self._compile or request.compile,
+            computing.threads or n_threads(), replace(computing, threads=None), request.stored_format, window,
             None if window is None else (request.max_length, request.n_sequences),
         )  # fmt: skip
-        if self._stage is not None and self._stage_key == key:
-            return self._stage
-        self.drop_stage()  # give the memory back before the next one takes it
+
+    def build(
+        self, request: InitRequest, computing: Computing, loaded: Mapping[str, Weights], check: Callable[[], None],
+        on_part: Callable[[], None],
+    ) -> NodeStage:  # fmt: skip
+        """The stage of a run, with its weights.
+
+        Args:
+            loaded: weights of parts that are in memory already, as the kernels have them.
+            check: called again and again meanwhile; what it raises goes through.
+            on_part: called before each part that is loaded.
+        """
+        with self._alone(check):
+            return self._build(request, computing, loaded, check, on_part)
+
+    @contextlib.contextmanager
+    def _alone(self, check: Callable[[], None]) -> Iterator[None]:
+        """Let no other thread read weights meanwhile; `check` is called while one does."""
+        while not self._reading.acquire(timeout=0.2):
+            check()
+        try:
+            yield
+        finally:
+            self._reading.release()
+
+    def _build(
+        self, request: InitRequest, computing: Computing, loaded: Mapping[str, Weights], check: Callable[[], None],
+        on_part: Callable[[], None],
+    ) -> NodeStage:  # fmt: skip
+        window = window_of(self._weight_memory, request.extensions)
+        parts = {part.name: part for part in request.parts}
         if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
             own = [part.name for part in request.parts if _holds(self._weights, part)]
             self._weights.verify(own, self.store.checked, check)
@@ -253,7 +258,10 @@ class StageHolder:
             packing = computing.packing
             stage = self._kernel_stage(request, computing)
             placer = WeightPlacer(self._weight_memory)
-            stage.load(list(parts), lambda name: kernel_weights(source(name), name, packing, placer, check))
+            stage.load(
+                list(parts),
+                lambda name: loaded.get(name) or kernel_weights(source(name), name, packing, placer, check),
+            )
         else:
             from mdi.node.torch_stage import TorchStage
 
@@ -261,17 +269,10 @@ class StageHolder:
             stage = TorchStage(self.family.secondary_stage(request, check), computing, stored)
             stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
         logger.debug("%s", told_path(self._name, *request.blocks, why if computing.packing is None else None))
-        if compiled:
+        if self._compile or request.compile:
             stage.compile()
-        self._stage, self._stage_key = stage, key
-        self.blocks, self.model, self.device = request.blocks, request.model, computing.device
+        self.device = computing.device
         return stage
-
-    def _run_bytes(self, request: InitRequest, computing: Computing) -> int:
-        """What a stage takes beside its weights, with the caches of one sequence; no weights are there yet."""
-        if computing.packing is None:
-            return self.family.stage_bytes(request, computing.kv_dtype)
-        return self._kernel_stage(request, computing).run_bytes(request.max_length)
 
     def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
         """A stage for the kernels, without weights."""

@@ -54,6 +54,10 @@ class TorchStage:
         self.inner.compile()
 
     @property
+    def max_length(self) -> int:
+        return self.inner.max_length
+
+    @property
     def caches(self) -> TorchCaches:
         return self.inner.caches
 

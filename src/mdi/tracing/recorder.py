@@ -110,6 +110,14 @@ class RecordedRing:
             self._recorder.buffer.add(Span(Activity.WAIT, begin, self._mark, frame.number))
         return frame
 
+    def poll(self) -> Frame | None:
+        frame = self._ring.poll()
+        if frame is not None:  # it was waited for since the last one left
+            begin, now = self._mark, time.perf_counter_ns()
+            self._mark, self._received = now, frame
+            self._recorder.buffer.add(Span(Activity.WAIT, now if begin is None else begin, now, frame.number))
+        return frame
+
     def release(self, frame: Frame) -> None:
         if frame is self._received and self._mark is not None:
             now = time.perf_counter_ns()

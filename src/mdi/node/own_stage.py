@@ -1,0 +1,180 @@
+"""The starter's own stage: loaded once, and used by one ring after the other as long as it is the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mdi.block_ranges import block_span
+from mdi.cache_dir import default_cache_dir
+from mdi.checkpoint.weight_memory import WeightPlacer
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import UsageError
+from mdi.kernels.kernel_stage import KernelStarterStage, Weights
+from mdi.machine.computing import Computing
+from mdi.machine.device import told_path, why_torch
+from mdi.machine.resources import device_free_bytes
+from mdi.machine.threads import n_spins, n_threads
+from mdi.model.stage import StarterStage
+from mdi.model.tensor_stage import TensorStage
+from mdi.node.cache_budget import check_capacity
+from mdi.node.loading import kernel_weights, torch_weights
+from mdi.node.model_family import ModelFamily
+from mdi.node.options import StarterOptions
+from mdi.node.starter_weights import StarterWeights
+from mdi.node.torch_stage import TorchStage
+from mdi.node.windowed import refuse_torch, with_window
+from mdi.periodic import Periodic
+from mdi.units import duration, size
+from mdi.weight_formats import held_bytes
+from mdi.window.options import window_of
+from mdi.window.stage import WindowStarterStage
+
+logger = logging.getLogger("mdi")
+
+
+class RunLimits(NamedTuple):
+    """Of a run: tokens of a text, texts at the same time (None is not known), bytes of caches by hand."""
+
+    max_length: int
+    n_sequences: int | None
+    kv_memory: int | None
+
+
+class OwnStage:
+    """See the module.
+
+    Args:
+        name: of the starter.
+        family, config: of the model.
+        options: what the user chose.
+
+    Attributes:
+        stage: as the engine calls it, after `load`.
+        loaded: the same, as a node has it.
+    """
+
+    stage: StarterStage | TensorStage
+    loaded: TorchStage | TensorStage
+
+    def __init__(self, name: str, family: ModelFamily, config: Any, options: StarterOptions) -> None:
+        self._name = name
+        self._family = family
+        self._config = config
+        self._options = options
+        self._key: tuple[Any, ...] | None = None
+        self._computing: Computing | None = None
+        self._window = window_of(options.weight_memory)
+
+    def load(
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int | None,
+        kv_memory: int | None, check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Have the stage of this cut, with caches for `max_length`; one that is the same stays, with what its caches hold.
+
+        Args:
+            weights: with the cut.
+            n_nodes: of the ring; n_sequences: at the same time, None is not known.
+            kv_memory: what the caches may take; None is what is free.
+            check: called before each part, for loading may take long.
+
+        Raises:
+            UsageError: the caches of one text do not fit into memory; CheckpointError: the weights cannot be read.
+        """
+        parts = self._family.starter_parts(weights.blocks[0][1], n_nodes)
+        key = self._key_of(weights, computing, parts)
+        if key != self._key:
+            shared = self._shared(parts, computing)
+            self._drop()  # what is not shared gives its memory back before the next one takes it
+            run = RunLimits(max_length, n_sequences, kv_memory)
+            self._load(weights, computing, n_nodes, parts, shared, run, check)
+            self._key, self._computing = key, computing
+        elif self.loaded.max_length >= max_length:
+            return
+        check_capacity(self._name, self.loaded, max_length, computing.device)
+        self.loaded.prepare(max_length, kv_memory)
+        if self._options.compile:
+            self.loaded.compile()
+
+    def check_memory(self, weights: StarterWeights, computing: Computing, n_nodes: int) -> None:
+        """Weights that will not fit are not loaded in the first place. Raises UsageError."""
+        parts = self._family.starter_parts(weights.blocks[0][1], n_nodes)
+        if self._window is not None or self._key_of(weights, computing, parts) == self._key:
+            return  # a window is fitted into the memory
+        shared, needed = self._shared(parts, computing), 0
+        for part in parts:
+            held = computing.format if part.startswith("block.") else computing.head_format
+            if part not in shared:
+                needed += held_bytes([weights.part_bytes(part)], weights.dtype, held, weights.stored_format)
+        free = device_free_bytes(computing.device)
+        if needed > free:
+            raise UsageError(
+                f"the starter has {size(free)} of memory free, but embedding, head and {block_span(*weights.blocks[0])} take "
+                f"{size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement, more nodes), or use a "
+                "smaller format (--quantize, --dtype)"
+            )
+
+    @staticmethod
+    def _key_of(weights: StarterWeights, computing: Computing, parts: Sequence[str]) -> tuple[Any, ...]:
+        return weights.config_hash, weights.blocks[0][1], tuple(parts), computing
+
+    def _drop(self) -> None:
+        if self._key is not None:
+            self.loaded.close()
+            self._key = None
+            del self.stage, self.loaded
+
+    def _shared(self, parts: Sequence[str], computing: Computing) -> dict[str, Weights]:
+        """Weights that the stage of another cut has in memory."""
+        is_alike = self._key is not None and self._computing == computing and self._window is None
+        if not is_alike or not isinstance(self.loaded, TensorStage):
+            return {}
+        assert self._key is not None
+        had: tuple[str, ...] = self._key[2]
+        return {part: self.loaded.inner.weights_of(part) for part in parts if part in had}
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._key is not None
+
+    def _load(
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, parts: list[str], shared: dict[str, Weights],
+        run: RunLimits, check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        options, stop = self._options, weights.blocks[0][1]
+        report = Periodic()
+
+        def source(part: str) -> WeightSource:
+            check()
+            if report.is_due():
+                done, passed = parts.index(part), duration(report.passed_s)
+                logger.info("%s loads its weights: %d of %d parts (%s)", self._name, done, len(parts), passed)
+            return weights.source_of(part)
+
+        why = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
+        refuse_torch(self._window, computing.packing, why)
+        weights.verify(parts, check)
+        loaded: TorchStage | TensorStage
+        if computing.packing is not None and self._window is not None:
+            empty = WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins())
+            self.stage = self.loaded = TensorStage(
+                with_window(
+                    empty, self._name, self._window, parts, source, computing.packing,
+                    options.cache_dir or default_cache_dir(), *run, check,
+                )
+            )  # fmt: skip
+        elif computing.packing is not None:
+            packing, placer = computing.packing, WeightPlacer(options.weight_memory)
+            stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins()))
+            stage.load(
+                parts, lambda part: shared.get(part) or kernel_weights(source(part), part, packing, placer, check)
+            )
+            self.stage = self.loaded = stage
+        else:
+            self.stage = self._family.starter_stage(self._config, stop, n_nodes)
+            loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
+            formats = computing.quantize, computing.quantize_head
+            loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
+            self.loaded = loaded
+        logger.debug("%s", told_path(self._name, 0, stop, why if computing.packing is None else None))

@@ -1,0 +1,170 @@
+"""The thread of a secondary that computes: the next frame of any ring, in turn.
+
+A ring whose next node takes nothing more has no turn until it does, so no ring waits for another one's neighbours: links have
+queues and threads of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from mdi.engine.secondary_loop import SecondaryLoop
+from mdi.errors import ControlError, RingEndedError
+from mdi.machine.threads import compute_with
+from mdi.net.ring import TcpRing
+from mdi.node.job import Abandoned
+from mdi.node.main_thread_task import MainThreadTask
+
+
+class Turn:
+    """One ring's part in it, from `RoundRobin.add` to the end of the ring.
+
+    Args:
+        loop: what computes its frames.
+        ring: the one whose frames these are; made with `arrivals=RoundRobin.changed`.
+        n_threads: to compute with; None is the process' number.
+
+    Attributes:
+        wait_s: how long the thread had nothing to do, while this ring took part.
+        has_begun: whether it had a turn.
+    """
+
+    def __init__(self, loop: SecondaryLoop, ring: TcpRing, n_threads: int | None) -> None:
+        self.loop = loop
+        self.ring = ring
+        self.n_threads = n_threads
+        self.wait_s = 0.0
+        self.has_begun = False
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    def end(self, error: Exception | None) -> None:
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait for the end of the ring; raises what ended it, if that was not in good order."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class RoundRobin:
+    """See the module. `run` is the thread; all other methods may be called from any.
+
+    Attributes:
+        changed: to be notified when a ring may have a frame, see TcpRing.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._turns: list[Turn] = []  # who was served last is the last
+        self._tasks: deque[MainThreadTask] = deque()
+        self._closed = self._is_running = False
+        self._n_threads: int | None = None
+
+    def add(self, turn: Turn) -> None:
+        """Let a ring take part until it is over; after `close` it has ended at once."""
+        with self.changed:
+            if not self._closed:
+                self._turns.append(turn)
+                return self.changed.notify_all()
+        turn.end(_ended())
+
+    def post(self, task: MainThreadTask) -> None:
+        """Have something else done on the thread, before the next frame."""
+        with self.changed:
+            if not self._closed:
+                self._tasks.append(task)
+                return self.changed.notify_all()
+        task.drop(ControlError("the node is ending", 503, code="leaving"))
+
+    def close(self) -> None:
+        """Let `run` return after the frame that it is at; what takes part ends with it."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+            is_running = self._is_running
+        if not is_running:
+            self._end_all()
+
+    def run(self) -> None:
+        """Compute until `close`."""
+        with self.changed:
+            self._is_running = True
+        try:
+            while self._do_next():
+                pass
+        finally:
+            with self.changed:
+                self._closed, self._is_running = True, False
+            self._end_all()
+
+    def _do_next(self) -> bool:
+        """False at the end. Between two calls nothing refers to a stage, which may be dropped then."""
+        work = self._next()
+        if isinstance(work, MainThreadTask):
+            work.run()
+        elif work is not None:
+            self._serve(work)
+        return work is not None
+
+    def _end_all(self) -> None:
+        """Not before the last frame was computed: who waits for a ring's end takes its caches away."""
+        with self.changed:
+            turns, self._turns = self._turns, []
+            tasks, self._tasks = self._tasks, deque()
+        for turn in turns:
+            turn.end(_ended())
+        for task in tasks:
+            task.drop(ControlError("the node is ending", 503, code="leaving"))
+
+    def _next(self) -> Turn | MainThreadTask | None:
+        """What is to be done next, waited for; None at the end."""
+        begin = 0.0
+        with self.changed:
+            while not self._closed:
+                if self._tasks:
+                    return self._tasks.popleft()
+                if (turn := self._pending()) is not None:
+                    self._count_wait(begin)
+                    return turn
+                begin = begin or time.perf_counter()
+                self.changed.wait()
+        return None
+
+    def _pending(self) -> Turn | None:
+        """The ring whose turn it is, of those that have something to do."""
+        for i, turn in enumerate(self._turns):
+            if turn.ring.is_pending:
+                self._turns.append(self._turns.pop(i))
+                return turn
+        return None
+
+    def _count_wait(self, begin: float) -> None:
+        if begin:
+            waited = time.perf_counter() - begin
+            for turn in self._turns:
+                turn.wait_s += waited
+
+    def _serve(self, turn: Turn) -> None:
+        if turn.n_threads != self._n_threads or not turn.has_begun:  # torch may have been loaded for this very ring
+            self._n_threads, turn.has_begun = turn.n_threads, True
+            compute_with(turn.n_threads)
+        error: Exception | None = None
+        try:
+            return turn.loop.step()
+        except RingEndedError:
+            pass
+        except Exception as e:  # of the stage, or of the ring: the others go on
+            error = e
+        with self.changed:
+            if turn in self._turns:
+                self._turns.remove(turn)
+        turn.end(error)
+
+
+def _ended() -> Abandoned:
+    return Abandoned("it was told to end", "left")

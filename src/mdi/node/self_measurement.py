@@ -1,0 +1,121 @@
+"""What a secondary measures because it was asked to: its own speed with a model, and the way to another node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mdi.checkpoint.store import BlockStore
+from mdi.control.messages import ProbeRequest, ProfileRequest
+from mdi.control.reach import try_node
+from mdi.errors import CheckpointError, ControlError, MemoryShortError
+from mdi.machine.threads import computing_threads, n_threads
+from mdi.measure.profiler import Profiler, share_of
+from mdi.measure.profiling import Subject
+from mdi.node.main_thread_task import MainThreadTask
+from mdi.node.round_robin import RoundRobin
+from mdi.node.runs import Runs
+from mdi.node.stage_holder import StageHolder
+from mdi.node.stage_slots import StageSlots
+from mdi.security.keys import KeyFile
+
+PROFILE_S, PROBE_S = 170.0, 25.0
+N_PROBES = 16
+
+
+class SelfMeasurement:
+    """See the module. A node measures itself on the thread that computes, and not beside a run.
+
+    Args:
+        admission: held while it is decided whether a run may begin.
+
+    Attributes:
+        planned_run: id of the run that it was measured for last, and may get no part in.
+    """
+
+    def __init__(
+        self, name: str, profiler: Profiler, holder: StageHolder, slots: StageSlots, store: BlockStore, turns: RoundRobin,
+        runs: Runs, admission: threading.Lock, keys: KeyFile | None,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._profiler = profiler
+        self._holder = holder
+        self._slots = slots
+        self._store = store
+        self._turns = turns
+        self._runs = runs
+        self._admission = admission
+        self._keys = keys
+        self._probes = threading.BoundedSemaphore(N_PROBES)  # the one that is made, and those that wait for it
+        self._probing = threading.Lock()
+        self._task: MainThreadTask | None = None
+        self.planned_run: str | None = None
+
+    def check_idle(self) -> None:
+        """Raises ControlError (busy) while the node measures itself."""
+        if self._task is not None:
+            raise ControlError(f"{self._name} is busy measuring itself", 409, code="busy")
+
+    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+        """Runs have to wait for its few seconds. What was measured before, a node in a run can tell as well."""
+        is_kept = self._is_kept(request)
+
+        def measure(check: Callable[[], None]) -> dict[str, Any]:
+            try:
+                return self._profile(request, check)
+            finally:
+                self._task = None
+
+        with self._admission:
+            self.check_idle()
+            if self._runs.active and not is_kept:
+                raise self._runs.busy()
+            self.planned_run = request.run
+            if not is_kept:
+                self._task = task = MainThreadTask(measure)
+        if is_kept:
+            return self._profile(request, lambda: None)
+        self._turns.post(task)
+        return task.result(PROFILE_S)
+
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        self.check_echo()
+        busy = ControlError(f"{self._name} is busy reaching another node", 409, code="busy")
+        if not self._probes.acquire(blocking=False):
+            raise busy
+        try:
+            if not self._probing.acquire(timeout=PROBE_S):
+                raise busy
+            try:
+                return try_node(request, keys=self._keys).to_json()
+            finally:
+                self._probing.release()
+        finally:
+            self._probes.release()
+
+    def check_echo(self) -> None:
+        """Raises ControlError (busy) in a run: its frames go the same way."""
+        if self._runs.is_running:
+            raise self._runs.busy()
+
+    def _subject(self, request: ProfileRequest) -> Subject:
+        return Subject(request.config, request.config_hash, self._holder.computing(request))
+
+    def _is_kept(self, request: ProfileRequest) -> bool:
+        return request.slots is None and not request.fresh and self._profiler.is_kept(self._subject(request))
+
+    def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
+        subject = self._subject(request)
+        if request.slots is not None:
+            return {"machine_share": share_of(subject, request.slots)}
+        is_kept = self._is_kept(request)
+        try:
+            profile = self._profiler.profile(subject, self._store, request.fresh, check)
+        except (CheckpointError, MemoryShortError):
+            if not self._slots.drop_unused():  # the weights of earlier runs were in the way
+                raise
+            profile = self._profiler.profile(subject, self._store, request.fresh, check)
+        with computing_threads(subject.computing.threads):
+            threads = n_threads()
+        return {"profile": profile.to_json(), "format": subject.computing.format, "threads": threads, "kept": is_kept}

@@ -1,0 +1,308 @@
+"""Several runs share the same secondaries: each has the right texts, and none is in another one's way."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mdi.node.job
+from frame_starter import FrameStarter, frame_starter
+from loopback import DEADLINE_S
+from mdi.checkpoint.source import open_source
+from mdi.control.messages import PartSpec
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import ControlError, NodeLostError, RingError
+from mdi.net.hello import Fault
+from mdi.node.options import StarterOptions
+from mdi.node.sample import SampleReader
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode
+from secondaries import cluster_of, secondaries, secondary
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+TEXTS = ("The ring", "Who are you?")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models, seeds 4, 5 and 6."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_checkpoint(folder / f"seed{seed}", seed) for seed in (4, 5, 6)]
+
+
+@contextlib.contextmanager
+def started(
+    nodes: list[SecondaryNode], checkpoint: Path, layers: str = "1,2,2", **options: Any
+) -> Iterator[StarterNode]:
+    """A starter whose ring is closed."""
+    chosen = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers=layers, fixed=True, **options)
+    starter = StarterNode(cluster_of(nodes), chosen)
+    try:
+        starter.open()
+        starter.place(len(TEXTS), 80)
+        starter.prepare(80)
+        starter.start()
+        yield starter
+    finally:
+        starter.close()
+
+
+def texts_of(starter: StarterNode, n_tokens: int) -> list[list[int]]:
+    reader = SampleReader()
+    params = SamplingParams(n_tokens, temperature=0)
+    samples = [starter.submit(text, encode(text), params, reader=reader) for text in TEXTS]
+    reader.read()
+    starter.raise_failure()
+    return [sample.token_ids for sample in samples]
+
+
+def expected(seed: int, n_tokens: int) -> list[list[int]]:
+    return [list(reference(text, n_tokens, seed)) for text in TEXTS]
+
+
+@pytest.mark.parametrize("n_rings", [2, 3])
+def test_rings_of_different_models_run_at_the_same_time(checkpoints: list[Path], tmp_path: Path, n_rings: int) -> None:
+    found: dict[int, list[list[int]]] = {}
+    with secondaries(2, tmp_path) as nodes, contextlib.ExitStack() as stack:
+        starters = [stack.enter_context(started(nodes, one)) for one in checkpoints[:n_rings]]
+
+        def generate(i: int) -> None:
+            found[i] = texts_of(starters[i], 40)
+
+        threads = [threading.Thread(target=generate, args=(i,)) for i in range(n_rings)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        for node in nodes:
+            status = node.status(None)
+            assert status["state"] == "RUNNING"
+            assert [slot["state"] for slot in status["slots"]] == ["RUNNING"] * n_rings
+            assert not any("run" in slot for slot in status["slots"]), "only who knows a run hears of it"
+            own = node.status(starters[1].run_id)["slots"]
+            assert [slot.get("run") for slot in own].count(starters[1].run_id) == 1
+    assert found == {i: expected(4 + i, 40) for i in range(n_rings)}
+
+
+def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], tmp_path: Path) -> None:
+    with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0]) as going:
+        with started(nodes, checkpoints[1]) as broken:
+            assert broken._rings is not None
+            broken._rings.ring.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            with pytest.raises(RingError):
+                texts_of(broken, 5)
+        assert texts_of(going, 30) == expected(4, 30)
+        status = nodes[0].status(None)
+        assert (status["state"], sorted(slot["state"] for slot in status["slots"])) == (
+            "RUNNING",
+            ["RUNNING", "UNUSED"],
+        )
+
+
+@pytest.fixture
+def node(checkpoints: list[Path], tmp_path: Path) -> Iterator[SecondaryNode]:
+    """One with the first model on its disk."""
+    source = open_source(checkpoints[0])
+    with secondary(0, tmp_path / "cache", weights=source) as made:
+        yield made
+    source.close()
+
+
+def rows(n: int, n_embd: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, n_embd)).astype(np.float32)
+
+
+def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    """Frames are sent to it until the node's queue is full, and nothing is taken from it."""
+    with frame_starter(node, checkpoints[0], capacity=2) as stuck:
+        stuck.form(n_sequences=64, max_length=300)
+        x = rows(300, stuck.n_embd)
+        over = threading.Event()
+
+        def send() -> None:
+            number = 0
+            while not over.is_set():
+                stuck.ring.send(stuck.frame(number, x, 0))  # type: ignore[union-attr]
+                number += 1
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            (turn,) = node._turns._turns
+            for _ in range(3000):
+                if turn.ring._next.is_full and not turn.ring.inbox.is_empty:
+                    break
+                threading.Event().wait(0.02)
+            assert turn.ring._next.is_full and not turn.ring.is_pending
+            with started([node], checkpoints[0], "2,3") as going:
+                assert texts_of(going, 20) == expected(4, 20)
+            assert turn.ring._next.is_full, "it was stuck all the time"
+        finally:
+            over.set()
+            stuck.ring.stop("enough")  # type: ignore[union-attr]
+            stuck.drop()
+            thread.join(DEADLINE_S)
+
+
+def test_a_run_goes_on_over_another_ring_with_its_caches(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    x = rows(9, 64)
+    with frame_starter(node, checkpoints[0]) as undisturbed:
+        undisturbed.form()
+        x = rows(9, undisturbed.n_embd)
+        wanted = [undisturbed.compute(0, x[:6], 0), undisturbed.compute(1, x[6:], 6)]
+    with frame_starter(node, checkpoints[0]) as starter:
+        status = starter.form(keep_caches=True)
+        assert status["caches_kept"] is False, "there were none"
+        assert starter.compute(0, x[:6], 0) == wanted[0]
+        stage = node._slots.listed[-1].stage
+        starter.ring.fail(Fault("secondary7", "gone", "starter"))  # type: ignore[union-attr]
+        status = starter.wait("IDLE")
+        assert (status["error_code"], status["lost"]["node"]) == ("lost", "secondary7")
+        assert "KEPT" in [slot["state"] for slot in status["slots"]]
+        status = starter.form(keep_caches=True)
+        assert status["caches_kept"] is True and starter.compute(0, x[6:], 6) == wanted[1]
+        starter.init(keep_caches=True)  # in the middle of a ring
+        starter.form(keep_caches=True)
+        assert starter.compute(0, x[6:], 6) == wanted[1]
+        starter.form()
+        with pytest.raises(NodeLostError):  # empty: there is nothing before position 6
+            starter.compute(0, x[6:], 6)
+        assert stage is not None and stage in [slot.stage for slot in node._slots.listed], "nothing was loaded again"
+
+
+def test_caches_are_not_kept_for_a_run_that_was_stopped(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    with frame_starter(node, checkpoints[0]) as starter:
+        starter.form()
+        starter.compute(0, rows(6, starter.n_embd), 0)
+        starter.client.stop(starter.run)
+        starter.wait("READY")
+        assert starter.form(keep_caches=True)["caches_kept"] is False
+
+
+def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    with frame_starter(node, checkpoints[0]) as starter:
+        epoch = starter.init()
+        starter.init(epoch)
+        starter.wait("READY")
+        assert len(node._runs.active) == 1
+
+
+def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    with frame_starter(node, checkpoints[0]) as first, frame_starter(node, checkpoints[0]) as second:
+        first.form(n_sequences=1)
+        with pytest.raises(ControlError) as caught:
+            second.init(exclusive=True)
+        assert (caught.value.status, caught.value.code) == (409, "busy")
+        first.client.stop(first.run)
+        first.wait("READY")
+        second.form(exclusive=True)
+        with pytest.raises(ControlError) as caught:
+            first.init()
+        assert caught.value.code == "busy"
+
+
+@pytest.mark.parametrize("state", ["LOADING", "READY", "RUNNING"])
+def test_a_starter_that_is_gone_takes_nothing_with_it(
+    node: SecondaryNode, checkpoints: list[Path], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its run was doing: the other run goes on, and what was reserved is given back."""
+    monkeypatch.setattr(mdi.node.job, "LEASE_S", 0.5)
+    with started([node], checkpoints[0], "2,3") as going:
+        gone = FrameStarter(node, checkpoints[0])
+        try:
+            if state == "LOADING":  # weights that nobody sends
+                gone.init(parts=tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in range(5)))
+            elif state == "READY":
+                gone.init()
+                gone.wait("READY")
+            else:
+                gone.form()
+            job = node._runs.find(gone.run)
+            assert job is not None and job.state == state
+            gone.drop()
+            assert job.over.wait(DEADLINE_S)
+        finally:
+            gone.close()
+        assert texts_of(going, 10) == expected(4, 10)
+        assert [slot.use for slot in node._slots.listed].count("USED") == 1
+
+
+def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Neither the thread that computed for it nor the run that is remembered keeps it."""
+    with secondaries(1, tmp_path) as nodes:
+        with started(nodes, checkpoints[0], "2,3") as starter:
+            texts_of(starter, 2)
+            stage = weakref.ref(nodes[0]._slots.listed[0].stage)
+        with frame_starter(nodes[0], checkpoints[1]) as other:
+            other.form(n_sequences=1)
+            assert stage() is not None, "it is not in the way"
+        with frame_starter(nodes[0], checkpoints[2]) as other:
+            other.form()
+            gc.collect()
+            assert stage() is None, "a run of any number of texts takes all that is free"
+
+
+def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path) -> None:
+    """MDI_RUNS says how many; after a few, each is like the one before."""
+    n_runs = int(os.environ.get("MDI_RUNS", "8"))
+    fds = Path("/proc/self/fd")
+    seen: list[tuple[int, int, int]] = []
+    with secondaries(2, tmp_path) as nodes:
+        for i in range(n_runs):
+            with started(nodes, checkpoints[i % 2]) as starter:
+                texts_of(starter, 2)
+                starter.end()
+            n_fds = len(list(fds.iterdir())) if fds.is_dir() else 0
+            seen.append((threading.active_count(), n_fds, sum(len(node._services) for node in nodes)))
+        for node in nodes:
+            assert len(node._runs._jobs) <= 17 and not node._runs.active
+    assert max(n for n, _, _ in seen[4:]) <= max(n for n, _, _ in seen[:4])
+    assert max(n for _, n, _ in seen[4:]) <= max(n for _, n, _ in seen[:4]) + 2
+    assert max(n for _, _, n in seen) <= 4
+
+
+def test_a_node_that_is_to_leave_says_so_and_goes_on_until_it_is_let_go(
+    node: SecondaryNode, checkpoints: list[Path]
+) -> None:
+    with frame_starter(node, checkpoints[0]) as starter, frame_starter(node, checkpoints[0]) as other:
+        starter.form(hand_over=True)
+        assert node.may_hand_over
+        node.leave()
+        ring = starter.ring
+        assert ring is not None and ring.recv(DEADLINE_S) is None and ring.leaving == ("secondary0",)
+        assert starter.client.status(starter.run)["leaving"] is True
+        starter.compute(0, rows(3, starter.n_embd), 0)
+        with pytest.raises(ControlError) as caught:
+            other.init()
+        assert (caught.value.status, caught.value.code) == (503, "leaving")
+        ring.stop("its blocks are elsewhere")
+        for _ in range(3000):
+            if not node._turns._is_running:
+                break
+            threading.Event().wait(0.02)
+        assert not node._turns._is_running, "the process ends"
+
+
+def test_a_node_whose_blocks_nobody_takes_over_leaves_in_the_end(
+    node: SecondaryNode, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mdi.node.secondary.HAND_OVER_S", 0.3)
+    with frame_starter(node, checkpoints[0]) as starter:
+        starter.form()
+        assert not node.may_hand_over, "its starter takes nothing over"
+        starter.form(hand_over=True)
+        node.leave()
+        assert starter.ring is not None
+        with pytest.raises(NodeLostError) as caught:
+            while True:
+                starter.ring.recv(DEADLINE_S)
+        assert (caught.value.node, caught.value.code) == ("secondary0", "left")
