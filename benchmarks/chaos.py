@@ -19,6 +19,7 @@ import faulthandler
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import threading
@@ -48,8 +49,8 @@ class Tally:
     by_action: collections.Counter[str] = field(default_factory=collections.Counter)
     by_point: collections.Counter[str] = field(default_factory=collections.Counter)
     double: int = 0
-    recoveries: int = 0
-    reconnected: int = 0
+    recovered: int = 0  # nodes that were lost and replaced
+    recovery_s: list[float] = field(default_factory=list)  # from the last token before to the first one after
     hangs: int = 0
     wrong: int = 0
     lost: int = 0
@@ -187,8 +188,8 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
     tally.by_point.update(fault.point for fault in saboteur.done)
     moments = collections.Counter((fault.point, fault.after) for fault in saboteur.done)
     tally.double += sum(n for n in moments.values() if n > 1)
-    tally.recoveries += outcome.recoveries
-    tally.reconnected += outcome.reconnected
+    tally.recovered += len(outcome.recoveries)
+    tally.recovery_s += [one["seconds"] for one in outcome.recoveries if one["seconds"] is not None]
     if len(saboteur.done) == 1 and saboteur.done[0].action in ("reset", "half a frame") and outcome.error is None:
         tally.gaps_s.append(outcome.gap_s)
 
@@ -196,11 +197,17 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
 def show(tally: Tally) -> None:
     print(
         f"{tally.faults} faults in {tally.runs} runs, {tally.seconds / 60:.1f} min: {tally.hangs} hangs, {tally.wrong} wrong, "
-        f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.left} processes left, {tally.recoveries} rings "
-        f"formed anew, {tally.reconnected} connections of the starter made again\n  {dict(tally.by_action)}\n  "
+        f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.left} processes left, {tally.recovered} "
+        f"lost nodes were replaced\n  {dict(tally.by_action)}\n  "
         f"{dict(tally.by_point)}, {tally.double} at once with another",
         flush=True,
     )
+    if tally.recovery_s:
+        middle, longest = statistics.median(tally.recovery_s), max(tally.recovery_s)
+        print(
+            f"  from the last token before a loss to the next: {middle:.2f} s (median), {longest:.2f} s at most",
+            flush=True,
+        )
     if tally.gaps_s:
         print(
             f"  longest wait for a token after one reset: {max(tally.gaps_s):.2f} s ({len(tally.gaps_s)} runs)",

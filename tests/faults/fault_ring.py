@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import requests
 from faulty_links import BACK, FRONT, FaultyLink, Network, Pace
@@ -47,15 +48,14 @@ class Outcome:
         error: what ended the run, if it did not end by itself.
         seconds: from the first text's submission to the end.
         gap_s: the longest time between two tokens of a text.
-        recoveries: how often the ring was formed anew; reconnected: connections of the starter that were made again.
+        recoveries: of each node that was lost, what replaced it and how long that took, as --json has it.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     error: MdiError | None = None
     seconds: float = 0.0
-    recoveries: int = 0
-    reconnected: int = 0
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
     gap_s: float = 0.0
 
 
@@ -248,12 +248,11 @@ def run(
         outcome.error = e
     finally:
         outcome.seconds = time.perf_counter() - begin
-        outcome.reconnected = getattr(node._ring, "n_reconnected", 0)
-        outcome.recoveries = len(getattr(node, "recoveries", ()))
         try:
             node.end()
         except MdiError as e:
             outcome.error = outcome.error or e
+        outcome.recoveries = list(node.metrics().to_json().get("recoveries", []))
         node.close()
         running.over.set()
     outcome.ids = [list(sample.token_ids) for sample in node.samples]
