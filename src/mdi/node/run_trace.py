@@ -10,9 +10,11 @@ from typing import Any
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
 from mdi.tracing.clocks import Clock, Reading, read_clock, settled
-from mdi.tracing.recorder import Recorder
+from mdi.tracing.recorder import SERVE_SPANS, Recorder
 from mdi.tracing.spans import unpack, ways_ns
 from mdi.tracing.trace import NodeTrace, Trace
+
+ANSWER_S = 2.0  # a node that says nothing for so long may be lost
 
 logger = logging.getLogger("mdi")
 
@@ -26,13 +28,16 @@ class RunTrace:
 
     def __init__(self, n_spans: int) -> None:
         self.recorder = Recorder(n_spans)
+        self._n_spans = n_spans
         self._readings: dict[str, list[Reading]] = {}
 
     def read_clocks(self, clients: Sequence[ControlClient]) -> None:
-        """Compare the clocks of all nodes with this one's; one that does not answer is left out."""
+        """Compare the clocks of all nodes with this one's, if a trace is to be made; one that does not answer is left out."""
+        if self._n_spans <= SERVE_SPANS:
+            return
         for client in clients:
             try:
-                reading = read_clock(lambda client=client: timer_of(client.status()))  # type: ignore[misc]
+                reading = read_clock(lambda client=client: timer_of(client.status(timeout_s=ANSWER_S)))  # type: ignore[misc]
             except ControlError as e:
                 logger.warning("the clock of %s cannot be read: %s", client.node.name, e)
             else:
