@@ -61,12 +61,12 @@ def caption(data: dict[str, Any]) -> str:
     runs = data["runs"]
     loads = [run["load_before"] for run in runs.values()]
     return (
-        f"Measured on {data['date']}: {data['machine']}; {kind_of(runs)}. One thread per node. Load average before the "
+        f"Measured on {data['date']}: {data['machine']}; {type_of(runs)}. One thread per node. Load average before the "
         f"runs, the evaluation's own included: {min(loads):.1f} to {max(loads):.1f}."
     )
 
 
-def kind_of(runs: dict[str, Any]) -> str:
+def type_of(runs: dict[str, Any]) -> str:
     wanted = {f"{model.key}/{n}": model.n_tokens for model in MODELS for n in (1, 2, 3)}
     if any(run["asked"] != wanted[name] for name, run in runs.items()):
         return "**quick run**, which shows that the program works and no more: a few tokens, without regard to other programs"

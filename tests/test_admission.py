@@ -150,7 +150,7 @@ def addresses(n: int) -> list[str]:
     return [f"192.168.{i // 250}.{1 + i % 250}" for i in range(n)]
 
 
-def test_the_oldest_makes_room_and_never_what_is_being_answered(crowd: Crowd) -> None:
+def test_the_oldest_makes_way_and_never_what_is_being_answered(crowd: Crowd) -> None:
     (answered,) = crowd.come("10.0.0.1", is_heard=True)
     strangers = [crowd.come(addr)[0] for addr in addresses(N_CONNECTIONS + 9)]
     for one in strangers[:10]:

@@ -32,7 +32,7 @@ def test_get_ends_after_its_time() -> None:
     assert channel.wait_s > 0
 
 
-def test_put_waits_for_room() -> None:
+def test_put_waits_for_space() -> None:
     channel: Channel[int] = Channel(1)
     channel.put(1)
     thread, results = in_thread(lambda: channel.put(2))
@@ -73,7 +73,7 @@ def test_wake_ends_one_wait() -> None:
     assert channel.get(0.01) is None
 
 
-def test_wakes_that_nobody_waits_for_are_one_and_take_no_room() -> None:
+def test_wakes_that_nobody_waits_for_are_one_and_take_no_space() -> None:
     channel: Channel[int] = Channel(1)
     for _ in range(10):
         channel.wake()

@@ -131,7 +131,7 @@ def test_no_hub(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "no/such.txt does not exist" in capsys.readouterr().err
 
 
-def test_no_room(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DownloadError, match="org/plain needs .* in .*, but only .* are free"):
         download_texts("org/plain", Path("raw"))
@@ -148,7 +148,7 @@ def test_which_files_are_taken() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.csv"])
-def test_every_kind_of_rows(tmp_path: Path, name: str) -> None:
+def test_every_type_of_rows(tmp_path: Path, name: str) -> None:
     rows = ['first, "quoted"\nwith a line', "", "second ü 世界"]
     if name.endswith(".csv"):
         lines = ["n,body", '1,"first, ""quoted""\nwith a line"', "2,", "3,second ü 世界"]

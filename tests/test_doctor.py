@@ -345,7 +345,7 @@ def test_what_could_not_be_asked() -> None:
     assert problem.advice == "secondary0 does not answer"
 
 
-def test_a_stand_in_is_a_node_that_takes_nothing() -> None:
+def test_an_open_port_is_a_node_that_takes_nothing() -> None:
     with open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         route = try_node(ProbeRequest("starter", "127.0.0.1", port, port_in, measure=True))
         assert route.is_well and route.control.bytes_s > 1e6

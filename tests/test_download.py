@@ -160,7 +160,7 @@ def test_another_revision_than_the_one_that_is_there(hub: HubServer, tmp_path: P
         download("org/plain", tmp_path, revision="main", progress=False)
 
 
-def test_no_room(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(DownloadError, match=r"needs .* only .* are free.*--ckpt-folder"):

@@ -106,7 +106,7 @@ def test_zeros_stay_zeros(wire: str) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_a_row_does_not_depend_on_its_company(
+def test_a_row_does_not_depend_on_its_batch(
     wire: str, n_rows: int, n_cols: int, scale: float, dtype: torch.dtype, seed: int
 ) -> None:
     x = rows(n_rows, n_cols, seed)

@@ -70,7 +70,7 @@ def test_more_nodes_than_blocks_but_the_starter_holds_none() -> None:
     assert [t.ids for t in texts] == reference(LLAMA, prompts, 12)
 
 
-def test_sampling_gives_the_same_ids_on_any_ring_and_in_any_company() -> None:
+def test_sampling_gives_the_same_ids_on_any_ring_and_in_any_batch() -> None:
     prompts = [prompt(n, n) for n in (4, 1, 30)]
     results = []
     for n_nodes in (1, 2, 3, 5):

@@ -112,7 +112,7 @@ def test_it_is_written_while_the_run_goes_on(path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_bytes", [0, 7], ids=["nothing", "a part"])
-def test_a_full_disk_is_told_once_and_nothing_is_lost_when_it_has_room_again(
+def test_a_full_disk_is_told_once_and_nothing_is_lost_when_it_has_space_again(
     path: Path, n_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal_module, "SYNC_S", 0.01)

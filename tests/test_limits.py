@@ -103,7 +103,7 @@ def test_shapes_are_those_of_the_whole_model(family: str) -> None:
     assert model_shapes(asdict(config), family) == expected
 
 
-def test_shapes_of_every_kind_of_model_that_litgpt_knows() -> None:
+def test_shapes_of_every_type_of_model_that_litgpt_knows() -> None:
     sizes = ("name", "hf_config", "head_size", "rope_base", "rotary_percentage", *LIMITS)
     kinds = {
         str({k: v for k, v in asdict(Config(**c)).items() if k not in sizes and "rope" not in k}): c for c in configs

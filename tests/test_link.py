@@ -159,7 +159,7 @@ def test_buffers_are_used_again() -> None:
     pool.give_back(b"a payload that came from no pool")
 
 
-def test_a_pool_of_another_kind_of_memory() -> None:
+def test_a_pool_of_another_type_of_memory() -> None:
     made: list[int] = []
 
     def allocate(n_bytes: int) -> np.ndarray:

@@ -178,7 +178,7 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
         check_format("int8", "cuda")
 
 
-def test_a_sequence_for_which_a_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.node.cache_budget.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32", "float32", None)
     stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")

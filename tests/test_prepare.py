@@ -214,7 +214,7 @@ def test_code_in_a_bin_is_not_run(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_no_room_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = tiny_hf(tmp_path / "m")
     usage = shutil.disk_usage(directory)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))

@@ -76,7 +76,7 @@ def test_half_precision_logits_are_drawn_in_float32() -> None:
     assert draws(logits, params(), 100) == draws(logits.float(), params(), 100)
 
 
-def test_a_sequence_draws_the_same_in_any_company_and_once_more() -> None:
+def test_a_sequence_draws_the_same_in_any_batch_and_once_more() -> None:
     logits = logits_of(6, 4)
     expected = [sample(logits[i : i + 1], [(params(seed=3), i)])[0] for i in range(4)]
     for i in (0, 1, 2, 3, 1):  # the last: a token that was lost on its way is drawn again

@@ -142,7 +142,7 @@ def test_bad_data_touches_nothing(tmp_path: Path, dataset: Path) -> None:
     assert hashes(folder) == before
 
 
-def test_too_little_room_is_told_before_the_first_step(
+def test_too_little_space_is_told_before_the_first_step(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))

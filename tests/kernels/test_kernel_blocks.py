@@ -150,7 +150,7 @@ def test_smaller_caches_lose_little(cache_type: str, allowed: float) -> None:
 
 @pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("family", FEW)
-def test_cuts_company_and_threads_change_no_bit(family: str, form: str) -> None:
+def test_cuts_batches_and_threads_change_no_bit(family: str, form: str) -> None:
     gpt = model_of(family)
     cache_type = {"float32": "float32", "bf16": "bf16", "fp16": "fp16"}.get(form, "int8")
     together = run(blocks_of(gpt, form, cache_type), gpt, TEXTS, seed=None)

@@ -90,11 +90,11 @@ def test_three_texts_count_whole_beside_two() -> None:
 
 def test_how_much_of_the_evaluation_there_is_is_told() -> None:
     runs = {f"{model.key}/{n}": {"asked": model.n_tokens} for model in MODELS for n in (1, 2, 3)}
-    assert thesis_report.kind_of(runs) == "full run"
+    assert thesis_report.type_of(runs) == "full run"
     del runs["gpt2-xl/2"]
-    assert thesis_report.kind_of(runs) == "26 of the 27 runs"
+    assert thesis_report.type_of(runs) == "26 of the 27 runs"
     runs["gpt2-xl/1"]["asked"] -= 1
-    assert "quick run" in thesis_report.kind_of(runs)
+    assert "quick run" in thesis_report.type_of(runs)
 
 
 def test_training_is_told_with_what_the_largest_ring_wrote() -> None:

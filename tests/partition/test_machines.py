@@ -38,7 +38,7 @@ def test_three_nodes_that_each_take_the_whole_machine_are_no_faster_than_one() -
     assert len(place(apart, "throughput").order) == 3
 
 
-def test_half_of_the_machine_each_is_room_for_two() -> None:
+def test_half_of_the_machine_each_is_enough_for_two() -> None:
     cost = CostModel(cluster(*on("pc", 0.5, *THREE)), model(), MANY)
     two = cost.predict((0, 1), (3, 3))
     three = cost.predict((0, 1, 2), (2, 2, 2))

@@ -107,13 +107,13 @@ def convert(
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not is_hf_dir(directory):
         raise CheckpointError(f"{directory} is not a Hugging Face checkpoint: it needs config.json and weights")
-    config, kind = choose_config(directory, model_name)
+    config, model_type = choose_config(directory, model_name)
     reader = _Reader(weight_files(directory))
     _check_disk(out, reader, dtype)
     weights = out / WEIGHT_FILES[0]
     unfinished = weights.with_name(weights.name + ".part")
     try:
-        _write(unfinished, reader, config, kind, DTYPES.get(dtype or ""), progress)
+        _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
         written = PickledFile(unfinished)
         check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
         written.release()
@@ -187,12 +187,17 @@ class _Group(Mapping[str, torch.Tensor]):
 
 
 def _write(
-    target: Path, reader: _Reader, config: dict[str, Any], kind: str | None, dtype: torch.dtype | None, progress: bool
+    target: Path,
+    reader: _Reader,
+    config: dict[str, Any],
+    model_type: str | None,
+    dtype: torch.dtype | None,
+    progress: bool,
 ) -> None:
     from litgpt.utils import incremental_save
     from tqdm import tqdm
 
-    copy = _copy_function(config, kind)
+    copy = _copy_function(config, model_type)
     specs = reader.specs
     state: dict[str, Any] = {}
     bar = tqdm(
@@ -216,12 +221,12 @@ def _write(
         saver.save(state)
 
 
-def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., None]:
+def _copy_function(config: dict[str, Any], model_type: str | None) -> Callable[..., None]:
     """litgpt's converter for a family: by its name, as litgpt itself chooses, or by the model_type it was derived from."""
     from litgpt.config import Config
     from litgpt.scripts import convert_hf_checkpoint as litgpt
 
-    name = config["name"] if kind is None else litgpt_family(kind, config)
+    name = config["name"] if model_type is None else litgpt_family(model_type, config)
     lit_config, name = Config(**{**config, "name": name}), name.lower()
     qkv: dict[Any, Any] = {}  # halves of what is joined, between two calls
     if "falcon" in name:
@@ -244,15 +249,15 @@ def _copy_function(config: dict[str, Any], kind: str | None) -> Callable[..., No
     return functools.partial(litgpt.copy_weights_gpt_neox, lit_config)
 
 
-def litgpt_family(kind: str, config: dict[str, Any]) -> str:
+def litgpt_family(model_type: str, config: dict[str, Any]) -> str:
     """A name by which litgpt's converters recognise a model of this model_type: they go by names."""
-    if kind == "falcon":
+    if model_type == "falcon":
         return "falcon-7b" if config["shared_attention_norm"] else "falcon-40b"
     families = {
         "olmo2": "OLMo-2-", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "phi": "phi", "phi3": "Phi-3",
         "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "gpt_neox": "pythia",
     }  # fmt: skip
-    return families.get(kind, "Llama")
+    return families.get(model_type, "Llama")
 
 
 def _unknown(error: KeyError, config: dict[str, Any], directory: Path) -> CheckpointError:

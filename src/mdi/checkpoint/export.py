@@ -42,12 +42,14 @@ def export_hf(
 
     config = source.config_dict
     written = hf_config(config)
-    kind = written["model_type"]
+    model_type = written["model_type"]
     is_tied = torch.equal(source.tensor(_EMBEDDING), source.tensor(_HEAD))
-    if kind.startswith("gemma") and not is_tied:
-        raise CheckpointError(f"head and embedding of {source} differ, which a Hugging Face {kind} model cannot have")
+    if model_type.startswith("gemma") and not is_tied:
+        raise CheckpointError(
+            f"head and embedding of {source} differ, which a Hugging Face {model_type} model cannot have"
+        )
     _make(out)
-    convert = _converter(kind, config)
+    convert = _converter(model_type, config)
     parts = source.part_names()
     weight_map: dict[str, str] = {}
     n_bytes = 0
@@ -67,7 +69,7 @@ def export_hf(
     _write_json(out / "config.json", {**written, "tie_word_embeddings": is_tied, "torch_dtype": source.dtype})
 
 
-def _converter(kind: str, config: Json) -> Callable[[Tensors], Tensors]:
+def _converter(model_type: str, config: Json) -> Callable[[Tensors], Tensors]:
     """litgpt's way back for a family, over the tensors of a part."""
     from litgpt.config import Config
     from litgpt.scripts import convert_lit_checkpoint as litgpt
@@ -84,13 +86,13 @@ def _converter(kind: str, config: Json) -> Callable[[Tensors], Tensors]:
         "olmo2": litgpt.copy_weights_olmo2,
         "gpt_neox": litgpt.copy_weights_gpt_neox,
     }
-    copy = functions.get(kind, litgpt.copy_weights_llama)
-    lit_config = Config(**{**config, "name": litgpt_family(kind, config)})
+    copy = functions.get(model_type, litgpt.copy_weights_llama)
+    lit_config = Config(**{**config, "name": litgpt_family(model_type, config)})
 
     def convert(tensors: Tensors) -> Tensors:
         found: Tensors = {}
         rest = dict(tensors)
-        for name in tensors if kind == "olmo2" else ():  # which litgpt's way back forgets
+        for name in tensors if model_type == "olmo2" else ():  # which litgpt's way back forgets
             if name.endswith("post_attention_norm.weight"):
                 number = name.split(".")[2]
                 found[f"model.layers.{number}.post_attention_layernorm.weight"] = rest.pop(name)

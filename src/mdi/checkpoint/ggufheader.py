@@ -128,19 +128,21 @@ class _Parser:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
-            kind = GGMLQuantizationType(type_number)
-            per_block, block_bytes = GGML_QUANT_SIZES[kind]
+            value_type = GGMLQuantizationType(type_number)
+            per_block, block_bytes = GGML_QUANT_SIZES[value_type]
         except (ValueError, KeyError):
             raise ValueError(f"the tensor {name!r} is of the type {type_number}, which is not known here") from None
         if shape[-1] % per_block:
-            raise ValueError(f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s {per_block}")
+            raise ValueError(
+                f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {value_type.name}'s {per_block}"
+            )
         n_bytes = math.prod(shape) // per_block * block_bytes
         if offset % step or start + offset + n_bytes > self._size:
             raise ValueError(
                 f"it is cut short: the tensor {name!r} takes the bytes {start + offset} to {start + offset + n_bytes} "
                 f"of {self._size}"
             )
-        return GgufTensor(self._path, kind.name, shape, start + offset, n_bytes)
+        return GgufTensor(self._path, value_type.name, shape, start + offset, n_bytes)
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string()
@@ -152,13 +154,13 @@ class _Parser:
             raise ValueError(f"the tensor {name!r} has the shape {list(shape)}")
         return name, self._number("I"), shape, self._number("Q")
 
-    def _value(self, kind: int, is_nested: bool = False) -> Any:
-        if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
-        if kind == _STRING:
+    def _value(self, value_type: int, is_nested: bool = False) -> Any:
+        if value_type in _SCALARS:
+            return self._number(_SCALARS[value_type])
+        if value_type == _STRING:
             return self._string()
-        if kind != _ARRAY or is_nested:  # lists of lists are in no model that can be used here
-            raise ValueError(f"a field is of the type {kind}, which is not known here")
+        if value_type != _ARRAY or is_nested:  # lists of lists are in no model that can be used here
+            raise ValueError(f"a field is of the type {value_type}, which is not known here")
         item = self._number("I")
         if item in _SCALARS:
             dtype = np.dtype(_SCALARS[item]).newbyteorder("<")

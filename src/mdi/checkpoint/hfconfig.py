@@ -67,10 +67,10 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
 
 def derive_config(hf: Json, name: str, where: Path) -> Json:
     """A litgpt Config for what config.json describes; see `choose_config`."""
-    kind = hf.get("model_type")
-    if kind not in DERIVED:
+    model_type = hf.get("model_type")
+    if model_type not in DERIVED:
         raise CheckpointError(
-            f"{where}: no litgpt model is named {name!r}, and of model_type {kind!r} its settings cannot be derived "
+            f"{where}: no litgpt model is named {name!r}, and of model_type {model_type!r} its settings cannot be derived "
             f"(only of {', '.join(DERIVED)}); give the litgpt name of the model with --model-name"
         )
     try:
@@ -79,7 +79,7 @@ def derive_config(hf: Json, name: str, where: Path) -> Json:
         raise CheckpointError(f"{where} lacks the field {e.args[0]!r}") from None
     except (TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{where} cannot be understood: {e}") from None
-    settings["name"] = _safe_name(name, str(kind))
+    settings["name"] = _safe_name(name, str(model_type))
     return full_config(settings, str(where))
 
 
@@ -95,11 +95,11 @@ def _check_agreement(hf: Json, config: Json, where: Path) -> None:
             )
 
 
-def _safe_name(name: str, kind: str) -> str:
+def _safe_name(name: str, model_type: str) -> str:
     """The directory's name, such that litgpt sees a Gemma or an OLMo in it just if it is one."""
-    for word, kinds in (("Gemma", ("gemma", "gemma2", "gemma3_text")), ("OLMo", ("olmo", "olmo2"))):
-        if kind in kinds and word not in name:
+    for word, model_types in (("Gemma", ("gemma", "gemma2", "gemma3_text")), ("OLMo", ("olmo", "olmo2"))):
+        if model_type in model_types and word not in name:
             name = f"{word}-{name}"
-        if kind not in kinds:
+        if model_type not in model_types:
             name = name.replace(word, word.lower())
     return name

@@ -41,11 +41,11 @@ def hf_config(config: Json) -> Json:
     Raises:
         CheckpointError: transformers has no model with these settings.
     """
-    kind = _model_type(config)
-    eps = next((key for key, kinds in _EPS.items() if kind in kinds), "rms_norm_eps")
+    model_type = _model_type(config)
+    eps = next((key for key, kinds in _EPS.items() if model_type in kinds), "rms_norm_eps")
     written = {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
         "num_hidden_layers": config["n_layer"],
         "hidden_size": config["n_embd"],
         "num_attention_heads": config["n_head"],
@@ -58,13 +58,14 @@ def hf_config(config: Json) -> Json:
         "hidden_act": "silu",
         eps: config["norm_eps"],
         **_rope(config),
-        **_own(kind, config),
+        **_own(model_type, config),
     }
     again = derive_config(written, str(config["name"]), Path("config.json"))
     for key, value in config.items():
         if key not in _NOT_COMPARED and again[key] != value:
             raise CheckpointError(
-                f"a Hugging Face {kind} model has no such settings: {key} is {value!r} here, and would be {again[key]!r} there"
+                f"a Hugging Face {model_type} model has no such settings: {key} is {value!r} here, and would be "
+                f"{again[key]!r} there"
             )
     return written
 
@@ -97,7 +98,7 @@ def _rope(config: Json) -> Json:
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
 
 
-def _own(kind: str, config: Json) -> dict[str, Any]:
+def _own(model_type: str, config: Json) -> dict[str, Any]:
     """What only this family has."""
     window = config["sliding_window_size"]
     gelu = "gelu_pytorch_tanh" if config["gelu_approximate"] == "tanh" else "gelu"
@@ -107,7 +108,7 @@ def _own(kind: str, config: Json) -> dict[str, Any]:
     near = {"sliding_window": window, "layer_types": layers, "query_pre_attn_scalar": config["attention_scores_scalar"]}
     experts = {"num_experts_per_tok": config["n_expert_per_token"]}
     partial = {"partial_rotary_factor": config["rotary_percentage"]}
-    if kind == "falcon":
+    if model_type == "falcon":
         groups = config["n_query_groups"]
         is_new = groups > 1 or not config["shared_attention_norm"]
         new = {"new_decoder_architecture": is_new, "num_kv_heads": groups, "multi_query": not is_new}
@@ -145,4 +146,4 @@ def _own(kind: str, config: Json) -> dict[str, Any]:
         },
         "phi": {"hidden_act": "gelu_new", **partial},
     }
-    return own.get(kind, {})
+    return own.get(model_type, {})

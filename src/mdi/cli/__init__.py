@@ -219,10 +219,10 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-json", action="store_true", help="write log lines as JSON objects")
 
 
-def output_dir(kind: str) -> Path:
-    """Where files that nobody gave a name for go: src/<kind> in a checkout, else ./<kind>."""
+def output_dir(name: str) -> Path:
+    """Where files that nobody gave a name for go: src/<name> in a checkout, else ./<name>."""
     src = Path(__file__).resolve().parents[2]
-    return (src if (src / "starter.py").is_file() else Path.cwd()) / kind
+    return (src if (src / "starter.py").is_file() else Path.cwd()) / name
 
 
 def default_ckpt_folder() -> Path:

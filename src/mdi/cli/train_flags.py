@@ -24,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ckpt = str(default_ckpt_folder() / "custom" / "NanoLlama")
     default = TrainingSettings(sequence_length=1)
 
-    def number(group: argparse._ArgumentGroup, flag: str, kind: type, text: str) -> None:
+    def number(group: argparse._ArgumentGroup, flag: str, value_type: type, text: str) -> None:
         value = getattr(default, flag.replace("-", "_"))
-        group.add_argument(f"--{flag}", type=kind, metavar="N", help=f"{text} ({'never' if value is None else value})")
+        group.add_argument(
+            f"--{flag}", type=value_type, metavar="N", help=f"{text} ({'never' if value is None else value})"
+        )
 
     parser.add_argument(
         "--ckpt",
@@ -115,11 +117,11 @@ def make_settings(
     """
     import torch
 
-    kind = device.partition(":")[0]
+    value_type = device.partition(":")[0]
     given: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(TrainingSettings)}
     given = {} if args.force_old else {name: value for name, value in given.items() if value is not None}
     if saved is None:
-        has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported()
+        has_bf16 = value_type == "cuda" and torch.cuda.is_bf16_supported()
         lr = given.get("lr")
         rest = {"min_lr": lr / 10} if lr is not None else {}
         settings = TrainingSettings(
@@ -127,7 +129,7 @@ def make_settings(
         )
     else:
         settings = replace(saved.settings, **given)
-    if settings.dtype == "float16" and kind != "cuda":
+    if settings.dtype == "float16" and value_type != "cuda":
         raise UsageError(f"--dtype float16 trains on cuda only, not on {device}; use bfloat16 or float32")
     if settings.sequence_length > block_size:
         raise UsageError(

@@ -69,7 +69,7 @@ class InitRequest:
         next_addr, next_port: ring port of the next node.
         config: litgpt Config as a plain object; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
-        dtype: what the starter wishes it to compute in; the node's own setting goes first. None: the node chooses.
+        dtype: what the starter asks it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
         quantize: weight format that the starter requested, see kernels.layout.
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.

@@ -1,6 +1,6 @@
 """Random numbers without state: number n of a sequence follows from its seed and n alone.
 
-So a text is the same in any company, over any nodes, and after it was computed again from its token ids.
+So a text is the same in any batch, over any nodes, and after it was computed again from its token ids.
 """
 
 from __future__ import annotations

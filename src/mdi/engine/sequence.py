@@ -17,7 +17,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k: sample among the k most probable tokens; None is all.
         top_p: sample among the smallest set of tokens that has this probability together.
-        seed: of the sequence's own random generator: its text does not depend on its company.
+        seed: of the sequence's own random generator: its text does not depend on the others.
         eos_ids: tokens that end the sequence and are not part of it.
         stop_sequences: runs of tokens that do the same.
         min_p: leave tokens out that are less probable than this part of the best one's probability.

@@ -113,7 +113,9 @@ class Profiler:
             block_s=speeds.block_s,
             head_s=speeds.head_s,
             shared_bytes=machine_free_bytes(subject.computing.device),
-            held_bytes=max(0, self.held_bytes_of(subject.computing.device) - self._in_use_bytes(subject.computing.device)),
+            held_bytes=max(
+                0, self.held_bytes_of(subject.computing.device) - self._in_use_bytes(subject.computing.device)
+            ),
             n_threads=threads,
         )
 

@@ -137,7 +137,7 @@ class Batch:
     def parts(self, cache_class: int) -> tuple[list[Together], list[Alone]]:
         """What blocks of this class compute at once, and what they compute one sequence after the other.
 
-        Which of the two a row belongs to depends on its own position only, so that company changes nothing.
+        Which of the two a row belongs to depends on its own position only, so that the others change nothing.
         """
         if cache_class not in self._parts:
             window = self.caches.classes[cache_class].window

@@ -3,7 +3,7 @@
 torch's BLAS (MKL) has a kernel for a few rows at once on some processors; on others it takes two or three rows one after the
 other and reads all weights for each. A layer of 2048 to 5632 took 2.2, 5.0, 7.6 and 4.7 ms for 1 to 4 rows on an AMD EPYC,
 but 1.5, 1.5, 1.5 and 3.1 ms on an Intel Xeon. So each stage tries it when it is loaded, with its own weights. Two or three
-rows that are computed as four give what they would give among four: a row depends on its company no more than without.
+rows that are computed as four give what they would give among four: a row depends on the others no more than without.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
 

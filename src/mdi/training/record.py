@@ -61,7 +61,7 @@ class LossRecord:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(OSError):  # what is left in the buffer of a full disk
             self._handle.close()
