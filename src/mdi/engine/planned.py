@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -48,3 +49,22 @@ class Event:
     finish_reason: str | None
     time_s: float = field(default=0.0, compare=False)
     logprobs: tuple[tuple[float, list[tuple[int, float]]], ...] = ()
+
+
+def next_share(n_decoding: int, flying: Sequence[int], n_frames: int) -> int:
+    """How many decoding sequences the next frame takes, so that all frames come to hold the same number or one more.
+
+    With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
+    not, and the weights are read less often.
+
+    Args:
+        flying: those of each frame that is under way.
+    """
+    if not n_decoding:
+        return 0
+    fullest = -(-n_decoding // n_frames)
+    n_used = -(-n_decoding // fullest)
+    if len(flying) >= n_used:
+        return 0  # one frame too many is under way: what is ready joins the next one
+    size, n_larger = divmod(n_decoding, n_used)
+    return size + 1 if sum(n > size for n in flying) < n_larger else size

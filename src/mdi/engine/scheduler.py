@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.planned import Event, Plan, PlannedSlice
+from mdi.engine.cache_use import CacheUse
+from mdi.engine.planned import Event, Plan, PlannedSlice, next_share
 from mdi.engine.prefixes import Kept, Prefixes
 from mdi.engine.replays import Replays
 from mdi.engine.sequence import Sequence
@@ -26,7 +26,6 @@ from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
 
 DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
-AHEAD_POSITIONS = 2 * PAGE  # by so much all sequences can grow after one was let in, before one has to be put out
 
 
 class Scheduler:
@@ -62,7 +61,6 @@ class Scheduler:
         self._replays = Replays()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
-        self._used: dict[int, tuple[int, ...]] = {}  # of each that runs, bytes on each node
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
         self._has_replayed = False  # with the frame before: replays and others take turns
@@ -101,7 +99,7 @@ class Scheduler:
     @property
     def used(self) -> tuple[int, ...]:
         """Bytes of cache on each node that the running sequences take; () without a limit."""
-        return tuple(self._total)
+        return tuple(self._use.total)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; it enters as soon as there is cache memory for it."""
@@ -190,7 +188,7 @@ class Scheduler:
         """The next frame, or None if enough are in flight or nothing is ready."""
         if self.n_in_flight >= self.n_frames:
             return None
-        while not self._holds(self._total):
+        while not self._holds(self._use.total):
             self._preempt(next(reversed(self._running.values())))
         self._admit()
         slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
@@ -232,19 +230,17 @@ class Scheduler:
             if sequence.finish_reason:
                 self._leave(sequence)
             else:
-                self._use(sequence)
+                self._use.count(sequence)
                 self._ready.append(sequence)
         return events
 
     def _take_ring(self, n_frames: int, memory: CacheMemory | None) -> None:
         self.n_frames = n_frames
         self.memory = memory
-        self._total = [0] * (0 if memory is None else len(memory.nodes))  # the sums of `_used`
-        self._needs = _no_bytes if memory is None else lru_cache(1 << 16)(memory.needs)
+        self._use = CacheUse(memory)
         self._prefixes = None if memory is None else Prefixes(memory)
-        self._used.clear()
         for sequence in self._running.values():
-            self._use(sequence)
+            self._use.count(sequence)
 
     def _admit(self) -> None:
         """Let in who fits; after one that goes on from a kept cache nobody else, for whom that could have to make way."""
@@ -252,12 +248,12 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
                 return
-            if not self._holds(self._ahead([*self._running.values(), sequence])):
+            if not self._holds(self._use.ahead([*self._running.values(), sequence])):
                 return  # first come, first served: nobody overtakes
             self._waiting.popleft()
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
-            self._use(sequence)
+            self._use.count(sequence)
             self._reuse(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -279,11 +275,6 @@ class Scheduler:
             self._freed.append(self._prefixes.drop_oldest())
         return True
 
-    def _ahead(self, sequences: list[Sequence]) -> list[int]:
-        """Bytes on each node that these take when all of them have grown by AHEAD_POSITIONS, or to their ends."""
-        needs = [self._needs(min(one.n_cached + AHEAD_POSITIONS, one.n_positions)) for one in sequences]
-        return [sum(node) for node in zip(*needs, strict=True)]
-
     def _preempt(self, sequence: Sequence) -> None:
         """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
         self._leave(sequence)
@@ -299,25 +290,12 @@ class Scheduler:
         self._replays.drop(sequence)
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
-        self._add(self._used.pop(sequence.seq_id), -1)
+        self._use.drop(sequence)
         if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
             self._freed.append(sequence.seq_id)
             return
-        ids, n_bytes = tuple(sequence.ids[: sequence.n_sent]), self._needs(sequence.n_sent)
+        ids, n_bytes = tuple(sequence.ids[: sequence.n_sent]), self._use.needs(sequence.n_sent)
         self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.owner, ids, n_bytes))
-
-    def _use(self, sequence: Sequence) -> None:
-        """Reckon with all tokens that are known: they are sent before anything else can come of the sequence."""
-        before, now = self._used.get(sequence.seq_id), self._needs(sequence.n_cached)
-        if before != now:
-            if before is not None:
-                self._add(before, -1)
-            self._add(now, 1)
-            self._used[sequence.seq_id] = now
-
-    def _add(self, n_bytes: tuple[int, ...], sign: int) -> None:
-        for node, n in enumerate(n_bytes):
-            self._total[node] += sign * n
 
     def _is_current(self, part: PlannedSlice) -> bool:
         """Whether the sequence still runs, and with the caches that this slice was meant for."""
@@ -332,23 +310,9 @@ class Scheduler:
         return slices
 
     def _share(self) -> int:
-        """How many decoding sequences the next frame takes, so that all frames come to hold the same number or one more.
-
-        With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
-        not, and the weights are read less often.
-        """
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
-        if not n_decoding:
-            return 0
-        fullest = -(-n_decoding // self.n_frames)
-        n_used = -(-n_decoding // fullest)
         flying = [n for n in map(self._n_returning, self._in_flight) if n]
-        if len(flying) >= n_used:
-            return 0  # one frame too many is under way: what is ready joins the next one
-        size, n_larger = divmod(n_decoding, n_used)
-        if sum(n > size for n in flying) < n_larger:
-            size += 1
-        return min(size, self.decode_rows)
+        return min(next_share(n_decoding, flying, self.n_frames), self.decode_rows)
 
     def _n_returning(self, plan: Plan) -> int:
         """Sequences of a frame that go on when it is back."""
@@ -379,8 +343,3 @@ class Scheduler:
         sequence.n_sent += n_rows
         ids = tuple(sequence.ids[start : start + n_rows])
         return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)
-
-
-def _no_bytes(length: int) -> tuple[int, ...]:
-    """What a sequence takes of a memory without limits."""
-    return ()
