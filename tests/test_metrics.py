@@ -67,6 +67,8 @@ def test_json_is_exactly_the_documented_object():
             }
         ],
         "model": "nano-llama",
+        "recoveries": [],
+        "parallel": "ring",
     }
 
 

@@ -24,6 +24,39 @@ TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 
 @dataclass(frozen=True)
+class ShareMetrics:
+    """A node's share of every block, and what sums over the nodes took.
+
+    Attributes:
+        heads, kv_groups, mlp_columns: [start, stop) of them.
+        reduces: sums that it took part in; reduce_s in all, waiting for the others included.
+        reduce_bytes_sent: to all other nodes together.
+    """
+
+    heads: tuple[int, int]
+    kv_groups: tuple[int, int]
+    mlp_columns: tuple[int, int]
+    reduces: int
+    reduce_s: float
+    reduce_bytes_sent: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, get: Fields) -> ShareMetrics:
+        """Raises ControlError, as NodeMetrics."""
+        return cls(
+            heads=get.span("heads"),
+            kv_groups=get.span("kv_groups"),
+            mlp_columns=get.span("mlp_columns"),
+            reduces=get.integer("reduces"),
+            reduce_s=get.number("reduce_s", 0, LONGEST_S),
+            reduce_bytes_sent=get.integer("reduce_bytes_sent"),
+        )
+
+
+@dataclass(frozen=True)
 class NodeMetrics:
     """What one node did in a run.
 
@@ -35,6 +68,7 @@ class NodeMetrics:
         frames: frames that it worked on.
         weights_resident_bytes, weights_read_bytes: of memory that its weights took at most, and from the disk.
         disk_wait_s: while which computing waited for them; part of compute_s.
+        share: of every block, where nodes compute them together.
     """
 
     name: str
@@ -48,9 +82,12 @@ class NodeMetrics:
     weights_resident_bytes: int = 0
     weights_read_bytes: int = 0
     disk_wait_s: float = 0.0
+    share: ShareMetrics | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers)}
+        fields = {**asdict(self), "layers": list(self.layers)}
+        del fields["share"]
+        return fields if self.share is None else {**fields, **self.share.to_json()}
 
     @classmethod
     def from_json(cls, data: Any, where: str = "node metrics") -> NodeMetrics:
@@ -72,6 +109,7 @@ class NodeMetrics:
             weights_resident_bytes=get.optional("weights_resident_bytes", get.integer) or 0,
             weights_read_bytes=get.optional("weights_read_bytes", get.integer) or 0,
             disk_wait_s=get.optional("disk_wait_s", get.number) or 0.0,
+            share=ShareMetrics.from_json(get) if "heads" in get.data else None,
         )
 
 
@@ -186,6 +224,7 @@ class RunMetrics:
             "nodes": [node.to_json() for node in self.nodes],
             "model": self.model,
             "recoveries": list(self.recoveries),
+            "parallel": "ring" if all(node.share is None for node in self.nodes) else "tensor",
         }
 
 

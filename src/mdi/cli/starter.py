@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
         add_wire_flags,
     )
     from mdi.cli.output import add_output_flags
+    from mdi.cli.parallel_flags import add_parallel_flags
     from mdi.cli.resume import add_resume_flags
 
     add_model_flags(parser, is_litgpt)
@@ -77,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
     )
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
     add_wire_flags(nodes, with_frames=is_litgpt)
+    if is_litgpt:
+        add_parallel_flags(nodes)
     add_generation_flags(parser, n_tokens=300)
     if is_litgpt and is_resumable:
         add_resume_flags(parser)
@@ -215,6 +218,7 @@ def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
 
 def starter_options(args: argparse.Namespace) -> Any:
     from mdi.cache_dir import default_cache_dir
+    from mdi.cli.parallel_flags import parallel_options
     from mdi.cli.window_flags import weight_memory
     from mdi.config import parse_bytes
     from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
@@ -255,6 +259,7 @@ def starter_options(args: argparse.Namespace) -> Any:
         weight_memory=weight_memory(args),
         kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
         n_frames=n_frames,
+        parallel=parallel_options(args),
         fixed=getattr(args, "fixed", True),
         silence_s=silence_s,
         n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,

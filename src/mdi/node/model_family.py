@@ -17,6 +17,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError
+from mdi.node.group_member import group_in
 from mdi.text import TextCodec
 
 if TYPE_CHECKING:
@@ -91,7 +92,10 @@ class ModelFamily:
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        if [p.name for p in request.parts] != stage_parts(*request.blocks, starter=False):
+        group = group_in(request)
+        has_head = group is not None and group.shares.vocabulary is not None
+        wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
+        if [p.name for p in request.parts] != wanted:
             raise ControlError(
                 "this node holds blocks and nothing else, but is to hold the head as well", 409, code="role"
             )

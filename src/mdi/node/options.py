@@ -10,6 +10,24 @@ from mdi.net.wire import SILENCE_S
 
 
 @dataclass(frozen=True)
+class ParallelOptions:
+    """How several nodes compute one model.
+
+    Attributes:
+        mode: "ring": each node has blocks of its own; "tensor": all have a share of every block; "auto": whichever is faster.
+        parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
+        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+        is_head_shared: the head is shared out as well; else the starter has it.
+    """
+
+    mode: str = "ring"
+    parts: tuple[float, ...] | None = None
+    algorithm: str = "auto"
+    reduce_dtype: str = "float32"
+    is_head_shared: bool = False
+
+
+@dataclass(frozen=True)
 class StarterOptions:
     """See the flags of starter.py.
 
@@ -40,3 +58,4 @@ class StarterOptions:
     n_spans: int = 0
     fixed: bool = False
     silence_s: float = SILENCE_S
+    parallel: ParallelOptions = ParallelOptions()

@@ -16,12 +16,17 @@ from mdi.machine.computing import Computing
 from mdi.machine.device import told_path, why_torch
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_spins, n_threads
+from mdi.metrics import ShareMetrics
+from mdi.model.array_stage import ArrayStage
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
+from mdi.net.listener import RingListener
+from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import check_capacity
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
+from mdi.node.setup import PartSource
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
 from mdi.node.windowed import refuse_torch, with_window
@@ -56,7 +61,8 @@ class OwnStage:
     """
 
     stage: StarterStage | TensorStage
-    loaded: TorchStage | TensorStage
+    loaded: TorchStage | ArrayStage
+    is_shared = False  # whether the other nodes compute the same blocks, each a share of them
 
     def __init__(self, name: str, family: ModelFamily, config: Any, options: StarterOptions) -> None:
         self._name = name
@@ -66,6 +72,38 @@ class OwnStage:
         self._key: tuple[Any, ...] | None = None
         self._computing: Computing | None = None
         self._window = window_of(options.weight_memory)
+
+    def weights_of(self, weights: StarterWeights, index: int) -> PartSource:
+        """Where node `index` of the ring gets its parts from."""
+        return weights
+
+    def parts_of(self, index: int, n_nodes: int, blocks: tuple[int, int]) -> list[str]:
+        """What node `index` of the ring needs."""
+        return self._family.secondary_parts(index, n_nodes, *blocks)
+
+    def extensions(self, index: int) -> dict[str, Any]:
+        """What node `index` of the ring must know beside what all nodes do."""
+        return {}
+
+    def expect(self, listener: RingListener | None, epoch: int, placement: str, process: str) -> None:
+        """Called before a ring is closed."""
+
+    def over(self, ring: LoopbackRing | TcpRing) -> LoopbackRing | TcpRing:
+        """A closed ring as the engine is to see it. Raises RingError if nodes cannot do what they are to do in it."""
+        return ring
+
+    def leave(self) -> None:
+        """Called when a ring is over; harmless if repeated."""
+
+    @property
+    def compute_s(self) -> float:
+        """What this node has computed beside the engine."""
+        return 0.0
+
+    @property
+    def share(self) -> ShareMetrics | None:
+        """Of every block, where all nodes have one."""
+        return None
 
     def load(
         self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int | None,

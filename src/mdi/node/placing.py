@@ -29,11 +29,20 @@ def measured_placement(
     Raises:
         PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
     """
+    profile = measured_cluster(cluster, weights, options, computing, run, check)
     model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-    profile = profile_cluster(
-        cluster, model, computing, options.dtype, options.cache_dir, options.wait_s, check=check, run=run
-    )
     placement, n_frames = choose(
         profile, model, method, workload.n_sequences, workload.sequence_length, options.prefer_memory
     )
     return profile, placement, n_frames
+
+
+def measured_cluster(
+    cluster: ClusterConfig, weights: StarterWeights, options: StarterOptions, computing: Computing, run: str,
+    check: Callable[[], None],
+) -> ClusterProfile:  # fmt: skip
+    """What the nodes are, and the links between them; see `measured_placement`."""
+    model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
+    return profile_cluster(
+        cluster, model, computing, options.dtype, options.cache_dir, options.wait_s, check=check, run=run
+    )

@@ -13,6 +13,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.cache_memory import CacheMemory
 from mdi.machine.computing import Computing
+from mdi.model.array_stage import ArrayStage
 from mdi.model.stage import StarterStage
 from mdi.model.tensor_stage import TensorStage
 from mdi.node.cache_budget import report_caches, share_out
@@ -42,8 +43,10 @@ class Preparation:
         max_length: tokens that a sequence of the run may reach.
         n_sequences: at the same time, at most; None: as many as fit.
         before: of the ring before: the starter's own stage is used again, as far as it is the same.
+        own: another stage of the starter's.
 
     Attributes:
+        own: the starter's own stage.
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
@@ -66,6 +69,7 @@ class Preparation:
         max_length: int,
         n_sequences: int | None = None,
         before: Preparation | None = None,
+        own: OwnStage | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -78,8 +82,8 @@ class Preparation:
         self._ring_port = ring_port
         self._max_length = max_length
         self._n_sequences = n_sequences
-        own = None if before is None else before._own
-        self._own: OwnStage = own or OwnStage(cluster.starter.name, family, config, options)
+        before_own = None if before is None else before.own
+        self.own: OwnStage = own or before_own or OwnStage(cluster.starter.name, family, config, options)
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
@@ -92,7 +96,7 @@ class Preparation:
         Raises:
             MdiError: a node is not there or cannot.
         """
-        self._own.check_memory(self._weights, self._computing, self._cluster.n_nodes)
+        self.own.check_memory(self._weights, self._computing, self._cluster.n_nodes)
         setups = self._configure_secondaries()
         try:
             self._load_stage(lambda: self._check(setups, check))
@@ -115,7 +119,8 @@ class Preparation:
         weights, options, nodes = self._weights, self._options, self._cluster.nodes
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts()
-        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts]]
+        shares = [self.own.extensions(index) for index in range(1, len(nodes))]
+        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         setups = []
         self.has_begun = True
@@ -152,9 +157,14 @@ class Preparation:
                 hand_over=not options.fixed,
                 device=client.node.device,
                 threads=client.node.threads,
-                extensions={**extensions_of(options.n_spans), **window_extensions(options.weight_memory)},
+                exclusive=self.own.is_shared,
+                extensions={
+                    **extensions_of(options.n_spans),
+                    **window_extensions(options.weight_memory),
+                    **shares[index - 1],
+                },
             )
-            setups.append(SecondarySetup(client, request, weights, options.wait_s))
+            setups.append(SecondarySetup(client, request, self.own.weights_of(weights, index), options.wait_s))
         return setups
 
     def _hash_parts(self) -> list[list[PartSpec]]:
@@ -162,10 +172,11 @@ class Preparation:
         weights = self._weights
         parts: list[list[PartSpec]] = []
         report = Periodic()
-        for index, (start, stop) in enumerate(weights.blocks[1:], 1):
+        for index, blocks in enumerate(weights.blocks[1:], 1):
             parts.append([])
-            for name in self._family.secondary_parts(index, self._cluster.n_nodes, start, stop):
-                parts[-1].append(weights.spec(name))
+            source = self.own.weights_of(weights, index)
+            for name in self.own.parts_of(index, self._cluster.n_nodes, blocks):
+                parts[-1].append(source.spec(name))
                 if report.is_due():
                     logger.info(
                         "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
@@ -176,22 +187,22 @@ class Preparation:
         """Have the starter's own stage; `check` is called before each part, for loading may take long."""
         n_nodes = self._cluster.n_nodes
         lengths = self._max_length, self._n_sequences, self._kv_memory
-        self._own.load(self._weights, self._computing, n_nodes, *lengths, check)
+        self.own.load(self._weights, self._computing, n_nodes, *lengths, check)
 
     @property
     def stage(self) -> StarterStage | TensorStage:
         """The starter's own, loaded, after `run`."""
-        return self._own.stage
+        return self.own.stage
 
     @property
-    def loaded(self) -> TorchStage | TensorStage | None:
+    def loaded(self) -> TorchStage | ArrayStage | None:
         """The same as a node has it; None before."""
-        return self._own.loaded if self._own.is_loaded else None
+        return self.own.loaded if self.own.is_loaded else None
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold."""
         computing, nodes = self._computing, self._cluster.nodes
-        own = report_caches(self._own.loaded, computing.device, self._kv_memory)
+        own = report_caches(self.own.loaded, computing.device, self._kv_memory)
         reports = [own, *(setup.ask_caches() for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
         memory = CacheMemory(share_out(told))

@@ -19,6 +19,7 @@ from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import form_ring
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
+from mdi.node.own_stage import OwnStage
 from mdi.node.preparation import Preparation
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
@@ -46,6 +47,7 @@ class RunBasis:
     n_sequences: int | None
     process: str
     listener: RingListener | None
+    own: OwnStage | None = None  # the starter's own stage, where it is not just its blocks
 
 
 class RunRings:
@@ -105,7 +107,7 @@ class RunRings:
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
-            basis.max_length, basis.n_sequences, self.preparation,
+            basis.max_length, basis.n_sequences, self.preparation, basis.own,
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -134,11 +136,12 @@ class RunRings:
             self._epoch, 0, names, preparation.placement, following.addr, following.port_in, basis.options.wire_dtype,
             basis.process, cluster.keys, basis.options.silence_s,
         )  # fmt: skip
+        preparation.own.expect(basis.listener, self._epoch, preparation.placement, basis.process)
         self.ring = form_ring(
             basis.listener, cluster, seat, basis.options.n_frames or cluster.n_nodes,
             basis.family.widest_row(basis.config), basis.computing.device, preparation.ring_ports,
         )  # fmt: skip
-        return self.ring
+        return preparation.own.over(self.ring)
 
     def form_another(self, cluster: ClusterConfig, check: Callable[[], None]) -> LoopbackRing | TcpRing:
         """After one that broke, a ring of these nodes, with the cut that the weights have.
@@ -182,6 +185,11 @@ class RunRings:
         loaded = None if self.preparation is None else self.preparation.loaded
         return WeightUse(0, 0, 0.0) if loaded is None else loaded.weight_use
 
+    @property
+    def own(self) -> OwnStage | None:
+        """The starter's own stage; None before it is there."""
+        return None if self.preparation is None else self.preparation.own
+
     def close(self) -> None:
         """Give back what the starter's own stage holds."""
         if self.preparation is not None and self.preparation.loaded is not None:
@@ -194,6 +202,8 @@ class RunRings:
             ring.stop("the run is over")
             self._closers.append(threading.Thread(target=ring.close, name="ring-close", daemon=True))
             self._closers[-1].start()
+            if self.own is not None:
+                self.own.leave()
         if is_awaited:
             for closer in self._closers:
                 closer.join()

@@ -20,6 +20,7 @@ from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
 from mdi.node.cache_budget import check_capacity
 from mdi.node.forming import receive_buffers, ring_limits
+from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.job import Abandoned, Job
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.stage_holder import StageHolder
@@ -133,12 +134,17 @@ class Service:
             check_capacity(self._name, stage, request.max_length, job.computing.device)
             stage.prepare(request.max_length, self._kv_memory)
         self._slots.fill(slot, stage, request.max_length)
-        ring, seat = self._close_ring(stage)
+        group = GroupPart(request, self._listener, self._process)
         try:
-            job.begin(ring)
-            self._compute(stage, ring, seat)
+            ring, seat = self._close_ring(stage)
+            try:
+                job.begin(ring)
+                group.connect(stage, ring)
+                self._compute(stage, ring, seat, group)
+            finally:
+                ring.close()
         finally:
-            ring.close()
+            group.close()
 
     def _wait_for_parts(self) -> None:
         """Find out what is missing, and wait until it has come."""
@@ -198,12 +204,12 @@ class Service:
         )  # fmt: skip
         return ring, seat
 
-    def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat) -> None:
-        is_last = seat.index == seat.n_nodes - 1
+    def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
+        is_last = seat.index == seat.n_nodes - 1 or group.is_shared  # who wants only the rows for logits
         rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
-        loop = SecondaryLoop(stage, rows, recorded, is_last, seat.wire)
+        loop = SecondaryLoop(stage, rows, group.over(recorded), is_last, seat.wire)
         turn = Turn(loop, ring, self._job.computing.threads)
         self._job.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)
         self._turns.add(turn)
@@ -245,8 +251,10 @@ def _measured(stage: NodeStage, turn: Turn, recorder: Recorder | None, n_spans: 
     """What a node measured of a run, and the last `n_spans` that it recorded; None is all."""
     spans = {} if recorder is None else recorder.to_json(n_spans)
     ring, use = turn.ring, stage.weight_use
+    share = share_metrics(stage)
     return {
         **spans,
+        **({} if share is None else share.to_json()),
         "peak_rss_bytes": peak_rss_bytes(),
         "compute_s": turn.loop.compute_s,
         "wait_s": turn.wait_s,

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import mdi
 from mdi.config import NodeConfig
@@ -19,7 +19,6 @@ from mdi.kernels import library
 from mdi.node.cache_budget import CacheReport
 from mdi.node.patience import Patience
 from mdi.node.progress import Progress
-from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
 from mdi.units import size
 
@@ -27,6 +26,15 @@ POLL_S = 0.2
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")
+
+
+class PartSource(Protocol):
+    """What a node needs: parts of StarterWeights, or shares of them."""
+
+    def spec(self, part: str) -> PartSpec: ...
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, to be sent."""
 
 
 class SecondarySetup:
@@ -39,7 +47,7 @@ class SecondarySetup:
         wait_s: how long to wait for a node that does not answer yet.
     """
 
-    def __init__(self, client: ControlClient, request: InitRequest, weights: StarterWeights, wait_s: float) -> None:
+    def __init__(self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float) -> None:
         self._client = client
         self._request = request
         self._weights = weights

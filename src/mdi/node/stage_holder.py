@@ -18,12 +18,14 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
-from mdi.kernels.kernel_stage import KernelStage, Weights
+from mdi.kernels.head import Weights
+from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, told_path, why_torch
 from mdi.machine.threads import n_spins, n_threads
 from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
+from mdi.node.group_member import group_in, own_shards, sent_shard, shard_stage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.windowed import refuse_torch, with_window
@@ -79,6 +81,7 @@ class StageHolder:
         check_format(quantize, self.device)
         choose_dtype(dtype, "float32", self.device)  # what cannot be is told before anything is bound
         self._reading = threading.Lock()  # of weights: a source is for one reader at a time
+        self._shards: tuple[str, WeightSource | None] | None = None  # of the latest group's run, by its placement
 
     def check_folder(self) -> None:
         """A place for weights that cannot be written to is told now, not in the middle of the first run: UsageError."""
@@ -156,9 +159,7 @@ class StageHolder:
             check: called again and again, for hashing weights may take a while.
             on_part: called after each part that was looked for.
         """
-        source = self._weights
-        if source is not None and source.config_hash != request.config_hash:
-            source = None
+        source = self._own_weights(request)
         others = []
         with self._alone(check):
             for part in request.parts:
@@ -189,6 +190,8 @@ class StageHolder:
     def needed_bytes(self, request: InitRequest, computing: Computing, loaded: Collection[str] = ()) -> int:
         """What a stage takes with the caches of one sequence, and while it is built; parts that are `loaded` take nothing."""
         new = [part.n_bytes for part in request.parts if part.name not in loaded]
+        if group_in(request) is not None:  # shares are packed already
+            return sum(new) + self._kernel_stage(request, computing).run_bytes(request.max_length)
         if window_of(self._weight_memory, request.extensions) is not None:  # which is fitted into the memory
             new = []
         weights = held_bytes(new, request.stored_dtype, computing.format, request.stored_format)
@@ -276,16 +279,31 @@ class StageHolder:
 
     def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
         """A stage for the kernels, without weights."""
+        if (group := group_in(request)) is not None:
+            return shard_stage(group, request, computing)
         return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins()))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""
-        source = self._weights
+        source = self._own_weights(request)
         if source is not None:
             source.release()  # parts are needed one after the other
         if source is not None and _holds(source, part):
             return source
+        if (group := group_in(request)) is not None:
+            return sent_shard(group, self.store, part, request)
         return self.store.part(part, request.config, request.config_hash)
+
+    def _own_weights(self, request: InitRequest) -> WeightSource | None:
+        """This machine's own weights of the run's model, or this node's share of them; None if there are none."""
+        source = self._weights
+        if source is None or source.config_hash != request.config_hash:
+            return None
+        if (group := group_in(request)) is None:
+            return source
+        if self._shards is None or self._shards[0] != request.placement:
+            self._shards = request.placement, own_shards(group, request, source)
+        return self._shards[1]
 
 
 def _holds(source: WeightSource, part: PartSpec) -> bool:

@@ -28,7 +28,9 @@ from mdi.node.driver import EngineThread
 from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.placing import measured_placement
+from mdi.node.own_stage import OwnStage
+from mdi.node.parallel_choice import is_tensor, make_leader, measured_parts, nodes_of_chunks
+from mdi.node.placing import measured_cluster, measured_placement
 from mdi.node.prompt_limits import check_prompt, context_length
 from mdi.node.ring_former import make_keeper
 from mdi.node.run_rings import RunBasis, RunRings
@@ -76,6 +78,7 @@ class StarterNode(StarterReport):
         self._control: ControlServer | None = None
         self._weights: StarterWeights | None = None
         self._rings: RunRings | None = None
+        self._own_stage: OwnStage | None = None  # where it is not just this node's blocks
         self._keeper: RingKeeper | None = None  # without, a lost node ends the run
         self._moves: Moves | None = None
         self._state = "IDLE"
@@ -102,7 +105,12 @@ class StarterNode(StarterReport):
         options = self._options
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
         self._weights = self._family.open_weights(
-            options.ckpt, options.chunk, self.cluster.n_nodes, options.layers, options.quantize, will_be_cut
+            options.ckpt,
+            options.chunk,
+            nodes_of_chunks(options, self.cluster.n_nodes),
+            options.layers,
+            options.quantize,
+            will_be_cut,
         )
         self.config = self._family.config(self._weights.config)
         self._take_format(self._options.quantize)
@@ -142,6 +150,10 @@ class StarterNode(StarterReport):
         weights, options = self._weights, self._options
         assert weights is not None
         self._n_sequences = n_sequences
+        if is_tensor(
+            options, self._family.kernel_config(weights.config), self.computing, self.cluster.n_nodes, n_sequences
+        ):
+            return self._share_out(n_sequences, max_length, check)
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
         method = options.placement or DEFAULT_METHOD
         has_window = window_of(options.weight_memory) is not None  # then memory does not limit who holds what
@@ -155,6 +167,26 @@ class StarterNode(StarterReport):
             return
         first_that_fits(formats, lambda form: self._place_in(form, method, n_sequences, max_length, check))
 
+    def _share_out(self, n_sequences: int, max_length: int, check: Callable[[], None]) -> None:
+        """Give every node a share of all blocks."""
+        weights, options = self._weights, self._options
+        assert weights is not None and self._listener is not None
+        parts = None
+        if options.parallel.parts is None and options.placement != "even":
+            workload = Workload(n_sequences, min(max_length, self.context_length))
+            self._profile = measured_cluster(self._cluster_here, weights, options, self.computing, self.run_id, check)
+            parts = measured_parts(self._profile, weights.config, self.computing.format, workload)
+        self._own_stage = make_leader(
+            self._family, self.config, self.cluster, self._listener.port, options, weights, self.computing, parts
+        )
+
+    @property
+    def _cluster_here(self) -> ClusterConfig:
+        """With the ports that this node really has."""
+        assert self._listener is not None and self._control is not None
+        here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
+        return replace(self.cluster, starter=here)
+
     def _place_in(
         self, form: str | None, method: str, n_sequences: int, max_length: int, check: Callable[[], None]
     ) -> None:
@@ -162,12 +194,10 @@ class StarterNode(StarterReport):
         self._take_format(form)
         weights, options = self._weights, self._options
         assert weights is not None
-        assert self._listener is not None and self._control is not None
         self._state = "PLANNING"
-        here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
-        cluster, length = replace(self.cluster, starter=here), min(max_length, self.context_length)
+        length = min(max_length, self.context_length)
         self._profile, placement, n_frames = measured_placement(
-            cluster, weights, options, self.computing, Workload(n_sequences, length), method, self.run_id, check
+            self._cluster_here, weights, options, self.computing, Workload(n_sequences, length), method, self.run_id, check
         )  # fmt: skip
         if options.n_frames is None and n_frames > len(placement.order):
             self._options = replace(options, n_frames=n_frames)
@@ -194,7 +224,7 @@ class StarterNode(StarterReport):
         self.max_length = min(max_length, self.context_length)
         basis = RunBasis(
             self._family, self.config, self._options, self.computing, self._weights, self.max_length, self._n_sequences,
-            self._process, self._listener,
+            self._process, self._listener, self._own_stage,
         )  # fmt: skip
         self._rings = RunRings(basis, self.cluster, self._epoch)
         self._rings.prepare(check)
@@ -219,7 +249,8 @@ class StarterNode(StarterReport):
         recorder = None if self.run_trace is None else self.run_trace.recorder
         if recorder is not None:
             recorder.texts = self.engine.texts
-        if not self._options.fixed and self._cluster.secondaries and self._family.is_placed:
+        is_replaced = not self._options.fixed and self._own_stage is None  # shares are not given to others yet
+        if is_replaced and self._cluster.secondaries and self._family.is_placed:
             nodes = (*self._cluster.spares, *self._cluster.secondaries, *self._left_out)
             self._keeper, self._moves = make_keeper(
                 rings, self._weights, self.engine, nodes, self._profile, self._options.silence_s,

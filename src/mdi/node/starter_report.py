@@ -151,12 +151,15 @@ class StarterReport(StatusOnly):
         """compute_s to disk_wait_s of NodeMetrics, of this node."""
         if self._driver is None or self._rings is None:
             return 0.0, 0.0, 0.0, 0, 0, *WeightUse(0, 0, 0.0)
-        return self.engine.compute_s, *self._rings.measured(), *self._rings.weight_use
+        beside = 0.0 if self._rings.own is None else self._rings.own.compute_s
+        return self.engine.compute_s + beside, *self._rings.measured(), *self._rings.weight_use
 
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._weights is None:
             return []
         blocks = self._weights.blocks
-        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._measured())
+        stage = None if self._rings is None else self._rings.own
+        share = None if stage is None else stage.share
+        own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._measured(), share)
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
         return [own, *metrics_of(self.names[1:], blocks[1:], measured)]

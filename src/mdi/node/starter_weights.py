@@ -89,6 +89,10 @@ class StarterWeights:
         """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
         self._take_cut(ranges(counts))
 
+    def give_all_blocks(self, n_nodes: int) -> None:
+        """Every node has a share of all blocks. CheckpointError if some part is not here."""
+        self._take_cut([(0, self.n_layer)] * n_nodes)
+
     def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
         self.blocks = blocks
         for node, (start, stop) in enumerate(self.blocks):

@@ -152,7 +152,7 @@ def share_out(config: Mapping[str, Any], parts: Sequence[float], is_head_shared:
         UsageError: the model cannot be shared out, or no node is to have anything.
     """
     if (reason := why_not_shared_out(config)) is not None:
-        raise UsageError(f"--parallel tensor: the kernels do not compute {reason}: use --parallel ring")
+        raise UsageError(f"--parallel tensor: {reason} cannot be shared out: use --parallel ring")
     if not parts or min(parts) < 0 or sum(parts) <= 0:
         raise UsageError(f"shares {list(parts)}: expected a number for each node, and one above 0")
     width, vocabulary = mlp_width(config), int(config["padded_vocab_size"])

@@ -1,0 +1,60 @@
+"""Flags that say how several nodes compute one model: blocks of their own each, or a share of every block."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mdi.node.options import ParallelOptions
+
+MODES = ("ring", "tensor", "auto")
+ALGORITHMS = ("auto", "star", "exchange", "scatter", "ring", "tree")  # tensor.allreduce, which takes numpy
+REDUCE_DTYPES = ("float32", "fp16", "int8")
+
+
+def add_parallel_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--parallel", choices=MODES, default="ring", help="ring: each node has some blocks, for many texts; tensor: all nodes "
+        "compute a share of every block, for one text or few; auto: by the number of texts (%(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--shares", metavar="X,X,...", help="with --parallel tensor: how much of every block each node takes, starter first, "
+        "like 3,2,2 (default: by what the nodes measure of themselves; the same for all with --placement even)",
+    )  # fmt: skip
+    group.add_argument(
+        "--reduce", choices=ALGORITHMS, default="auto", help="... how the nodes sum what they computed (%(default)s: by the "
+        "measured delay and rate of the links)",
+    )  # fmt: skip
+    group.add_argument(
+        "--reduce-dtype",
+        choices=REDUCE_DTYPES,
+        default="float32",
+        help="... and what partial sums travel as (%(default)s)",
+    )
+    group.add_argument(
+        "--head", choices=("starter", "shared"), default="starter", help="... who computes the logits: the starter alone, or "
+        "all nodes a share of them (%(default)s)",
+    )  # fmt: skip
+
+
+def parallel_options(args: argparse.Namespace) -> ParallelOptions:
+    """Raises UsageError for shares that are none."""
+    from mdi.errors import UsageError
+    from mdi.node.options import ParallelOptions
+
+    parts = None
+    if getattr(args, "shares", None) is not None:
+        try:
+            parts = tuple(float(part) for part in args.shares.split(","))
+        except ValueError:
+            parts = ()
+        if not parts or not all(0 <= part < float("inf") for part in parts) or not sum(parts):
+            raise UsageError(f"--shares {args.shares}: expected a number for each node, like 3,2,2")
+    return ParallelOptions(
+        getattr(args, "parallel", "ring"),
+        parts,
+        getattr(args, "reduce", "auto"),
+        getattr(args, "reduce_dtype", "float32"),
+        getattr(args, "head", "starter") == "shared",
+    )

@@ -1,0 +1,202 @@
+"""The starter's side of a group that computes every block together: who has which share, and the starter's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.weight_memory import WeightPlacer
+from mdi.checkpoint.weights import WeightSource
+from mdi.control.messages import PartSpec
+from mdi.errors import EngineError, UsageError
+from mdi.kernels.kernel_stage import KernelStarterStage, WeightUse
+from mdi.machine.computing import Computing
+from mdi.machine.resources import device_free_bytes
+from mdi.machine.threads import n_spins, n_threads
+from mdi.metrics import ShareMetrics
+from mdi.model.array_stage import ArrayStage
+from mdi.model.tensor_stage import TensorStage
+from mdi.net.listener import RingListener
+from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.node.cache_budget import check_capacity
+from mdi.node.group_member import may_look_busily, run_check, same_machine, share_metrics
+from mdi.node.loading import kernel_weights
+from mdi.node.model_family import ModelFamily
+from mdi.node.options import StarterOptions
+from mdi.node.own_stage import OwnStage
+from mdi.node.starter_weights import StarterWeights
+from mdi.tensor.group import EXTENSION, Group
+from mdi.tensor.group_ring import LeaderRing
+from mdi.tensor.joining import GroupLinks
+from mdi.tensor.mesh import Mesh
+from mdi.tensor.shard_source import ShardSource
+from mdi.tensor.shard_stage import ShardStage
+from mdi.tensor.shared_head import SharedHeadStage
+from mdi.tensor.shares import Share
+from mdi.units import size
+
+
+class ShardWeights:
+    """What the starter can send to one node: its shards, cut out of the starter's own weights."""
+
+    def __init__(self, weights: StarterWeights, share: Share, packing: Packing) -> None:
+        self._weights, self._share, self._packing = weights, share, packing
+        self._sources: dict[int, tuple[WeightSource, ShardSource]] = {}
+
+    def source_of(self, part: str) -> ShardSource:
+        """Where a shard is read from. CheckpointError if its part is in none of the starter's files."""
+        whole = self._weights.source_of(part)
+        if id(whole) not in self._sources:
+            self._sources[id(whole)] = whole, ShardSource(whole, self._share, self._packing)
+        return self._sources[id(whole)][1]
+
+    def spec(self, part: str) -> PartSpec:
+        info = self.source_of(part).info(part)
+        return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def part_bytes(self, part: str) -> int:
+        return self.source_of(part).n_bytes(part)
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a shard, to be sent."""
+        return self.source_of(part).pieces(part)
+
+
+class GroupLeader(OwnStage):
+    """A group that is the whole ring, as its starter has it: `stage` has embedding and head, `loaded` a share of the blocks.
+
+    Args:
+        name, family, config, options: see OwnStage.
+        group: as the starter, rank 0, sees it.
+        fields: litgpt's Config as a plain dict.
+    """
+
+    is_shared = True
+    stage: TensorStage
+    loaded: ArrayStage
+
+    def __init__(
+        self, name: str, family: ModelFamily, config: Any, options: StarterOptions, group: Group, fields: Mapping[str, Any]
+    ) -> None:  # fmt: skip
+        super().__init__(name, family, config, options)
+        self.group, self._fields = group, dict(fields)
+        self._shards: dict[int, ShardWeights] = {}
+        self._links: GroupLinks | None = None
+        self._ring: LeaderRing | None = None
+        self._is_loaded = False
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._is_loaded
+
+    @property
+    def is_head_shared(self) -> bool:
+        return self.group.shares.vocabulary is not None
+
+    def weights_of(self, weights: StarterWeights, index: int) -> ShardWeights:
+        if index not in self._shards:
+            share = replace(self.group, rank=index).share(self._fields)
+            self._shards[index] = ShardWeights(weights, share, self.group.packing)
+        return self._shards[index]
+
+    def parts_of(self, index: int, n_nodes: int, blocks: tuple[int, int]) -> list[str]:
+        parts = stage_parts(*blocks, starter=False)
+        return [*parts, "head"] if self.is_head_shared else parts
+
+    def extensions(self, index: int) -> dict[str, Any]:
+        return {EXTENSION: replace(self.group, rank=index).to_json()}
+
+    def check_memory(self, weights: StarterWeights, computing: Computing, n_nodes: int) -> None:
+        own = self.weights_of(weights, 0)
+        blocks = stage_parts(*weights.blocks[0], starter=False)
+        needed = sum(map(own.part_bytes, blocks)) + weights.part_bytes("embedding")
+        needed += (own if self.is_head_shared else weights).part_bytes("head")
+        free = device_free_bytes(computing.device)
+        if needed > free and not self._is_loaded:
+            raise UsageError(
+                f"the starter has {size(free)} of memory free, but embedding, head and its share of the blocks take "
+                f"{size(needed)}: give it a smaller share (--shares), or use a smaller format (--quantize)"
+            )
+
+    def load(
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int | None,
+        kv_memory: int | None, check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        if not self._is_loaded:
+            self._load_shares(weights, computing, check)
+            self._is_loaded = True
+        check_capacity(self._name, self.loaded, max_length, computing.device)
+        self.stage.prepare(max_length)
+        self.loaded.prepare(max_length, kv_memory)
+
+    def _load_shares(self, weights: StarterWeights, computing: Computing, check: Callable[[], None]) -> None:
+        own, packing = self.weights_of(weights, 0), computing.packing
+        assert packing is not None
+        placer = WeightPlacer(self._options.weight_memory)
+        weights.verify(stage_parts(*weights.blocks[0], starter=True), check)
+
+        def of_part(part: str) -> Any:
+            check()
+            is_cut = part.startswith("block.") or (part == "head" and self.is_head_shared)
+            source = own.source_of(part) if is_cut else weights.source_of(part)
+            return kernel_weights(source, part, packing, placer, check)
+
+        share = self.group.share(self._fields)
+        self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype, n_spins()))
+        self.loaded.load(stage_parts(*weights.blocks[0], starter=False), of_part)
+        self.stage = TensorStage(self._engine_stage(computing.kv_dtype))
+        self.stage.load(["embedding", "head"], of_part)
+
+    def _engine_stage(self, kv_dtype: str) -> KernelStarterStage:
+        """Embedding and head, or the starter's rows of it; no blocks."""
+        if not self.is_head_shared:
+            return KernelStarterStage(self._fields, 0, n_threads(), kv_dtype, n_spins())
+        share = self.group.share(self._fields)
+        return SharedHeadStage(self._fields, share, self._mesh, n_threads(), kv_dtype, n_spins())
+
+    @property
+    def _own_share(self) -> ShardStage:
+        assert isinstance(self.loaded.inner, ShardStage)
+        return self.loaded.inner
+
+    def _mesh(self) -> Mesh:
+        group = self._own_share.group
+        if group is None:
+            raise EngineError("the nodes of the group are not connected")
+        return group.mesh
+
+    def expect(self, listener: RingListener | None, epoch: int, placement: str, process: str) -> None:
+        """Let the other nodes connect, from before the ring is closed on."""
+        assert listener is not None
+        self._links = GroupLinks(self.group, listener, epoch, placement, process)
+
+    def over(self, ring: LoopbackRing | TcpRing) -> LoopbackRing | TcpRing:
+        """The ring as the engine sees it. Raises RingError if a node of the group is not there."""
+        assert self._links is not None and isinstance(ring, TcpRing)
+        try:
+            self._own_share.join(self._links.connect(run_check(ring), may_look_busily(same_machine(self.group))))
+        finally:
+            self._links.close()
+        self._ring = LeaderRing(ring, self.loaded, is_whole=True)
+        return cast(TcpRing, self._ring)
+
+    def leave(self) -> None:
+        if self._links is not None:
+            self._links.close()
+        if self._is_loaded:
+            self._own_share.leave()
+
+    @property
+    def compute_s(self) -> float:
+        return 0.0 if self._ring is None else self._ring.compute_s
+
+    @property
+    def weight_use(self) -> WeightUse:
+        return self.loaded.weight_use if self._is_loaded else WeightUse(0, 0, 0.0)
+
+    @property
+    def share(self) -> ShareMetrics | None:
+        return share_metrics(self.loaded) if self._is_loaded else None

@@ -1,0 +1,132 @@
+"""A node's part in a group that computes every block together, beside what it does in any ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.errors import UsageError
+from mdi.machine.computing import Computing
+from mdi.machine.resources import n_cores
+from mdi.machine.threads import n_spins, n_threads
+from mdi.metrics import ShareMetrics
+from mdi.model.array_stage import ArrayStage
+from mdi.net.listener import RingListener
+from mdi.net.ring import TcpRing
+from mdi.tensor.group import Group, group_of
+from mdi.tensor.group_ring import MemberRing
+from mdi.tensor.joining import GroupLinks
+from mdi.tensor.shard_source import ShardFile, ShardSource
+from mdi.tensor.shard_stage import ShardStage
+
+
+def group_in(request: InitRequest) -> Group | None:
+    """The group that a run's node belongs to; None if it computes blocks of its own. ControlError if it cannot be read."""
+    return group_of(request.extensions, request.config)
+
+
+def shard_stage(group: Group, request: InitRequest, computing: Computing) -> ArrayStage:
+    """A stage for a share, without weights. UsageError if this node computes in torch."""
+    if computing.packing is None:
+        raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
+    share = group.share(request.config)
+    return ArrayStage(ShardStage(share, *request.blocks, n_threads(), computing.kv_dtype, n_spins()))
+
+
+def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:
+    """This node's share of weights that it has whole; None if it has none in the formats of the run.
+
+    Plain weights are packed to see whether they are the same, which is quick only where nothing is rounded.
+    """
+    if source is None or source.config_hash != request.config_hash:
+        return None
+    if source.packing is not None:
+        return (
+            ShardSource(source, group.share(request.config), group.packing) if source.packing == group.packing else None
+        )
+    is_quick = group.packing.blocks not in ("int8", "int4")
+    return ShardSource(source, group.share(request.config), group.packing) if is_quick else None
+
+
+def sent_shard(group: Group, store: BlockStore, part: PartSpec, request: InitRequest) -> WeightSource:
+    """A shard that the starter sent. CheckpointError if it is not there."""
+    file = store.part(part, request.config, request.config_hash)
+    return ShardFile(file.path, part, group.share(request.config), request.config_hash)
+
+
+def run_check(ring: TcpRing) -> Callable[[float], None]:
+    """For tensor.mesh: waits up to so long for the end of a ring, and raises what ended it."""
+
+    def check(wait_s: float) -> None:
+        if ring.wait_end(wait_s):
+            ring.recv(0.0)
+
+    return check
+
+
+def may_look_busily(n_on_machine: int) -> bool:
+    """Whether the computing thread may look for messages without sleeping: there is a core for each node of the machine."""
+    return n_cores() >= max(n_on_machine, 1) * n_threads()
+
+
+def share_metrics(stage: object) -> ShareMetrics | None:
+    """What a node reports of its share; None where it has blocks of its own."""
+    inner = stage.inner if isinstance(stage, ArrayStage) else None
+    if not isinstance(inner, ShardStage):
+        return None
+    share, tally = inner.share, inner.tally
+    first, last = share.shares.columns[share.rank : share.rank + 2]
+    return ShareMetrics(
+        share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        tally.bytes_sent,
+    )  # fmt: skip
+
+
+class GroupPart:
+    """A member's part in the sums of one ring: connections that are expected before the ring is closed, and made after.
+
+    Args:
+        request: None of it is used where the node computes blocks of its own: then everything here does nothing.
+    """
+
+    def __init__(self, request: InitRequest, listener: RingListener, process: str) -> None:
+        self._group = group_in(request)
+        epoch, placement = int(request.epoch, 16), request.placement
+        self._links = None if self._group is None else GroupLinks(self._group, listener, epoch, placement, process)
+        self._stage: ShardStage | None = None
+        self._n_here = 0 if self._group is None else same_machine(self._group)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._group is not None
+
+    def connect(self, stage: object, ring: TcpRing) -> None:
+        """Once the ring is closed. Raises RingError if another node of the group is not there."""
+        if self._links is None:
+            return
+        assert isinstance(stage, ArrayStage) and isinstance(stage.inner, ShardStage)
+        self._stage = stage.inner
+        self._stage.join(self._links.connect(run_check(ring), may_look_busily(self._n_here)))
+
+    def over(self, ring: Any) -> Any:
+        """The ring as the loop is to see it."""
+        if self._group is None:
+            return ring
+        assert self._stage is not None
+        return MemberRing(ring, self._stage, self._group, is_whole=True)
+
+    def close(self) -> None:
+        """Close the connections; harmless if repeated."""
+        if self._links is not None:
+            self._links.close()
+        if self._stage is not None:
+            self._stage.leave()
+
+
+def same_machine(group: Group) -> int:
+    """How many nodes of the group share the machine of the one whose group this is, as far as addresses say."""
+    own = group.members[group.rank].addr
+    return sum(member.addr == own for member in group.members)

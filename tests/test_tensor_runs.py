@@ -1,0 +1,192 @@
+"""Whole runs in which all nodes compute every block together: the same tokens as litgpt's own model, and what is reported."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster_keys import key_file
+from mdi.checkpoint.chunks import write_chunks
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.partfile import PartFile
+from mdi.checkpoint.source import open_source
+from mdi.config import ClusterConfig
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import ControlError, MdiError, UsageError
+from mdi.kernels import library
+from mdi.kernels.layout import Matrix, unpack
+from mdi.metrics import RunMetrics
+from mdi.node.options import ParallelOptions, StarterOptions
+from mdi.node.starter import StarterNode
+from mdi.tensor.group import group_of
+from mdi.tensor.shard_source import ShardFile, ShardSource
+from mdi.tensor.shard_stage import ShardStage
+from mdi.tensor.shares import Share, share_out
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+PROMPTS = ("The ring", "Who are you?", "Every node keeps a cache for each sequence. " * 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("plain") / "tiny")
+
+
+def run(
+    cluster: ClusterConfig, checkpoint: Path, folder: Path, parallel: ParallelOptions, n_tokens: int = 8,
+    prompts: tuple[str, ...] = PROMPTS[:1], **options: Any,
+) -> tuple[list[list[int]], RunMetrics]:  # fmt: skip
+    """The ids of all texts, and what was measured."""
+    fields = {
+        "placement": "even",
+        "prompt_style": "none",
+        "device": "cpu",
+        "dtype": "float32",
+        "cache_dir": folder,
+        "wait_s": 5,
+    }
+    starter = StarterNode(cluster, StarterOptions(ckpt=checkpoint, parallel=parallel, **{**fields, **options}))
+    try:
+        starter.open()
+        starter.place(len(prompts), 120)
+        starter.prepare(120)
+        starter.start()
+        samples = [starter.submit(text, encode(text), SamplingParams(n_tokens, temperature=0)) for text in prompts]
+        starter.generate()
+        starter.end()
+        return [list(sample.token_ids) for sample in samples], starter.metrics()
+    finally:
+        starter.close()
+
+
+@pytest.mark.parametrize(
+    "n_nodes, parts, is_head_shared", [(2, None, False), (3, (3.0, 1.0, 2.0), True), (4, (0.0, 2.0, 1.0, 1.0), True)]
+)
+def test_texts_are_those_of_the_whole_model(
+    n_nodes: int, parts: tuple[float, ...] | None, is_head_shared: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    parallel = ParallelOptions("tensor", parts, is_head_shared=is_head_shared)
+    with secondaries(n_nodes - 1, tmp_path) as nodes:
+        ids, metrics = run(cluster_of(nodes), checkpoint, tmp_path, parallel, prompts=PROMPTS)
+    assert ids == [list(reference(text, 8)) for text in PROMPTS]
+    told = metrics.to_json()
+    assert told["parallel"] == "tensor"
+    assert [node["heads"][1] for node in told["nodes"]][-1] == 6
+    assert [node["heads"][0] for node in told["nodes"]][1:] == [node["heads"][1] for node in told["nodes"]][:-1]
+    assert len({node["reduces"] for node in told["nodes"]}) == 1 and told["nodes"][0]["reduces"] > 0
+    whole = sum(node["weights_resident_bytes"] for node in told["nodes"])
+    assert all(0 < node["weights_resident_bytes"] < whole for node in told["nodes"])
+
+
+def test_a_run_with_a_key_and_rounded_sums(checkpoint: Path, tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "cluster.key")
+    with secondaries(1, tmp_path, keys=keys) as nodes:
+        cluster = replace(cluster_of(nodes), keys=keys)
+        ids, _ = run(cluster, checkpoint, tmp_path, ParallelOptions("tensor", algorithm="star"))
+        assert ids == [list(reference(PROMPTS[0], 8))]
+        rounded, _ = run(cluster, checkpoint, tmp_path, ParallelOptions("tensor", reduce_dtype="fp16"))
+        assert len(rounded[0]) == 8
+
+
+def test_weights_come_from_chunks_of_any_cut_and_stay(checkpoint: Path, tmp_path: Path) -> None:
+    """Shards are cut out of packed chunks; a second run finds them in the store."""
+    folder = write_checkpoint(tmp_path / "tiny")
+    source = open_source(folder)
+    write_chunks(PackedSource(source, Packing("int8", "int8")), folder, (5,))
+    source.close()
+    with secondaries(2, tmp_path) as nodes:
+        texts = [
+            run(cluster_of(nodes), folder, tmp_path, ParallelOptions("tensor", (1.0, 2.0, 1.0)), quantize="int8")[0]
+            for _ in range(2)
+        ]
+        n_parts = [len(node._store.parts()) for node in nodes]
+    assert texts[0] == texts[1] and len(texts[0][0]) == 8
+    assert n_parts == [5, 5]
+
+
+def test_auto_takes_shares_for_few_texts(checkpoint: Path, tmp_path: Path) -> None:
+    with secondaries(1, tmp_path) as nodes:
+        for prompts, expected in ((PROMPTS[:1], "tensor"), (PROMPTS, "ring")):
+            ids, metrics = run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("auto"), prompts=prompts)
+            assert metrics.to_json()["parallel"] == expected
+            assert ids == [list(reference(text, 8)) for text in prompts]
+
+
+def test_shares_by_what_nodes_measure(checkpoint: Path, tmp_path: Path) -> None:
+    with secondaries(1, tmp_path) as nodes:
+        ids, _ = run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), placement=None)
+    assert ids == [list(reference(PROMPTS[0], 8))]
+
+
+def test_a_node_that_fails_ends_the_run_with_its_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward: Callable[..., np.ndarray] = ShardStage.forward
+    n_frames = threading.local()
+
+    def failing(self: ShardStage, *args: Any) -> np.ndarray:
+        n_frames.n = getattr(n_frames, "n", 0) + 1
+        if self.share.rank == 2 and n_frames.n == 3:
+            raise ArithmeticError("a broken board")
+        return forward(self, *args)
+
+    monkeypatch.setattr(ShardStage, "forward", failing)
+    with secondaries(2, tmp_path) as nodes, pytest.raises(MdiError) as failure:
+        run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"))
+    assert getattr(failure.value, "node", "") == "secondary1"
+
+
+def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    with secondaries(1, tmp_path) as nodes, pytest.raises(UsageError):
+        run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor", (1.0, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_shards_of_a_checkpoint_and_of_its_chunks_are_the_same(form: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Plain weights are cut before they are packed, chunks after; files give back what was written."""
+    source = open_source(checkpoint)
+    config, packing = source.config_dict, Packing(form, form)
+    for rank in range(3):
+        share = Share(share_out(config, (3, 1, 2), is_head_shared=True), rank, config)
+        from_plain, from_packed = (ShardSource(one, share, packing) for one in (source, PackedSource(source, packing)))
+        for part in ("block.0", "head"):
+            assert from_plain.info(part) == from_packed.info(part)
+            path = tmp_path / f"{part}-{rank}.safetensors"
+            path.write_bytes(b"".join(bytes(piece) for piece in from_plain.pieces(part)))
+            file = ShardFile(path, from_plain.info(part), share, source.config_hash)
+            assert PartFile(path, from_plain.info(part), config, source.config_hash).packing == packing
+            for name, weight in file.weights(part).items():
+                expected = from_packed.weights(part)[name]
+                if isinstance(weight, Matrix):
+                    assert isinstance(expected, Matrix) and weight.skip == expected.skip
+                    np.testing.assert_array_equal(unpack(weight), unpack(expected))
+                else:
+                    np.testing.assert_array_equal(weight, expected)
+    source.close()
+
+
+@pytest.mark.parametrize("change", [
+    {"rank": 7}, {"heads": [0, 3]}, {"heads": [0, 4, 3]}, {"columns": [0, 1, 10**9]}, {"packing": ["int3", "int8"]},
+    {"members": "all"}, {"algorithm": "guess"}, {"reduce_dtype": None}, {"vocabulary": [0, 1, 2]},
+])  # fmt: skip
+def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: Path) -> None:
+    config = open_source(checkpoint).config_dict
+    shares = share_out(config, (1, 1))
+    good = {
+        "rank": 1, "members": [["starter", "127.0.0.1", 1], ["secondary0", "127.0.0.1", 2]], "heads": list(shares.heads),
+        "columns": list(shares.columns), "vocabulary": None, "packing": ["int8", "int8"], "algorithm": "auto",
+        "reduce_dtype": "float32",
+    }  # fmt: skip
+    assert group_of({"tensor": good}, config) is not None and group_of({}, config) is None
+    with pytest.raises(ControlError):
+        group_of({"tensor": {**good, **change}}, config)
