@@ -40,7 +40,7 @@ def open_window(
         UsageError: it does not fit into the memory.
         CheckpointError: the weights cannot be read.
     """
-    found = StoredParts(packing, folder)
+    found = StoredParts(packing, folder, options.memory)
     try:
         stored = {}
         for part in parts:

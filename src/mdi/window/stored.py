@@ -11,16 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TYPES
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, LimitError
 from mdi.kernels.layout import Matrix
+from mdi.units import size
 from mdi.weight_formats import EMBEDDING
+from mdi.window.budget import taken_bytes
 from mdi.window.files import PAGE_BYTES, RowTable, WeightBytes
 from mdi.window.units import StoredMatrix
+
+PACKING_COPIES = 3  # of a tensor in float32, that there are while it is packed
 
 
 @dataclass
@@ -44,13 +48,14 @@ class StoredParts:
     Args:
         packing: the formats wanted.
         folder: for weights that have to be packed first.
+        limit: bytes that the process may take meanwhile; None is no limit.
 
     Attributes:
         packed_bytes: that were.
     """
 
-    def __init__(self, packing: Packing, folder: Path) -> None:
-        self._packing, self._folder = packing, folder
+    def __init__(self, packing: Packing, folder: Path, limit: int | None = None) -> None:
+        self._packing, self._folder, self._limit = packing, folder, limit
         self._files: dict[Path, WeightBytes] = {}
         self._spill: _Spill | None = None
         self.packed_bytes = 0
@@ -107,10 +112,24 @@ class StoredParts:
         return self._files[path], start
 
     def _spilled(self, source: WeightSource, part: str) -> StoredPart:
+        """Packed, tensor by tensor where the source has plain ones, so that little is in memory at a time."""
         if self._spill is None:
             self._spill = _Spill(self._folder)
-        spill, found = self._spill, StoredPart()
-        for name, weight in source.weights(part, self._packing).items():
+        found = StoredPart()
+        if source.packing is not None:
+            self._check_memory(part, source.n_bytes(part))
+            self._add(found, source.weights(part, self._packing))
+            return found
+        for name, spec in source.part_specs(part).items():
+            self._check_memory(name, 4 * math.prod(spec.shape))
+            self._add(found, source.packed(name, self._packing))
+            source.release()
+        return found
+
+    def _add(self, found: StoredPart, weights: PartWeights) -> None:
+        assert self._spill is not None
+        spill = self._spill
+        for name, weight in weights.items():
             if isinstance(weight, Matrix):
                 start = spill.add(weight.data)
                 found.matrices[name] = StoredMatrix(name, weight.format, weight.n_out, weight.n_in, spill.file, start)
@@ -119,7 +138,16 @@ class StoredParts:
             else:
                 found.arrays[name] = weight.copy()
         self.packed_bytes = spill.n_bytes
-        return found
+
+    def _check_memory(self, name: str, n_bytes: int) -> None:
+        """Packing takes memory, too. Raises LimitError."""
+        needed = taken_bytes() + PACKING_COPIES * n_bytes
+        if self._limit is not None and needed > self._limit:
+            raise LimitError(
+                f"packing {name} takes {size(needed)}, more than the {size(self._limit)} of --memory: store the weights packed "
+                "(prepare_model.py --quantize) and ask for that format with --quantize",
+                needed,
+            )
 
 
 class _Spill:

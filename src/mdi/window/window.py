@@ -100,7 +100,7 @@ def _pages(n_bytes: int) -> np.ndarray:
     """Memory on a page of its own, uint8 (n_bytes), which goes back to the system with the last array that looks into it."""
     if not n_bytes:
         return np.empty(0, dtype=np.uint8)
-    memory = mmap.mmap(-1, n_bytes)
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError, ValueError):  # fewer, larger pages, where the system has them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
