@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What serving costs and brings: the numbers of docs/benchmarks.md, "Serving".
 
-    benchmarks/serving.py --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]   clients | texts | turns | prompt
+    benchmarks/serving.py clients | texts | turns | prompt  --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]
 
 clients   --n streaming clients beside --silent connections that say nothing: tokens/s, first token, how even, whether
           each text is the one that the server gives to the same request alone.
@@ -232,7 +232,7 @@ def prompt(args: argparse.Namespace) -> dict[str, Any]:
                 "prompt": [5 + i, 6, 7],
                 "max_tokens": args.tokens,
                 "temperature": 0,
-                "logit_bias": {"2": -100, "0": -100},
+                "logprobs": 0,  # an event for each token, also for one that is no text
             }
 
         rest = asyncio.gather(*(complete(port, body(i)) for i in range(args.n)))
@@ -266,7 +266,6 @@ def p95(values: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("clients", "texts", "turns", "prompt"))
-    parser.add_argument("flags", nargs="*", help="after --: flags of serve.py and local_ring.py")
     parser.add_argument("--ckpt", type=Path, default=SRC.parent / "assets" / "nano-llama")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--n", type=int, default=256, help="texts at once (%(default)s)")
@@ -275,7 +274,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1000, help="of the long prompt (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     add_json_flag(parser, "serving")
-    args = parser.parse_args()
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:end])
+    args.flags = given[end + 1 :]
     sys.path.insert(0, str(SRC))
     with contextlib.suppress(ImportError, ValueError):
         import resource
