@@ -122,6 +122,11 @@ class StarterReport(StatusOnly):
             return None
         return NodeMetrics(self.names[0], self._weights.blocks[0], peak_rss_bytes(), *self._measured())
 
+    @property
+    def n_recoveries(self) -> int:
+        """How often the run has gone on over another ring."""
+        return 0 if self._keeper is None else len(self._keeper.recoveries)
+
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
         if self.run_trace is None or self._weights is None:

@@ -108,6 +108,8 @@ def ring_metrics(ring: Mapping[str, Any]) -> Iterator[Metric]:
     nodes, links = ring.get("nodes", ()), ring.get("links", ())
     yield GaugeMetricFamily("mdi_tokens_per_second", "Of all texts, lately", ring.get("tokens_s", 0.0))
     yield CounterMetricFamily("mdi_ring_tokens", "Tokens that came out of the ring", ring.get("n_tokens", 0))
+    recoveries = ring.get("n_recoveries", 0)
+    yield CounterMetricFamily("mdi_ring_recoveries", "Times that the ring went on with other nodes", recoveries)
     reused = ring.get("n_reused", 0)
     yield CounterMetricFamily("mdi_reused_prompt_tokens", "Tokens of prompts that caches still held", reused)
     texts = ring.get("texts", {})
