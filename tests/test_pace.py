@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mdi.engine.pace import FIRST_ROWS, LEAST_ROWS, PromptPace
+from mdi.engine.pace import FIRST_ROWS, LEAST_ROWS, PromptPace, rows_beside
 from mdi.engine.planned import Plan, PlannedSlice
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
@@ -20,14 +20,19 @@ def plan_of(number: int, n_prompt: int, n_decoding: int) -> Plan:
 @pytest.mark.parametrize(("decode_s", "row_s"), [(0.1, 0.005), (0.02, 0.00004), (0.001, 0.01)])
 def test_a_frame_with_prompt_rows_takes_less_than_twice_as_long(decode_s: float, row_s: float) -> None:
     pace, now = PromptPace(), 0.0
-    assert pace.rows == FIRST_ROWS
+    assert rows_beside(pace.doubling_rows, 1, 8) == FIRST_ROWS
     for number in range(200):
-        n_prompt = pace.rows if number % 40 > 20 else 0
+        n_prompt = rows_beside(pace.doubling_rows, 1, 8) if number % 40 > 20 else 0
         pace.sent(plan_of(number, n_prompt, 8), now)
         now += decode_s + n_prompt * row_s
         pace.returned(number, now)
-    assert pace.rows == LEAST_ROWS or pace.rows * row_s < decode_s
-    assert pace.rows == LEAST_ROWS or pace.rows * row_s > decode_s / 3, "and it is not slower than need be"
+    n_prompt = rows_beside(pace.doubling_rows, 1, 8)
+    assert n_prompt == LEAST_ROWS or decode_s / 3 < n_prompt * row_s < decode_s, "and not slower than need be"
+
+
+def test_many_that_wait_get_more_of_the_time_than_few_that_decode() -> None:
+    assert rows_beside(20.0, 1, 8) == rows_beside(20.0, 4, 8) == 14
+    assert (rows_beside(20.0, 16, 8), rows_beside(20.0, 200, 2)) == (40, 2000)
 
 
 def test_frames_of_a_lost_ring_are_forgotten() -> None:
@@ -40,7 +45,7 @@ def test_frames_of_a_lost_ring_are_forgotten() -> None:
 
 def test_prompt_rows_are_few_only_beside_others() -> None:
     scheduler = Scheduler(chunk_rows=64)
-    scheduler.rows_beside = 10
+    scheduler.doubling_rows = 10.0
 
     def rows_of_next(tokens: dict[int, list[int]]) -> int:
         plan = scheduler.schedule()
@@ -51,4 +56,4 @@ def test_prompt_rows_are_few_only_beside_others() -> None:
     scheduler.submit(Sequence(0, (1,) * 70, SamplingParams(n_tokens=50), 1000))
     assert (rows_of_next({}), rows_of_next({})) == (64, 6)
     scheduler.submit(Sequence(1, (1,) * 70, SamplingParams(n_tokens=50), 1000))
-    assert [rows_of_next({}) for _ in range(7)] == [10] * 7
+    assert [rows_of_next({}) for _ in range(7)] == [10] * 7, "one waits, one decodes"

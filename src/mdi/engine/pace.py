@@ -1,4 +1,7 @@
-"""How many prompt rows go into a frame while others decode: so many that they wait at most twice as long for their tokens.
+"""How many prompt rows go into a frame while others decode.
+
+One prompt lets the others wait at most twice as long for their tokens. Where more sequences wait for their first token than
+decode, they get as much more of the time as they are more.
 
 A frame's time is taken to be that of the decoding rows and so much for each prompt row; both are measured as frames come back.
 Pure: times come in as numbers.
@@ -24,11 +27,11 @@ class PromptPace:
         self._row_s: float | None = None
 
     @property
-    def rows(self) -> int:
-        """Prompt rows that the next frame may take beside decoding ones."""
+    def doubling_rows(self) -> float:
+        """Prompt rows that take as long as all decoding ones of a frame."""
         if self._decode_s is None or not self._row_s:
-            return FIRST_ROWS
-        return max(LEAST_ROWS, int(SLOWER * self._decode_s / self._row_s))
+            return FIRST_ROWS / SLOWER
+        return self._decode_s / self._row_s
 
     def sent(self, plan: Plan, now_s: float) -> None:
         """A frame leaves."""
@@ -50,6 +53,11 @@ class PromptPace:
         elif n_prompt:
             own_s = time_s - (self._decode_s or 0.0 if n_decoding else 0.0)
             self._row_s = _mean(self._row_s, max(own_s, 0.0) / n_prompt)
+
+
+def rows_beside(doubling_rows: float, n_prompts: int, n_decoding: int) -> int:
+    """Prompt rows that the next frame may take beside decoding ones."""
+    return max(LEAST_ROWS, int(doubling_rows * max(SLOWER, n_prompts / n_decoding)))
 
 
 def _mean(before: float | None, new: float) -> float:

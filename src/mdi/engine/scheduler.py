@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.cache_use import CacheUse
+from mdi.engine.pace import rows_beside
 from mdi.engine.planned import Event, Plan, PlannedSlice, next_share
 from mdi.engine.prefixes import Kept, Prefixes
 from mdi.engine.replays import Replays
@@ -52,7 +53,7 @@ class Scheduler:
         decode_rows: int = DECODE_ROWS,
     ) -> None:
         self.chunk_rows = chunk_rows
-        self.rows_beside: int | None = None  # the same while others decode; None is as many
+        self.doubling_rows: float | None = None  # see engine.pace; None lets prompts in as fast as they can
         self.decode_rows = decode_rows
         self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
         self._running: dict[int, Sequence] = {}
@@ -320,8 +321,9 @@ class Scheduler:
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         slices: list[PlannedSlice] = []
-        is_beside = self.rows_beside is not None and len(self._running) > len(self._prefilling)
-        budget = min(self.chunk_rows, self.rows_beside or 1) if is_beside else self.chunk_rows
+        budget, n_prompts = self.chunk_rows, len(self._prefilling)
+        if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts):
+            budget = min(budget, rows_beside(self.doubling_rows, n_prompts, n_decoding))
         while self._prefilling and budget:
             sequence = self._prefilling[0]
             part = self._cut(sequence, min(budget, sequence.n_to_send))

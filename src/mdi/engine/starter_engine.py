@@ -214,7 +214,7 @@ class StarterEngine:
             self._tell(self._scheduler.update(frame.number, self._draw(frame, ring)))
             if self.pace is not None:
                 self.pace.returned(frame.number, time.perf_counter())
-                self._scheduler.rows_beside = self.pace.rows
+                self._scheduler.doubling_rows = self.pace.doubling_rows
 
     def _compute(self, plan: Plan, ring: Ring) -> Frame:
         """Embed the rows of a plan, and run the starter's own blocks over them."""
