@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,6 +181,44 @@ def test_no_circle_among_the_layers() -> None:
     for layer, below in ALLOWED.items():
         for other in below:
             assert layer not in ALLOWED[other], f"{layer} and {other} may import each other"
+
+
+def test_no_circle_among_the_modules() -> None:
+    """Wherever in a file an import stands; a package's own __init__ counts only where it is imported by name."""
+    paths = {module_name(path): path for path in modules()}
+    below = {name: {m for m, _ in imports(path) if m in paths} for name, path in paths.items()}
+    for name, path in paths.items():
+        below[name] |= {
+            m.rpartition(".")[0] for m, _ in imports(path) if m not in paths and m.rpartition(".")[0] in paths
+        }
+        below[name].discard(name)
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in below[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in paths:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350, "one idea per file: split it"
+
+
+# Words that say nothing to a reader who does not know the project; what is meant has a name in docs/internals.md, "Glossary".
+NO_NAMES = re.compile("shelf|room|kind|errand|survey|standin|farewell|holding|wishes|company", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_names_are_those_of_the_field(path: Path) -> None:
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = [node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, defined)]
+    assert not [name for name in (path.stem, *names) if NO_NAMES.search(name)]
 
 
 def launchers() -> list[Path]:
