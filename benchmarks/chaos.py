@@ -68,6 +68,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of all schedules (%(default)s)")
     parser.add_argument("--silence-s", type=float, default=2.0, help="after which a node is lost (%(default)g)")
     parser.add_argument("--tokens", type=int, default=80, help="of each text (%(default)s)")
+    parser.add_argument("--actions", metavar="A,A,...", help="what is done, of all that there is")
+    parser.add_argument("--per-run", type=int, metavar="N", help="faults of a run (default: 2 to 4)")
     parser.add_argument("--fixed", action="store_true", help="no lost node is replaced")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
     parser.add_argument("-v", "--verb", action="store_true", help="say what each run did")
@@ -132,10 +134,11 @@ def one_run(
     expected: list[list[int]], chance: random.Random, tally: Tally,
 ) -> None:  # fmt: skip
     from fault_ring import Outcome, Running, run
-    from fault_schedule import Saboteur, complaint, schedule
+    from fault_schedule import ACTIONS, Saboteur, complaint, schedule
 
     n_nodes = chance.randint(3, N_NODES)
-    faults = schedule(chance.randrange(1 << 30), n_nodes, chance.randint(2, 4))
+    actions = args.actions.split(",") if args.actions else ACTIONS
+    faults = schedule(chance.randrange(1 << 30), n_nodes, args.per_run or chance.randint(2, 4), actions)
     cluster = ring.cluster(n_nodes)
     if not args.fixed and chance.random() < 0.5:
         others = ring.cluster(N_NODES).secondaries[n_nodes - 1 :]

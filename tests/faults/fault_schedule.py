@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fault_ring import FaultRing, Outcome, Running
@@ -41,7 +42,7 @@ class Fault:
         return f"{self.action} {self.node} at {self.point} {self.after:.2f} ({self.size:.2f})"
 
 
-def schedule(seed: int, n_nodes: int, n_faults: int) -> list[list[Fault]]:
+def schedule(seed: int, n_nodes: int, n_faults: int, actions: Sequence[str] = ACTIONS) -> list[list[Fault]]:
     """Faults in the order in which they come; those of one entry at the same moment."""
     chance = random.Random(seed)
     found: list[list[Fault]] = []
@@ -54,15 +55,15 @@ def schedule(seed: int, n_nodes: int, n_faults: int) -> list[list[Fault]]:
         )
         after = chance.random() * (1.0 if point == "decode" else 0.5)
         together = 2 if chance.random() < DOUBLE and n_faults - n > 1 else 1
-        found.append([_fault(chance, n_nodes, point, after) for _ in range(together)])
+        found.append([_fault(chance, n_nodes, point, after, actions) for _ in range(together)])
         n += together
     order = {"load": 0, "prefill": 1, "decode": 2, "recovery": 2, "hand-over": 2}
     found.sort(key=lambda faults: (order[faults[0].point], faults[0].after if faults[0].point == "decode" else 2.0))
     return found
 
 
-def _fault(chance: random.Random, n_nodes: int, point: str, after: float) -> Fault:
-    action = chance.choice([one for one in ACTIONS if one != "full disk" or point == "load"])
+def _fault(chance: random.Random, n_nodes: int, point: str, after: float, actions: Sequence[str]) -> Fault:
+    action = chance.choice([one for one in actions if one != "full disk" or point == "load"])
     is_of_link = action in ("reset", "half a frame")
     node = chance.randrange(0 if is_of_link else 1, n_nodes)
     return Fault(action, node, point, after, chance.random())

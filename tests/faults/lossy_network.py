@@ -1,7 +1,7 @@
 """Hosts of their own on this machine, joined by a switch that is slow and loses packets. Needs root, `ip` and /dev/net/tun.
 
-Each host is a network namespace with one TAP device, whose other end we read: what one host sends, another one gets later, at the
-link's rate, or never. So TCP itself has to make up for it, as over a bad radio link.
+Each host is a network namespace with one TAP device, whose other end we read: what one host sends, another one gets later, at
+the link's rate, or never. So TCP itself has to make up for it, as over a bad radio link.
 """
 
 from __future__ import annotations
