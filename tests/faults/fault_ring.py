@@ -108,6 +108,9 @@ class FaultRing:
 
     def start(self, index: int) -> Process:
         """Start a secondary, with weights of an earlier life only if that had the same folder."""
+        old = self.secondaries[index]
+        if old is not None:
+            old.end()
         cache = self.folder / f"cache{index}"
         process = Process(
             self._reader, "secondary", "--until-stdin-closes", "--nodes-config", self._path, index, "--cache-dir", cache, "-v",
