@@ -82,10 +82,11 @@ async def write_texts(
                     continue  # what was computed beyond a stop string
                 now = time.monotonic()
                 for observer in service.observe:
-                    if event.tokens and last[index] == begin:
+                    is_first = last[index] == begin
+                    if event.tokens and is_first:
                         observer.first_token(now - begin)
-                    elif event.tokens:
-                        observer.tokens(len(event.tokens), now - last[index])
+                    if event.tokens:
+                        observer.tokens(len(event.tokens), 0.0 if is_first else now - last[index])
                 last[index] = now
                 piece = _piece(index, event, answers[index])
                 if piece.finish_reason is not None:

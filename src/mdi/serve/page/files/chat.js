@@ -37,6 +37,7 @@ export class ChatView {
   drawButtons() {
     byId("send").hidden = Boolean(this.answering);
     byId("stop").hidden = !this.answering;
+    this.messages.setAttribute("aria-busy", String(Boolean(this.answering))); // who has it read aloud hears it when it is complete
   }
 
   draw(message, isLast) {
