@@ -182,11 +182,7 @@ def texts(args: argparse.Namespace) -> dict[str, Any]:
             *args.flags,
         ]
         done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
-        return (
-            sum(len(s["token_ids"]) for s in done["samples"]) / done["total_s"]
-            if "total_s" in done
-            else done["tokens_s"]
-        )
+        return float(done["tokens_per_s"])
 
     async def ask(port: int) -> float:
         begin = time.perf_counter()

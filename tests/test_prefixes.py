@@ -6,6 +6,7 @@ import pytest
 
 from families import greedy, model_of, prompt
 from loopback import InProcessRing, Text, ring_of
+from mdi.engine import prefixes
 from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.prefixes import Kept, Prefixes
 from mdi.engine.scheduler import Scheduler
@@ -13,6 +14,11 @@ from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def all_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "KEPT_SHARE", 1.0)
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
@@ -110,22 +116,30 @@ def test_a_frame_never_copies_from_what_it_frees() -> None:
 
 
 def test_the_longest_beginning_wins_and_beginnings_of_others_are_needless() -> None:
-    prefixes = Prefixes(memory_of(100))
+    kept = Prefixes(memory_of(100))
     ids = list(range(5 * PAGE))
-    assert prefixes.add(Kept(1, "a", tuple(ids[: 2 * PAGE]), (2,))) == []
-    assert prefixes.add(Kept(2, "b", tuple(ids), (5,))) == []
-    assert prefixes.add(Kept(3, "a", tuple(ids[: 4 * PAGE]), (4,))) == [1]
-    assert prefixes.find("a", ids) == (3, 4 * PAGE) and prefixes.find("a", ids[: 4 * PAGE]) == (3, 4 * PAGE - 1)
-    assert prefixes.find("a", [*ids[: PAGE + 5], 9999]) == (3, PAGE + 5)
-    assert prefixes.find("a", ids[: PAGE - 1]) is None and prefixes.find("c", ids) is None
-    assert prefixes.total == [9] and len(prefixes) == 2
-    prefixes.drop(3)
-    assert prefixes.find("a", ids) is None and prefixes.total == [5]
+    assert kept.add(Kept(1, "a", tuple(ids[: 2 * PAGE]), (2,))) == []
+    assert kept.add(Kept(2, "b", tuple(ids), (5,))) == []
+    assert kept.add(Kept(3, "a", tuple(ids[: 4 * PAGE]), (4,))) == [1]
+    assert kept.find("a", ids) == (3, 4 * PAGE) and kept.find("a", ids[: 4 * PAGE]) == (3, 4 * PAGE - 1)
+    assert kept.find("a", [*ids[: PAGE + 5], 9999]) == (3, PAGE + 5)
+    assert kept.find("a", ids[: PAGE - 1]) is None and kept.find("c", ids) is None
+    assert kept.total == [9] and len(kept) == 2
+    kept.drop(3)
+    assert kept.find("a", ids) is None and kept.total == [5]
 
 
 def test_windows_are_not_cut_beyond_what_they_kept() -> None:
-    prefixes = Prefixes(memory_of(100, window=PAGE))
+    kept = Prefixes(memory_of(100, window=PAGE))
     ids = tuple(range(10 * PAGE))
-    prefixes.add(Kept(1, "a", ids, (10,)))
-    assert prefixes.find("a", ids[: 5 * PAGE]) is None
-    assert prefixes.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
+    kept.add(Kept(1, "a", ids, (10,)))
+    assert kept.find("a", ids[: 5 * PAGE]) is None
+    assert kept.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
+
+
+def test_no_more_is_kept_than_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "KEPT_SHARE", 0.5)
+    kept = Prefixes(memory_of(10))
+    assert kept.add(Kept(1, "a", (1,) * PAGE, (2,))) == [] and kept.add(Kept(2, "a", (2,) * PAGE, (3,))) == []
+    assert kept.add(Kept(3, "a", (3,) * PAGE, (1,))) == [1] and kept.add(Kept(4, "a", (4,) * PAGE, (6,))) == [2, 3, 4]
+    assert kept.total == [0]

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from mdi.engine.cache_memory import CacheMemory
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
 
+KEPT_SHARE = (
+    0.25  # of a node's memory for caches: the rest is for texts that grow, and what they do not take for others
+)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -43,13 +47,14 @@ class Prefixes:
         self._by_pages: dict[
             tuple[str, int], list[int]
         ] = {}  # (owner, hash of the first pages' ids) -> those that begin so
+        self._limits = [KEPT_SHARE * node.limit_bytes for node in memory.nodes]
         self.total = [0] * len(memory.nodes)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def add(self, kept: Kept) -> list[int]:
-        """Keep one more; those that it makes needless, which are its own beginnings."""
+        """Keep one more; those that are given up for it: its own beginnings, and the oldest where the share is full."""
         needless = [
             other
             for key in _page_keys(kept.owner, kept.ids)
@@ -63,6 +68,8 @@ class Prefixes:
         for key in _page_keys(kept.owner, kept.ids):
             self._by_pages.setdefault(key, []).append(kept.seq_id)
         self._count(kept, 1)
+        while any(n > limit for n, limit in zip(self.total, self._limits, strict=True)):
+            gone.append(self.drop_oldest())
         return gone
 
     def find(self, owner: str, ids: Sequence[int]) -> tuple[int, int] | None:
