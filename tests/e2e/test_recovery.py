@@ -80,10 +80,10 @@ def run(starter: Starter, endless: Path, nodes: Path, *flags: object) -> Result:
 
 
 @pytest.fixture
-def check(endless: Path, starter: Starter, nodes: Cluster) -> Callable[..., None]:
+def check(endless: Path, starter: Starter, nodes: Cluster) -> Callable[..., list[str]]:
     """Compare a disturbed run's texts with those of one node, and what it says of recoveries."""
 
-    def compare(result: Result, flags: tuple[object, ...], *recoveries: tuple[str, str]) -> None:
+    def compare(result: Result, flags: tuple[object, ...], *recoveries: tuple[str, str]) -> list[str]:
         key = (str(endless), *flags)
         if key not in UNDISTURBED:
             UNDISTURBED[key] = run(starter, endless, nodes.nodes_file(1), *flags).token_ids
@@ -91,21 +91,35 @@ def check(endless: Path, starter: Starter, nodes: Cluster) -> Callable[..., None
         told = result.json["recoveries"]
         assert [(one["node"], one["replaced_by"]) for one in told] == list(recoveries)
         assert all(one["seconds"] > 0 for one in told)
+        return [one["restored_by"] for one in told]
 
     return compare
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags)).strip("-") or "greedy")
 def test_a_spare_takes_the_place_of_a_killed_node(
-    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., None], flags: tuple[object, ...]
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], flags: tuple[object, ...]
 ) -> None:
     with disturbed(nodes, lambda: nodes[0].signal(signal.SIGKILL)):
         result = run(starter, endless, nodes.path, *flags)
-    check(result, flags, ("secondary0", "secondary2"))
+    assert check(result, flags, ("secondary0", "secondary2")) == ["replay"]
+
+
+@pytest.mark.parametrize("flags", [("--replay-memory", 0), ("--wire-dtype", "int8")], ids=["tokens", "replay-int8"])
+def test_either_way_of_restoring_gives_the_same_texts(
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], flags: tuple[object, ...]
+) -> None:
+    with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL)):
+        result = run(starter, endless, nodes.path, *flags)
+    nodes.revive()
+    undisturbed = run(starter, endless, nodes.path, *flags)
+    assert result.token_ids == undisturbed.token_ids
+    (told,) = result.json["recoveries"]
+    assert told["restored_by"] == ("tokens" if flags[0] == "--replay-memory" else "replay")
 
 
 def test_two_nodes_at_once_and_a_third_one_later(
-    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., None]
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
     """Two spares take the places; when one of them is killed as well, the others hold its blocks."""
 
@@ -121,7 +135,7 @@ def test_two_nodes_at_once_and_a_third_one_later(
 
 
 def test_without_spares_a_node_that_is_back_has_its_place_again(
-    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., None]
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
     def start_again() -> None:
         nodes[1].signal(signal.SIGKILL)
@@ -133,7 +147,7 @@ def test_without_spares_a_node_that_is_back_has_its_place_again(
 
 
 def test_a_stopped_node_is_replaced_and_can_be_used_again(
-    nodes: Cluster, endless: Path, checkpoint: Path, starter: Starter, check: Callable[..., None]
+    nodes: Cluster, endless: Path, checkpoint: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
     with disturbed(nodes, lambda: nodes[1].signal(signal.SIGSTOP)):
         result = run(starter, endless, nodes.path, "--silence-s", 2)
@@ -142,7 +156,7 @@ def test_a_stopped_node_is_replaced_and_can_be_used_again(
     nodes.wait_states("IDLE", "READY")
 
 
-def test_nobody_is_left(nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., None]) -> None:
+def test_nobody_is_left(nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]) -> None:
     """Even then the starter can go on alone, if the model fits it."""
     with disturbed(nodes, lambda: [nodes[i].signal(signal.SIGKILL) for i in range(2)]):
         result = run(starter, endless, nodes.nodes_file(3), "--silence-s", 1.5)

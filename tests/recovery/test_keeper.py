@@ -36,6 +36,7 @@ class World:
         self.stages: list[Stage] = [Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(NAMES)]
         self.processes: dict[str, str] = {"a": "a-1", "b": "b-1"}
         self.is_ended = False
+        self.restored_by = "tokens"
         # Texts
         self.last_token_s: float | None = 5.0
         self.first_token_s: float | None = None

@@ -262,8 +262,15 @@ def starter_options(args: argparse.Namespace) -> Any:
         parallel=parallel_options(args),
         fixed=getattr(args, "fixed", True),
         silence_s=silence_s,
+        **replay_memory(getattr(args, "replay_memory", None)),
         n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
     )
+
+
+def replay_memory(flag: str | None) -> dict[str, int]:
+    from mdi.config import parse_bytes
+
+    return {} if flag is None else {"replay_memory": parse_bytes(flag, "--replay-memory")}
 
 
 def sampling_params(args: argparse.Namespace) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.block_ranges import block_span
+from mdi.engine.sent_rows import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.json_fields import Fields, shown
 from mdi.kernels import LAYOUT_VERSION
@@ -81,6 +82,7 @@ class InitRequest:
         device, threads: what the starter's nodes file says of the receiver; what it was started with goes first.
         n_sequences: of the run at the same time, at most: the receiver's caches need hold no more. None: as many as fit.
         exclusive: no other run is to be there.
+        replay: the receiver's part in replays, see engine.secondary_loop; replay_bytes: for rows that it has sent.
         keep_caches: go on with the caches of the run's last ring, if they are still there.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
@@ -112,6 +114,8 @@ class InitRequest:
     n_sequences: int | None = None
     exclusive: bool = False
     keep_caches: bool = False
+    replay: str = COMPUTE
+    replay_bytes: int = 0
     hand_over: bool = False
     layout_version: int = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
@@ -171,6 +175,8 @@ class InitRequest:
             n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)),
             exclusive=get.boolean("exclusive"),
             keep_caches=get.boolean("keep_caches"),
+            replay=get.choice("replay", (COMPUTE, FILL, PASS)),
+            replay_bytes=get.integer("replay_bytes", 0, 1 << 45),
             hand_over=get.boolean("hand_over"),
             extensions=get.object("extensions"),
         )

@@ -123,6 +123,10 @@ class Scheduler:
         self._leave(running)
         return Event(seq_id, tokens, reason)
 
+    @property
+    def is_isolating(self) -> bool:
+        return bool(self._suspects)
+
     def isolate(self, seq_ids: Iterable[int]) -> None:
         """After the next rewind, let no two of these run at the same time before they have their next tokens."""
         self._suspects.update(seq_ids)
@@ -150,7 +154,9 @@ class Scheduler:
         self._freed, self._copies = [], []
         return events
 
-    def resume(self, n_frames: int, memory: CacheMemory | None, kept: Mapping[int, int]) -> list[Event]:
+    def resume(
+        self, n_frames: int, memory: CacheMemory | None, kept: Mapping[int, int], has_fresh: bool = True
+    ) -> list[Event]:
         """Go on over another ring, most of whose nodes have their caches: the others get theirs by replays.
 
         A sequence is continued behind the last position that came back; one that cannot be replayed begins again. Returns what
@@ -158,6 +164,7 @@ class Scheduler:
 
         Args:
             kept: positions of each sequence, from the first on, whose rows can be replayed.
+            has_fresh: whether there are nodes without caches at all.
         """
         begun, flying = self._replays.unfinished(self._in_flight), self.in_flight
         copies = [pair for plan in self._in_flight for pair in plan.copies] + self._copies
@@ -172,7 +179,10 @@ class Scheduler:
             n_done = flying.get(sequence.seq_id, (sequence.n_sent, 0))[0]
             if sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0):
                 sequence.n_sent = n_done
-                self._replays.add(sequence)
+                if has_fresh:
+                    self._replays.add(sequence)
+                else:
+                    self._go_on(sequence)
             else:
                 sequence.rewind()
                 self._prefilling.append(sequence)
@@ -337,8 +347,11 @@ class Scheduler:
         """Rows that were sent before. Who has all of them goes on: frames do not overtake each other."""
         slices, restored = self._replays.take(self.chunk_rows)
         for sequence in restored:
-            (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
+            self._go_on(sequence)
         return slices
+
+    def _go_on(self, sequence: Sequence) -> None:
+        (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
 
     def _cut(self, sequence: Sequence, n_rows: int) -> PlannedSlice:
         start = sequence.n_sent

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from mdi.engine.sent_rows import COMPUTE, FILL, PASS, SentRows
 from mdi.errors import RingEndedError, WireError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, Slice
@@ -49,14 +50,22 @@ class SecondaryLoop:
         rows: as the stage has them.
         is_last: whether the next node is the starter, which wants only the rows for logits.
         wire: what the rows travel as (net.wire.WIRE_DTYPES).
+        sent: where the rows are kept that go to the next node, if that is not the starter.
+        replay: this node's part in replays: COMPUTE those that have rows, and PASS them on with their rows, or FILL those that
+            have none for the next node.
     """
 
-    def __init__(self, stage: FrameStage, rows: Rows, ring: Ring, is_last: bool, wire: str = "auto") -> None:
+    def __init__(
+        self, stage: FrameStage, rows: Rows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
+        replay: str = COMPUTE,
+    ) -> None:  # fmt: skip
         self._stage = stage
         self._rows = rows
         self._ring = ring
         self._is_last = is_last
         self._wire = wire
+        self._sent = SentRows(0) if sent is None or is_last else sent
+        self._replay = replay
         self.compute_s = 0.0
 
     def run(self) -> None:
@@ -95,6 +104,8 @@ class SecondaryLoop:
             self._stage.caches.free(seq_id)
         for seq_id, new_id in frame.copies:
             self._stage.caches.copy(seq_id, new_id)
+        if frame.is_replay and not frame.n_rows:
+            return self._without_rows(frame)
         if frame.n_rows != sum(s.n_rows for s in frame.slices):
             raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
         x = self._rows.read(frame, self._stage.n_embd)
@@ -104,5 +115,16 @@ class SecondaryLoop:
             x = self._rows.wanting_logits(x, frame.slices)
         dtype, payload = self._rows.payload(x, self._wire)
         out = replace(frame, dtype=dtype, n_rows=len(x), n_cols=x.shape[1], payload=payload)
+        self._sent.add(out)
+        if frame.is_replay and self._replay != PASS:
+            out = replace(out, dtype="bytes", n_rows=0, n_cols=0, payload=b"")
         self.compute_s += time.perf_counter() - begin
         return out
+
+    def _without_rows(self, frame: Frame) -> Frame:
+        """A replay for another node, with its rows if that is the next one."""
+        self._sent.add(frame)
+        if self._replay != FILL:
+            return frame
+        dtype, n_cols, payload = self._sent.fill(frame.slices)
+        return replace(frame, dtype=dtype, n_rows=sum(s.n_rows for s in frame.slices), n_cols=n_cols, payload=payload)

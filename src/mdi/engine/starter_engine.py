@@ -48,6 +48,7 @@ class StarterEngine:
         kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
             have theirs; None where no node has caches. To be set between two runs.
         sent: rows that were sent to the next node, and `fills_replays` whether it is to have them again.
+        has_fresh: whether there are nodes without caches at all.
         last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
     """
 
@@ -71,7 +72,7 @@ class StarterEngine:
         self.first_token_s: float | None = None
         self.kept: Mapping[int, int] | None = None
         self.sent = SentRows(0)
-        self.fills_replays = False
+        self.fills_replays = self.has_fresh = False
         self.memory: CacheMemory | None = scheduler.memory
         self.pace: PromptPace | None = None
         self.compute_s = 0.0
@@ -158,6 +159,11 @@ class StarterEngine:
         sequences = [request.sequence for request in self._live.values()]
         return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
 
+    @property
+    def is_isolating(self) -> bool:
+        """Whether texts are to run one by one."""
+        return self._scheduler.is_isolating
+
     def isolate(self, seq_ids: Iterable[int]) -> None:
         """Over the next ring, let no two of these run at the same time before they have their next tokens; between two runs."""
         self._scheduler.isolate(seq_ids)
@@ -183,7 +189,7 @@ class StarterEngine:
                 self.stage.caches.clear()
                 self.sent.clear()
             else:
-                self._tell(self._scheduler.resume(ring.capacity, self.memory, kept))
+                self._tell(self._scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
         try:
             self._is_left = False
             while not (self._closing or self._is_left):

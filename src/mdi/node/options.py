@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdi.config import WeightMemory
+from mdi.engine.sent_rows import REPLAY_BYTES
 from mdi.net.wire import SILENCE_S
 
 
@@ -33,7 +34,8 @@ class StarterOptions:
 
     `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
     keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing;
-    `fixed` ends the run when a node is lost; `silence_s` is how long a node may be unheard of before it counts as lost.
+    `fixed` ends the run when a node is lost; `silence_s` is how long a node may be unheard of before it counts as lost;
+    `replay_memory` is for rows that were sent, from which a node that takes another's place has its caches again.
     """
 
     ckpt: Path | None = None
@@ -59,3 +61,9 @@ class StarterOptions:
     fixed: bool = False
     silence_s: float = SILENCE_S
     parallel: ParallelOptions = ParallelOptions()
+    replay_memory: int = REPLAY_BYTES
+
+    @property
+    def replay_bytes(self) -> int:
+        """What each node keeps of the rows that it has sent."""
+        return 0 if self.fixed else self.replay_memory

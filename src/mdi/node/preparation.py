@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.cache_memory import CacheMemory
+from mdi.engine.sent_rows import COMPUTE
 from mdi.machine.computing import Computing
 from mdi.model.array_stage import ArrayStage
 from mdi.model.stage import StarterStage
@@ -44,12 +45,14 @@ class Preparation:
         n_sequences: at the same time, at most; None: as many as fit.
         before: of the ring before: the starter's own stage is used again, as far as it is the same.
         own: another stage of the starter's.
+        replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
     Attributes:
         own: the starter's own stage.
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
+        keeping: secondaries that still have the caches of the ring before.
         processes: by name of each secondary, the number that its process drew.
         failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
@@ -70,6 +73,7 @@ class Preparation:
         n_sequences: int | None = None,
         before: Preparation | None = None,
         own: OwnStage | None = None,
+        replays: Mapping[str, str] | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -82,11 +86,13 @@ class Preparation:
         self._ring_port = ring_port
         self._max_length = max_length
         self._n_sequences = n_sequences
+        self._replays = replays
         before_own = None if before is None else before.own
         self.own: OwnStage = own or before_own or OwnStage(cluster.starter.name, family, config, options)
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
+        self.keeping: frozenset[str] = frozenset()
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
 
@@ -105,7 +111,10 @@ class Preparation:
             self._raise_first(setups)
             self.ring_ports = {setup.name: setup.ring_port for setup in setups}
             self.processes = {setup.name: setup.process for setup in setups}
+            if self._replays is None:
+                self.own.loaded.caches.clear()
             self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
+            self.keeping = frozenset(setup.name for setup in setups if setup.keeps_caches)
         finally:
             for setup in setups:
                 setup.cancel()
@@ -155,6 +164,9 @@ class Preparation:
                 n_frames=options.n_frames,
                 silence_s=options.silence_s,
                 hand_over=not options.fixed,
+                keep_caches=self._replays is not None,
+                replay=(self._replays or {}).get(client.node.name, COMPUTE),
+                replay_bytes=options.replay_bytes,
                 device=client.node.device,
                 threads=client.node.threads,
                 exclusive=self.own.is_shared,

@@ -11,6 +11,7 @@ from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError
 from mdi.measure.model_shape import model_shape
 from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.node.replay_plan import ReplayPlan, plan_replay
 from mdi.node.run_rings import RunRings
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.model import Workload
@@ -18,6 +19,7 @@ from mdi.partition.profile import ClusterProfile
 from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.recovery.moving import MovingCut
+from mdi.recovery.records import REPLAY, TOKENS
 from mdi.recovery.replacement import Next, Stage
 
 
@@ -37,7 +39,9 @@ class RingFormer:
         self._engine = engine
         self._cluster = rings.cluster
         self._nodes = {node.name: node for node in nodes}
+        self._clients = {node.name: ControlClient(node, rings.cluster.keys) for node in nodes}
         self._stages = self._stages_of(self._cluster)
+        self.restored_by = TOKENS
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -52,12 +56,26 @@ class RingFormer:
         secondaries = tuple(self._nodes[name] for name in following.names[1:])
         cluster = ClusterConfig(self._cluster.starter, secondaries, self._cluster.keys)
         self._weights.cut_anew(following.counts)
-        ring = self._rings.form_another(cluster, self.check)
-        preparation = self._rings.preparation
-        assert preparation is not None
-        self._engine.stage, self._engine.memory = preparation.stage, preparation.memory
+        plan = self._plan_replay(following)
+        preparation = self._rings.prepare_another(cluster, self.check, None if plan is None else plan.roles)
+        if plan is not None and not set(following.names[1:]) <= preparation.keeping | following.fresh:
+            plan = None  # somebody was too long without a ring, and has let its caches go
+            preparation = self._rings.prepare_another(cluster, self.check, None)
+        ring = self._rings.form()
+        engine = self._engine
+        engine.stage, engine.memory = preparation.stage, preparation.memory
+        engine.kept = None if plan is None else plan.kept
+        engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(following.fresh)
+        self.restored_by = TOKENS if plan is None else REPLAY
         self._stages = self._stages_of(cluster)
         return ring
+
+    def _plan_replay(self, following: Next) -> ReplayPlan | None:
+        preparation = self._rings.preparation
+        is_shared = preparation is not None and preparation.own.is_shared
+        if following.is_moved or is_shared or self._engine.is_isolating:
+            return None
+        return plan_replay(following, self._engine.sent.counts, self._clients, self._rings.run)
 
     def check(self) -> None:
         if self._engine.is_closing:

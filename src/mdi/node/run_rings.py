@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,8 +94,8 @@ class RunRings:
         """Nodes of the ring that are about to end, and compute until their blocks are elsewhere."""
         return self.ring.leaving if isinstance(self.ring, TcpRing) else ()
 
-    def prepare(self, check: Callable[[], None]) -> Preparation:
-        """Get all nodes of `cluster` ready, with the cut that the weights have.
+    def prepare(self, check: Callable[[], None], replays: Mapping[str, str] | None = None) -> Preparation:
+        """Get all nodes of `cluster` ready, with the cut that the weights have; `replays` as for Preparation.
 
         Raises:
             MdiError: a node is not there or cannot.
@@ -107,7 +107,7 @@ class RunRings:
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
-            basis.max_length, basis.n_sequences, self.preparation, basis.own,
+            basis.max_length, basis.n_sequences, self.preparation, basis.own, replays,
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -143,8 +143,10 @@ class RunRings:
         )  # fmt: skip
         return preparation.own.over(self.ring)
 
-    def form_another(self, cluster: ClusterConfig, check: Callable[[], None]) -> LoopbackRing | TcpRing:
-        """After one that broke, a ring of these nodes, with the cut that the weights have.
+    def prepare_another(
+        self, cluster: ClusterConfig, check: Callable[[], None], replays: Mapping[str, str] | None
+    ) -> Preparation:
+        """After one that broke, get these nodes ready for another ring, with the cut that the weights have.
 
         Raises:
             NodeLostError: names the node that was in the way; MdiError: it cannot be done.
@@ -153,8 +155,7 @@ class RunRings:
         self._close(is_awaited=False)  # a node that is silent would hold it up
         self._epoch = secrets.randbits(64)
         self.cluster = cluster
-        self.prepare(check)
-        return self.form()
+        return self.prepare(check, replays)
 
     def end(self, leave: bool, patient: bool) -> list[dict[str, Any]]:
         """End the run on all nodes; what each secondary measured, {} where that is not known.

@@ -34,12 +34,19 @@ def _known_status(job: Job | None, store: BlockStore) -> dict[str, Any]:
     return {
         "epoch": job.request.epoch if job is not None else None,
         "lost": asdict(job.lost) if job is not None and job.lost is not None else None,
+        "sent_rows": _sent_rows(job) if job is not None else None,
         "caches_kept": job.has_caches if job is not None else None,
         "missing": missing_of(job, store) if job is not None and not job.is_over else None,
         "metrics": job.metrics if job is not None else None,
         "measured": measure() if measure is not None else None,
         "caches": report_caches().to_json() if report_caches is not None else None,
     }
+
+
+def _sent_rows(job: Job) -> dict[str, int]:
+    """Of each text, positions whose rows can be replayed to the next node."""
+    sent = job.slot.sent if job.slot.run == job.run else None
+    return {} if sent is None else {str(seq_id): n for seq_id, n in sent.counts.items()}
 
 
 def missing_of(job: Job, store: BlockStore) -> list[dict[str, Any]] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import Rows, SecondaryLoop
+from mdi.engine.sent_rows import SentRows
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
@@ -133,6 +134,8 @@ class Service:
         if not job.has_caches:
             check_capacity(self._name, stage, request.max_length, job.computing.device)
             stage.prepare(request.max_length, self._kv_memory)
+        if not job.has_caches or slot.sent is None:
+            slot.sent = SentRows(request.replay_bytes)
         self._slots.fill(slot, stage, request.max_length)
         group = GroupPart(request, self._listener, self._process)
         try:
@@ -209,7 +212,9 @@ class Service:
         rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
-        loop = SecondaryLoop(stage, rows, group.over(recorded), is_last, seat.wire)
+        loop = SecondaryLoop(
+            stage, rows, group.over(recorded), is_last, seat.wire, self._job.slot.sent, self._request.replay
+        )
         turn = Turn(loop, ring, self._job.computing.threads)
         self._job.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)
         self._turns.add(turn)

@@ -57,6 +57,7 @@ class SecondarySetup:
         self.error: MdiError | None = None
         self.ring_port: Any = None  # what the node says of itself, once it has answered
         self.process = ""
+        self.keeps_caches = False  # whether it still has those of the ring before, once `ask_caches` has returned
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
@@ -198,7 +199,9 @@ class SecondarySetup:
         Raises:
             NodeLostError, RingError, ControlError: it is not there any more, or says it in no readable way.
         """
-        return CacheReport.from_json(self._loading_status().get("caches"), self._client.where)
+        status = self._loading_status()
+        self.keeps_caches = status.get("caches_kept") is True
+        return CacheReport.from_json(status.get("caches"), self._client.where)
 
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""

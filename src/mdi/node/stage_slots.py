@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
 from mdi.control.messages import InitRequest
+from mdi.engine.sent_rows import SentRows
 from mdi.errors import ControlError
 from mdi.kernels.kernel_stage import Weights
 from mdi.machine.computing import Computing
@@ -43,6 +44,7 @@ class Slot:
             it takes.
         cache_bytes: what its caches may come to take.
         loaded: weights for it that were in memory already, by part.
+        sent: rows that its ring has sent to the next node, as long as its caches are there.
     """
 
     key: tuple[Any, ...]
@@ -56,6 +58,7 @@ class Slot:
     cache_bytes: int = 0
     stage: NodeStage | None = None
     loaded: dict[str, Weights] = field(default_factory=dict)
+    sent: SentRows | None = None
     use: str = "USED"
     since: float = field(default_factory=time.monotonic)
 
@@ -243,6 +246,7 @@ class StageSlots:
     def _free_caches(self, slot: Slot) -> None:
         assert slot.stage is not None
         slot.stage.caches.clear()
+        slot.sent = None
         slot.cache_bytes = 0
         slot.turn("UNUSED")
 

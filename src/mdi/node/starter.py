@@ -18,6 +18,7 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.server import ControlServer
 from mdi.engine.scheduler import Scheduler
+from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import DTYPES
@@ -244,6 +245,7 @@ class StarterNode(StarterReport):
             rings.preparation.stage, scheduler, self.max_length, torch.device(self._device),
             DTYPES[self.computing.dtype], options.wire_dtype,
         )  # fmt: skip
+        self.engine.sent = SentRows(options.replay_bytes)
         self._state = "RUNNING"
         self._texts.begin(self.engine, self.codec, self.max_length)
         recorder = None if self.run_trace is None else self.run_trace.recorder

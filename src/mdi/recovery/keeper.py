@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from mdi.control.client import ControlClient
@@ -41,6 +42,10 @@ class Former(Protocol):
     @property
     def processes(self) -> Mapping[str, str]:
         """Of the secondaries of that ring, the numbers that their processes drew."""
+
+    @property
+    def restored_by(self) -> str:
+        """How the caches of that ring are restored: records.TOKENS or REPLAY."""
 
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         """Another ring of the same run.
@@ -148,7 +153,7 @@ class RingKeeper:
                 pause(POLL_S)
                 continue
             try:
-                ring = self._former.form(following)
+                ring = self._former.form(replace(following, fresh=search.fresh(following)))
             except MdiError as e:
                 self._note_failure(search, e, following)
                 continue
@@ -271,7 +276,7 @@ class RingKeeper:
         self._records.begin(lost, last_s)
         for name in lost:
             by = takers(search.before[name], following.stages)
-            self._records.replace(name, by)
+            self._records.replace(name, by, self._former.restored_by)
             if name not in search.suspected:
                 self._absences.add(name, time.monotonic())
             logger.info("the blocks of %s are held by %s", name, ", ".join(by))
@@ -313,3 +318,8 @@ class _Search:
         self.left: set[str] = set()
         self.most: dict[str, int] = {}
         self.n_failures = 0
+
+    def fresh(self, following: Next) -> frozenset[str]:
+        """Nodes of the next ring that are not in the one before, or have another process now."""
+        then, now = self.processes_before, self.processes
+        return frozenset(name for name in following.names if name not in self.before or now.get(name) != then.get(name))

@@ -26,10 +26,12 @@ class Next:
     Attributes:
         stages: starter first.
         is_moved: whether nodes that were there before get other blocks.
+        fresh: nodes that are not in the ring before, or were started anew: they have no caches.
     """
 
     stages: tuple[Stage, ...]
     is_moved: bool
+    fresh: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
