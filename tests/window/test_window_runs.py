@@ -108,6 +108,7 @@ def test_a_ring_whose_nodes_all_have_a_window(
         capsys.readouterr()
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         flags = ["--nodes-config", str(path), "--ckpt", str(checkpoint), "--window", "1", "--json"]
+        flags += ["--memory", "8G"] if with_chunks else []
         run = [*prompts, "--prompt-style", "none", "--n-tokens", str(N_TOKENS), "--temperature", "0"]
         for _ in range(2):  # the second one finds the stages in memory
             assert launch("starter", [*flags, *run]) == 0

@@ -96,6 +96,11 @@ class KernelStage:
         return sum(map(self.part_bytes, self._weights))
 
     @property
+    def cache_limit(self) -> int | None:
+        """What caches may take, because the whole process has a limit; None without one."""
+        return None
+
+    @property
     def weight_use(self) -> WeightUse:
         return WeightUse(self.weight_bytes, self.weight_bytes, 0.0)
 

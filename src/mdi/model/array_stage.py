@@ -60,6 +60,11 @@ class ArrayStage:
         return self.inner.weight_bytes if self.inner.is_mapped else 0
 
     @property
+    def cache_limit(self) -> int | None:
+        """See KernelStage.cache_limit."""
+        return self.inner.cache_limit
+
+    @property
     def gathered_share(self) -> float:
         """The kernels read keys and values where they lie."""
         return 0.0

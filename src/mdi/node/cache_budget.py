@@ -72,6 +72,10 @@ class CachingStage(Protocol):
         """Those of the run that it is prepared for."""
 
     @property
+    def cache_limit(self) -> int | None:
+        """What its caches may take whatever is free, because the whole process has a limit; None without one."""
+
+    @property
     def gathered_share(self) -> float:
         """What attention takes for a moment beside the caches, as a share of them."""
 
@@ -101,13 +105,14 @@ def report_caches(stage: CachingStage, device: str, by_hand: int | None, promise
         by_hand: the limit that the user set.
         promised: of what is free, bytes that other stages of this process will take, or must not lose.
     """
-    limit = by_hand
+    limits = [limit for limit in (by_hand, stage.cache_limit) if limit is not None]
+    limit = min(limits, default=None)
     if limit is None:
         limit = int((device_free_bytes(device) - stage.mapped_bytes - promised) * (1 - MARGIN_SHARE)) - MARGIN_BYTES
         limit = int(limit / (1 + stage.gathered_share))
     if (reserved := stage.caches.most_bytes) is not None:
         limit = min(limit, reserved)
-    return CacheReport(max(0, limit), by_hand is not None, tuple(stage.caches.classes), device)
+    return CacheReport(max(0, limit), bool(limits), tuple(stage.caches.classes), device)
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:

@@ -62,6 +62,11 @@ class TorchStage:
         return self.inner.caches
 
     @property
+    def cache_limit(self) -> int | None:
+        """There is none for the whole process."""
+        return None
+
+    @property
     def gathered_share(self) -> float:
         """See Stage.gathered_share."""
         return self.inner.gathered_share

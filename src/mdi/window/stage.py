@@ -55,6 +55,10 @@ class WindowStage(KernelStage):
         super().prepare(max_length, min(limits, default=None))
 
     @property
+    def cache_limit(self) -> int | None:
+        return self._cache_bytes
+
+    @property
     def weight_bytes(self) -> int:
         """Of memory that weights take."""
         return self._window.plan.resident_bytes + self._small_bytes
