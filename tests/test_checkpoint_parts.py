@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
@@ -33,6 +32,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
+from mdi.whole_files import replacing
 
 
 @pytest.mark.parametrize(

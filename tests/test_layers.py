@@ -22,6 +22,7 @@ ALLOWED = {
     "block_ranges": set(),
     "settings_file": {"limits", "errors"},
     "units": set(),
+    "whole_files": {"errors"},
     "json_fields": {"errors"},
     "weight_formats": {"errors"},
     "periodic": set(),
@@ -34,6 +35,7 @@ ALLOWED = {
     "kernels": {"weight_formats", "cache_dir", "errors"},
     "model": {"kernels", "config", "errors"},
     "checkpoint": {
+        "whole_files",
         "json_fields",
         "weight_formats",
         "units",
@@ -48,7 +50,7 @@ ALLOWED = {
     },
     "window": {"json_fields", "weight_formats", "units", "kernels", "checkpoint", "config", "errors"},
     "partition": {"json_fields", "weight_formats", "units", "columns", "block_ranges", "kernels", "config", "errors"},
-    "training": {"units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
+    "training": {"whole_files", "units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
     "engine": {"units", "kernels", "model", "net", "config", "errors"},
     "control": {
         "json_fields",
@@ -70,14 +72,14 @@ ALLOWED = {
     "prompts": {"settings_file", "config", "errors"},
     "detokenize": {"text", "prompts", "config", "errors"},
     "text": {"prompts", "engine", "model", "net", "settings_file", "config", "errors"},
-    "metrics": {"json_fields", "config", "errors"},
+    "metrics": {"whole_files", "json_fields", "config", "errors"},
     "report": {"units", "metrics", "block_ranges", "columns", "config", "errors"},
-    "plots": {"metrics", "config", "errors"},
+    "plots": {"whole_files", "metrics", "config", "errors"},
     "display": {"columns", "terminal"},
     "gpu_memory": set(),
     "process_memory": {"errors", "gpu_memory"},
     "token_times": {"errors"},
-    "tracing": {"block_ranges", "columns", "units", "net", "errors"},
+    "tracing": {"whole_files", "block_ranges", "columns", "units", "net", "errors"},
 }
 ALLOWED["tensor"] = {
     "weight_formats",

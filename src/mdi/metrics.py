@@ -18,6 +18,7 @@ from typing import Any
 
 from mdi.errors import ControlError, UsageError
 from mdi.json_fields import Fields
+from mdi.whole_files import replacing
 
 LONGEST_S = 1e15  # what a node says it did, in seconds
 TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
@@ -242,17 +243,8 @@ def write_tokens_csv(folder: str | Path, run: RunMetrics) -> Path:
     """
     path = Path(folder) / f"tokens_time_samples_{run.file_stem}.csv"
     rows = "".join(f"{time_s:.6f},{n}\n" for time_s, n in tokens_over_time(run.samples))
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text("time_s,tokens\n" + rows, encoding="utf-8", newline="\n")
-            os.replace(unfinished, path)
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-    except OSError as e:
-        raise UsageError(f"cannot write the tokens over time to {path}: {e.strerror or e}") from e
+    with replacing(path, UsageError, makes_folder=True) as file:
+        file.write(f"time_s,tokens\n{rows}".encode())
     return path
 
 

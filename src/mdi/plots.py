@@ -5,8 +5,6 @@ It draws the series that it is given, into files; it opens no window and knows n
 
 from __future__ import annotations
 
-import contextlib
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics, tokens_over_time
+from mdi.whole_files import replacing
 
 TOTAL = "total"
 _LEGEND_LINES = 12  # more would cover the picture
@@ -229,17 +228,7 @@ def _plain(text: str) -> str:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a title in another script
-                figure.savefig(unfinished, format="png", dpi=150)
-            os.replace(unfinished, path)
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-    except OSError as e:
-        raise UsageError(f"cannot write the figure {path}: {e.strerror or e}") from e
+    with replacing(path, UsageError, makes_folder=True) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a title in another script
+        figure.savefig(file, format="png", dpi=150)
     return path

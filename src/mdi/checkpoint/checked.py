@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mdi.errors import CheckpointError
+from mdi.whole_files import replacing
+
 BELIEVED_S = 7 * 24 * 3600.0
 N_THREADS = 4  # one reads a gigabyte a second where the processor has instructions for SHA-256
 
@@ -73,14 +76,8 @@ class CheckedFiles:
         return {key: entry for key, entry in entries.items() if entry and _is_recent(entry)}
 
     def _write(self, kept: dict[str, Any]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_text(json.dumps(kept), encoding="utf-8")
-                os.replace(temporary, self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with contextlib.suppress(CheckpointError), replacing(self._path, makes_folder=True) as file:
+            file.write(json.dumps(kept).encode())
 
 
 def stamp_of(file: int | Path) -> Stamp:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.parts import PartInfo, array_bytes, part_of, stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec, alignment, header_bytes, ordered
@@ -23,6 +22,7 @@ from mdi.disk_space import check_disk
 from mdi.errors import CheckpointError
 from mdi.partition.split import ranges
 from mdi.weight_formats import OWN_FORMAT
+from mdi.whole_files import replacing
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes to write in all
 

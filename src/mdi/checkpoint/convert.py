@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_lit_dir
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.parts import stage_parts
@@ -27,6 +26,7 @@ from mdi.disk_space import check_disk, free_bytes
 from mdi.errors import CheckpointError, UsageError
 from mdi.settings_file import parse_json
 from mdi.units import size
+from mdi.whole_files import replacing
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

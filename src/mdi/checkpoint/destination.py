@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 from mdi.checkpoint.convert import convert, needs_conversion
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, is_lit_dir
 from mdi.errors import CheckpointError, UsageError
 from mdi.settings_file import parse_json
+from mdi.whole_files import replacing
 
 logger = logging.getLogger("mdi")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.convert import is_hf_dir, weight_files
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CHAT_TEMPLATE, is_lit_dir, is_repo_id
 from mdi.disk_space import check_disk
 from mdi.errors import DownloadError
 from mdi.settings_file import parse_json
+from mdi.whole_files import replacing
 
 MARKER = ".mdi_download.json"
 

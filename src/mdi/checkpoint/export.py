@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.convert import litgpt_family
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hffamilies import Json
 from mdi.checkpoint.hfwrite import hf_config
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
+from mdi.whole_files import replacing
 
 if TYPE_CHECKING:
     import torch

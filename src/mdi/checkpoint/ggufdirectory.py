@@ -9,13 +9,13 @@ import hashlib
 import json
 from pathlib import Path
 
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE
 from mdi.checkpoint.ggufheader import read_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
+from mdi.whole_files import replacing
 
 _HASHES = "parts.json"
 

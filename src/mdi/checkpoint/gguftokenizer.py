@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError
+from mdi.whole_files import replacing
 
 logger = logging.getLogger("mdi")
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.parts import PartInfo
+from mdi.errors import CheckpointError
 from mdi.settings_file import parse_json
+from mdi.whole_files import replacing
 
 FORMAT_VERSION = 1
 
@@ -67,13 +68,8 @@ class HashCache:
             form: {name: [info.sha256, info.n_bytes] for name, info in infos.items()}
             for form, infos in self._infos.items()
         }
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):
-            try:
-                temporary.write_text(json.dumps({**self._stamp, "parts": parts}, indent=1), encoding="utf-8")
-                os.replace(temporary, self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with contextlib.suppress(CheckpointError), replacing(self._path) as file:
+            file.write(json.dumps({**self._stamp, "parts": parts}, indent=1).encode())
 
 
 def _info(name: str, entry: Any) -> PartInfo:

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 
 import mdi
-from mdi.checkpoint.files import replacing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.store import BlockStore
@@ -29,6 +28,7 @@ from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
 from mdi.partition.profile import NodeProfile
 from mdi.periodic import Periodic
 from mdi.weight_formats import weight_format
+from mdi.whole_files import replacing
 
 FILE = "profiles.json"
 N_KEPT = 64

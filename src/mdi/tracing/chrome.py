@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from mdi.block_ranges import span as block_words
 from mdi.errors import UsageError
 from mdi.tracing.spans import Activity, Span
 from mdi.tracing.trace import NodeTrace, Trace
+from mdi.whole_files import replacing
 
 FORMAT = "mdi-trace-1"
 FILE_LIMIT_BYTES = 1 << 30
@@ -30,17 +29,8 @@ _ROW_OF = {
 
 def write_trace(path: Path, trace: Trace) -> None:
     """Raises UsageError if it cannot be written; an older file of that name is then still whole."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        try:
-            with open(unfinished, "w", encoding="utf-8") as file:
-                json.dump(to_chrome(trace), file)
-            os.replace(unfinished, path)
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-    except OSError as e:
-        raise UsageError(f"cannot write the trace to {path}: {e.strerror or e}") from e
+    with replacing(path, UsageError) as file:
+        file.write(json.dumps(to_chrome(trace)).encode())
 
 
 def read_trace(path: Path) -> Trace:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from litgpt.model import GPT
 
-from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError
 from mdi.training.loop import Progress
 from mdi.training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
 from mdi.training.settings import LoraSettings, TrainingSettings
 from mdi.training.storage import make_folder
+from mdi.whole_files import replacing
 
 WEIGHTS_NAME = "lit_model.pth"
 STATE_NAME = "train_state.pth"

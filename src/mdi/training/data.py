@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from mdi.checkpoint.files import replacing
 from mdi.errors import UsageError
 from mdi.settings_file import parse_json
 from mdi.training.encoders import encoded
 from mdi.training.storage import make_folder, missing, sha256_file
 from mdi.training.texts import PIECE_CHARS, pieces
 from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
+from mdi.whole_files import replacing
 
 # Token ids on disk: uint16 or uint32, little-endian.
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]

@@ -8,9 +8,9 @@ import io
 from pathlib import Path
 from types import TracebackType
 
-from mdi.checkpoint.files import replacing
 from mdi.errors import CheckpointError
 from mdi.training.loop import Report
+from mdi.whole_files import replacing
 
 COLUMNS = ("step", "lr", "train_loss", "val_loss", "tokens_per_s", "elapsed_s")
 

@@ -12,14 +12,19 @@ from mdi.errors import CheckpointError, MdiError
 
 
 @contextlib.contextmanager
-def replacing(path: Path, error: type[MdiError] = CheckpointError) -> Iterator[BinaryIO]:
+def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder: bool = False) -> Iterator[BinaryIO]:
     """A binary file to write, which takes the place of `path` when the block ends well, and else is removed.
+
+    Args:
+        makes_folder: make the folder of `path` if it is not there.
 
     Raises:
         error: the operating system refused (no space, no permission, ...); `path` is as it was.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "w+b") as file:
             yield file
             file.flush()
