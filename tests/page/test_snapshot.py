@@ -106,6 +106,7 @@ def test_plan_and_doctor_of_a_running_ring(ring: Ring) -> None:
     snapshots.take()
     planned = ask["plan"]({})
     assert "error" not in planned, planned
+    assert planned["words"].startswith("For 1 text at once")
     assert sum(stop - start for start, stop in (node["blocks"] for node in planned["plan"]["nodes"])) == 5
     report = ask["doctor"]({})
     assert [node["name"] for node in report["nodes"]] == NAMES

@@ -69,6 +69,13 @@ def test_frames_of_few_rows() -> None:
     assert findings(trace) == [("stage", "secondary0"), ("rows", "")]
 
 
+def test_nodes_that_share_a_machine() -> None:
+    trace = simulate([4.0, 12.0, 4.0], [0.1, 0.1, 0.1])
+    addresses = ("10.0.0.1", "10.0.0.2", "10.0.0.2")
+    nodes = tuple(replace(node, addr=addr) for node, addr in zip(trace.nodes, addresses, strict=True))
+    assert findings(replace(trace, nodes=nodes)) == [("stage", "secondary0"), ("machine", "secondary0")]
+
+
 def test_nobody_asked_for_a_text() -> None:
     assert findings(simulate([4.0, 4.0], [0.1, 0.1], n_in_flight=1, pause_ms=30.0)) == [("idle", "")]
 

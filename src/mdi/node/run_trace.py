@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
 from mdi.tracing.clocks import Clock, Reading, read_clock, settled
@@ -44,19 +45,19 @@ class RunTrace:
                 self._readings.setdefault(client.node.name, []).append(reading)
 
     def trace(
-        self, model: str, names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]],
-        n_tokens: int,
+        self, model: str, configs: Sequence[NodeConfig], blocks: Sequence[tuple[int, int]],
+        measured: Sequence[Mapping[str, Any]], n_tokens: int,
     ) -> Trace:  # fmt: skip
         """Everything on the starter's time axis.
 
         Args:
-            names, blocks: of all nodes, the starter first.
+            configs, blocks: of all nodes, the starter first.
             measured: what each secondary handed over; one that did not has no spans.
         """
-        own = self.recorder.buffer
-        nodes = [NodeTrace(names[0], blocks[0], tuple(own.last()), is_cut=own.is_full)]
-        for name, held, values in zip(names[1:], blocks[1:], measured, strict=True):
-            nodes.append(self._node(name, held, values))
+        own, starter = self.recorder.buffer, configs[0]
+        nodes = [NodeTrace(starter.name, blocks[0], tuple(own.last()), is_cut=own.is_full, addr=starter.addr)]
+        for config, held, values in zip(configs[1:], blocks[1:], measured, strict=False):  # a lost node says nothing
+            nodes.append(replace(self._node(config.name, held, values), addr=config.addr))
         return Trace(model, tuple(_with_settled_clocks(nodes)), n_tokens)
 
     def _node(self, name: str, blocks: tuple[int, int], values: Mapping[str, Any]) -> NodeTrace:

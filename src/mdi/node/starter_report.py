@@ -133,7 +133,7 @@ class StarterReport(StatusOnly):
             return None
         n_tokens = 0 if self._driver is None else self.engine.n_tokens
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
-        return self.run_trace.trace(self._weights.model, self.names, self._weights.blocks, measured, n_tokens)
+        return self.run_trace.trace(self._weights.model, self.cluster.nodes, self._weights.blocks, measured, n_tokens)
 
     def status(self, run: str | None) -> dict[str, Any]:
         return {

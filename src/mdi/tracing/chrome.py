@@ -58,7 +58,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
         events += (_event(pid, span, origin) for span in node.spans)
     events += _arrows(trace, origin)
     nodes = [
-        {"name": n.name, "blocks": list(n.blocks), "clock_error_s": n.clock_error_s, "is_cut": n.is_cut}
+        {"name": n.name, "blocks": list(n.blocks), "clock_error_s": n.clock_error_s, "is_cut": n.is_cut, "addr": n.addr}
         for n in trace.nodes
     ]
     about = {"format": FORMAT, "model": trace.model, "n_tokens": trace.n_tokens, "nodes": nodes}
@@ -77,7 +77,7 @@ def from_chrome(data: Any) -> Trace:
     nodes = tuple(
         NodeTrace(
             str(node["name"]), (int(node["blocks"][0]), int(node["blocks"][1])), tuple(mine),
-            float(node["clock_error_s"]), bool(node["is_cut"]),
+            float(node["clock_error_s"]), bool(node["is_cut"]), str(node["addr"]),
         )
         for node, mine in zip(about["nodes"], spans, strict=True)
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ class Finding:
     """One reason.
 
     Attributes:
-        code: "stage", "link", "round trip", "texts", "prompts", "memory", "idle" or "rows".
+        code: "stage", "link", "round trip", "texts", "prompts", "memory", "machine", "idle" or "rows".
         node: whom it concerns; of a link, where it begins. "" is the whole ring.
         words: the reason and what to do.
     """
@@ -50,6 +51,8 @@ def explain(summary: Summary) -> Explanation:
     prompt = max(stage.prompt for stage in summary.stages)
     if prompt >= PROMPTS:
         found.append(_prompts(summary, prompt))
+    if (sharing := _machine(summary)) is not None:
+        found.append(sharing)
     if found[0].code != "texts" and found[0].code != "idle" and summary.rows < FEW_ROWS:
         found.append(_rows(summary))
     return Explanation(summary, tuple(found))
@@ -140,6 +143,20 @@ def _prompts(summary: Summary, share: float) -> Finding:
         "Shorter prompts, or longer answers to each, raise the tokens per second"
     )
     return Finding("prompts", stage.name, words)
+
+
+def _machine(summary: Summary) -> Finding | None:
+    """That nodes take the cores of one machine from each other; None if each has one of its own."""
+    counts = Counter(stage.addr for stage in summary.stages if stage.addr)
+    addr, n = counts.most_common(1)[0] if counts else ("", 0)
+    if n < 2:
+        return None
+    names = [stage.name for stage in summary.stages if stage.addr == addr]
+    words = (
+        f"{', '.join(names[:-1])} and {names[-1]} share a machine, its cores and its memory: while one computes, the others "
+        "may wait for a core, which looks like a long way. A ring pays with a machine for each node"
+    )
+    return Finding("machine", names[0], words)
 
 
 def _rows(summary: Summary) -> Finding:

@@ -24,6 +24,7 @@ class Stage:
 
     name: str
     blocks: tuple[int, int]
+    addr: str
     busy: float
     frame_s: float
     queue_s: float
@@ -132,6 +133,7 @@ def _stage(node: NodeTrace, window: tuple[int, int]) -> Stage:
     return Stage(
         name=node.name,
         blocks=node.blocks,
+        addr=node.addr,
         busy=min(1.0, busy_ns / (window[1] - window[0])),
         frame_s=busy_ns / n_frames / 1e9,
         queue_s=fmean(stays) / 1e9 if stays else 0.0,

@@ -16,6 +16,7 @@ class NodeTrace:
         spans: on the time axis of the trace.
         clock_error_s: by so much its times may be wrong against the starter's.
         is_cut: the oldest spans were not kept.
+        addr: of its machine; "" is one of its own.
     """
 
     name: str
@@ -23,6 +24,7 @@ class NodeTrace:
     spans: tuple[Span, ...]
     clock_error_s: float = 0.0
     is_cut: bool = False
+    addr: str = ""
 
     def of(self, *activities: Activity) -> list[Span]:
         """The spans of some activities, in the order of time."""
