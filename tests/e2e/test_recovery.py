@@ -163,6 +163,32 @@ def test_nobody_is_left(nodes: Cluster, endless: Path, starter: Starter, check: 
     check(result, (), ("secondary0", "starter"), ("secondary1", "starter"))
 
 
+def test_a_node_that_is_told_to_end_hands_its_blocks_over(
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
+) -> None:
+    with disturbed(nodes, lambda: nodes[1].signal(signal.SIGTERM)):
+        result = run(starter, endless, nodes.path)
+    check(result, (), ("secondary1", "secondary2"))
+    assert nodes[1].wait(SOON_S) in (0, 143) and "Traceback" not in nodes[1].err
+
+
+def test_a_node_that_is_back_is_taken_in_again(
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks had gone to the others; with it, the slowest node has fewer."""
+    monkeypatch.setattr("mdi.recovery.moves.LOOK_S", 0.2)
+
+    def start_later() -> None:
+        nodes.start(1)
+        nodes[1].wait_for("waits for its starter")
+
+    with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL), start_later):
+        result = run(starter, endless, nodes.nodes_file(3), "--silence-s", 1.5, "--n-tokens", 4 * N_TOKENS)
+    assert [len(ids) for ids in result.token_ids] == [4 * N_TOKENS] * 3
+    assert "secondary1 is taken in" in result.err and result.json["n_nodes"] == 3
+    assert all(one == result.token_ids[0] for one in result.token_ids)
+
+
 def test_a_fixed_ring_ends_with_its_first_loss(nodes: Cluster, endless: Path, starter: Starter) -> None:
     with disturbed(nodes, lambda: nodes[0].signal(signal.SIGKILL)):
         result = run(starter, endless, nodes.path, "--fixed")
