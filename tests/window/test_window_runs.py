@@ -108,7 +108,7 @@ def test_a_ring_whose_nodes_all_have_a_window(
         capsys.readouterr()
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         flags = ["--nodes-config", str(path), "--ckpt", str(checkpoint), "--window", "1", "--json"]
-        flags += ["--memory", "8G", "--retain", "1000"] if with_chunks else []
+        flags += ["--memory", "8G"] if with_chunks else []  # which holds everything: then it is read once
         run = [*prompts, "--prompt-style", "none", "--n-tokens", str(N_TOKENS), "--temperature", "0"]
         for _ in range(2):  # the second one finds the stages in memory
             assert launch("starter", [*flags, *run]) == 0
@@ -116,4 +116,5 @@ def test_a_ring_whose_nodes_all_have_a_window(
             assert ids(found) == EXPECTED
             for one in found["nodes"]:
                 assert one["frames"] <= N_TOKENS + 1, "all texts go round in one frame"
-                assert one["weights_read_bytes"] > 3 * one["weights_resident_bytes"] > 0
+                times_read = one["weights_read_bytes"] / one["weights_resident_bytes"]
+                assert 0.9 < times_read <= 1 if with_chunks else times_read > N_TOKENS
