@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+from mdi.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Event:
     logprobs: tuple[tuple[float, list[tuple[int, float]]], ...] = ()
 
 
-def next_share(n_decoding: int, flying: Sequence[int], n_frames: int) -> int:
+def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
     """How many decoding sequences the next frame takes, so that all frames come to hold the same number or one more.
 
     With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
@@ -68,3 +70,11 @@ def next_share(n_decoding: int, flying: Sequence[int], n_frames: int) -> int:
         return 0  # one frame too many is under way: what is ready joins the next one
     size, n_larger = divmod(n_decoding, n_used)
     return size + 1 if sum(n > size for n in flying) < n_larger else size
+
+
+def next_slice(sequence: Sequence, n_rows: int) -> PlannedSlice:
+    """The next rows of a sequence, which count as sent from now on."""
+    start = sequence.n_sent
+    sequence.n_sent += n_rows
+    ids = tuple(sequence.ids[start : start + n_rows])
+    return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)

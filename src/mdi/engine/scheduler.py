@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.cache_use import CacheUse
 from mdi.engine.pace import rows_beside
-from mdi.engine.planned import Event, Plan, PlannedSlice, next_share
+from mdi.engine.planned import Event, Plan, PlannedSlice, next_share, next_slice
 from mdi.engine.prefixes import Kept, Prefixes
 from mdi.engine.replays import Replays
 from mdi.engine.sequence import Sequence
@@ -317,17 +317,14 @@ class Scheduler:
         share = self._share()
         slices: list[PlannedSlice] = []
         while self._ready and len(slices) < share:
-            slices.append(self._cut(self._ready.popleft(), 1))
+            slices.append(next_slice(self._ready.popleft(), 1))
         return slices
 
     def _share(self) -> int:
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
-        flying = [n for n in map(self._n_returning, self._in_flight) if n]
-        return min(next_share(n_decoding, flying, self.n_frames), self.decode_rows)
-
-    def _n_returning(self, plan: Plan) -> int:
-        """Sequences of a frame that go on when it is back."""
-        return sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices)
+        # Of each frame, the sequences that go on when it is back.
+        flying = [sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices) for plan in self._in_flight]
+        return min(next_share(n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         slices: list[PlannedSlice] = []
@@ -336,7 +333,7 @@ class Scheduler:
             budget = min(budget, rows_beside(self.doubling_rows, n_prompts, n_decoding))
         while self._prefilling and budget:
             sequence = self._prefilling[0]
-            part = self._cut(sequence, min(budget, sequence.n_to_send))
+            part = next_slice(sequence, min(budget, sequence.n_to_send))
             budget -= part.n_rows
             slices.append(part)
             if not sequence.in_prefill:
@@ -352,9 +349,3 @@ class Scheduler:
 
     def _go_on(self, sequence: Sequence) -> None:
         (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
-
-    def _cut(self, sequence: Sequence, n_rows: int) -> PlannedSlice:
-        start = sequence.n_sent
-        sequence.n_sent += n_rows
-        ids = tuple(sequence.ids[start : start + n_rows])
-        return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)
