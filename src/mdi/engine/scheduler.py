@@ -6,9 +6,8 @@ its share of all sequences, so that a node reads its weights once for many rows.
 
 How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N (t + T), so N frames keep
 a node busy for t / (t + T) of the time. With one frame more, each has N / (N + 1) of the rows and a stage time t', and every
-sequence has its token after max((N + 1) t', N (t' + T)). So a frame more brings something as far as fewer rows take less time:
-much where rows are computed one after the other, nothing where a stage reads its weights for most of the time. The cost model
-compares both with the times that were measured (`mdi.partition.plan`).
+sequence has its token after max((N + 1) t', N (t' + T)): it pays where fewer rows take less time. The cost model compares both
+(`mdi.partition.plan`).
 """
 
 from __future__ import annotations
