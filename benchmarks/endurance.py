@@ -62,16 +62,26 @@ def _open_files(pid: int) -> list[str]:
 
 
 def growth(samples: list[list[Held]]) -> list[str]:
-    """What grew from the middle of the runs to their end, a line for each process and thing; the starter is process 0."""
-    middle, last = samples[len(samples) // 2], samples[-1]
+    """What grew from the middle of the runs to their end, a line for each process and thing; the starter is process 0.
+
+    Of memory, what a process has at least counts: what it may give back goes up and down.
+    """
+    third = max(1, len(samples) // 3)
     lines = []
-    for i, (before, after) in enumerate(zip(middle, last, strict=True)):
+    for i in range(len(samples[0])):
+        before, after = _least(samples[third : 2 * third], i), _least(samples[-third:], i)
         for name in ("threads", "sockets", "files"):
             if getattr(after, name) > getattr(before, name):
                 lines.append(f"process {i}: {name} {getattr(before, name)} -> {getattr(after, name)}")
         if after.rss_bytes > before.rss_bytes * (1 + MEMORY_SLACK) + MEMORY_SLACK_BYTES:
             lines.append(f"process {i}: memory {before.rss_bytes / 1e6:.1f} MB -> {after.rss_bytes / 1e6:.1f} MB")
     return lines
+
+
+def _least(samples: list[list[Held]], i: int) -> Held:
+    """The least of everything that process `i` had."""
+    names = ("rss_bytes", "threads", "sockets", "files")
+    return Held(*(min(getattr(sample[i], name) for sample in samples) for name in names))
 
 
 class Nodes:

@@ -12,11 +12,12 @@ from endurance import Held, growth
 
 def test_growth_is_seen() -> None:
     before = Held(100_000_000, 5, 4, 10)
-    quiet = [[before, before]] * 3
-    assert growth(quiet) == []
-    assert len(growth([*quiet, [before, Held(100_000_000, 6, 5, 11)]])) == 3
-    assert len(growth([*quiet, [Held(200_000_000, 5, 4, 10), before]])) == 1
-    assert growth([*quiet, [Held(101_000_000, 5, 4, 10), Held(90_000_000, 1, 1, 1)]]) == []
+    quiet = [[before, before]] * 4
+    assert growth([*quiet, *quiet[:2]]) == []
+    assert len(growth([*quiet, *[[before, Held(100_000_000, 6, 5, 11)]] * 2])) == 3
+    assert len(growth([*quiet, *[[Held(200_000_000, 5, 4, 10), before]] * 2])) == 1
+    assert growth([*quiet, [Held(200_000_000, 5, 4, 10), before], [before, before]]) == [], "up and down again"
+    assert growth([*quiet, *[[Held(101_000_000, 5, 4, 10), Held(90_000_000, 1, 1, 1)]] * 2]) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
