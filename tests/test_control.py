@@ -768,6 +768,10 @@ def test_a_server_that_was_closed_is_forgotten() -> None:
     known = weakref.ref(node)
     server = ControlServer(node, "127.0.0.1", 0, "starter")
     server.close()
-    del node, server
+    n_loggers = len(logging.root.manager.loggerDict)
+    another = ControlServer(node, "127.0.0.1", 0, "starter")
+    another.close()
+    assert len(logging.root.manager.loggerDict) == n_loggers
+    del node, server, another
     gc.collect()
     assert known() is None

@@ -293,6 +293,8 @@ class ControlServer:
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
             log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr
+            logging.Logger.manager.loggerDict.pop(log.name, None)  # where it would stay for ever, as in the next table
+        cherrypy.engine.unsubscribe("graceful", app.log.reopen_files)
         app.log.error_log.propagate = app.log.access_log.propagate = False
         self._server = _Server(
             (addr, port), app, server_name=name, timeout=REQUEST_S, shutdown_timeout=END_S, request_queue_size=BACKLOG
