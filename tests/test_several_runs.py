@@ -44,7 +44,9 @@ def started(
     nodes: list[SecondaryNode], checkpoint: Path, layers: str = "1,2,2", **options: Any
 ) -> Iterator[StarterNode]:
     """A starter whose ring is closed."""
-    chosen = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers=layers, fixed=True, **options)
+    chosen = StarterOptions(
+        ckpt=checkpoint, prompt_style="none", device="cpu", layers=layers, **{"fixed": True, **options}
+    )
     starter = StarterNode(cluster_of(nodes), chosen)
     try:
         starter.open()
@@ -210,6 +212,21 @@ def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list
         assert caught.value.code == "busy"
 
 
+def test_two_runs_whose_nodes_compute_each_block_together_do_not_share_a_node(
+    node: SecondaryNode, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would wait, on another node, for the other one's turn."""
+    with contextlib.ExitStack() as stack:
+        first, second, plain = (stack.enter_context(frame_starter(node, checkpoints[0])) for _ in range(3))
+        first.form()
+        monkeypatch.setattr("mdi.node.runs.group_in", lambda request: None if request.run == plain.run else object())
+        with pytest.raises(ControlError) as caught:
+            second.init()
+        assert caught.value.code == "busy"
+        plain.form()
+        assert len(node._runs.active) == 2
+
+
 @pytest.mark.parametrize("state", ["LOADING", "READY", "RUNNING"])
 def test_a_starter_that_is_gone_takes_nothing_with_it(
     node: SecondaryNode, checkpoints: list[Path], state: str, monkeypatch: pytest.MonkeyPatch
@@ -290,6 +307,24 @@ def test_a_node_that_is_to_leave_says_so_and_goes_on_until_it_is_let_go(
                 break
             threading.Event().wait(0.02)
         assert not node._turns._is_running, "the process ends"
+
+
+def test_blocks_of_a_node_that_leaves_are_taken_over_by_those_that_stay(
+    checkpoints: list[Path], tmp_path: Path
+) -> None:
+    """No text notices."""
+    with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0], fixed=False) as starter:
+        assert texts_of(starter, 5) == expected(4, 5)
+        leaving = threading.Timer(0.05, nodes[0].leave)
+        leaving.start()
+        found = []
+        while nodes[0]._turns._is_running and len(found) < 100:
+            found.append(texts_of(starter, 40))
+        leaving.join(DEADLINE_S)
+        assert not nodes[0]._turns._is_running, "its process ends"
+        found.append(texts_of(starter, 40))
+        assert all(texts == expected(4, 40) for texts in found)
+        assert starter.cluster.secondaries[0].name == "secondary1"
 
 
 def test_a_node_whose_blocks_nobody_takes_over_leaves_in_the_end(
