@@ -19,7 +19,7 @@ from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.metrics import RunMetrics
@@ -142,8 +142,35 @@ def test_a_node_that_fails_ends_the_run_with_its_name(
 
     monkeypatch.setattr(ShardStage, "forward", failing)
     with secondaries(2, tmp_path) as nodes, pytest.raises(MdiError) as failure:
-        run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"))
+        run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), fixed=True)
     assert getattr(failure.value, "node", "") == "secondary1"
+
+
+@pytest.mark.parametrize("n_secondaries", [1, 3])
+def test_texts_go_on_when_a_node_is_lost(
+    n_secondaries: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are left get other shares, one node alone all of it, and compute the texts' caches again."""
+    forward: Callable[..., np.ndarray] = ShardStage.forward
+    lost = threading.Event()
+    with secondaries(n_secondaries, tmp_path) as nodes:
+
+        def losing(self: ShardStage, *args: Any) -> np.ndarray:
+            if self.share.rank == 1 and self.tally.n_sums > 40 and not lost.is_set():
+                lost.set()
+                for ports in (nodes[0]._control, nodes[0]._listener):  # nobody is there any more
+                    assert ports is not None
+                    ports.close()
+                nodes[0]._control = nodes[0]._listener = None
+                raise RingError("the connections of a process that ended")
+            return forward(self, *args)
+
+        monkeypatch.setattr(ShardStage, "forward", losing)
+        ids, metrics = run(
+            cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), n_tokens=24, fixed=False, silence_s=1.0
+        )
+    assert lost.is_set() and ids == [list(reference(PROMPTS[0], 24))]
+    assert metrics.n_nodes == n_secondaries
 
 
 def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:

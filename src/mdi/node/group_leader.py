@@ -183,6 +183,13 @@ class GroupLeader(OwnStage):
         self._ring = LeaderRing(ring, self.loaded, is_whole=True)
         return cast(TcpRing, self._ring)
 
+    def drop(self) -> None:
+        """Give the weights back, for another group's sake."""
+        if self._is_loaded:
+            self._is_loaded = False
+            self._ring = None
+            del self.stage, self.loaded
+
     def leave(self) -> None:
         if self._links is not None:
             self._links.close()

@@ -124,7 +124,7 @@ class OwnStage:
         key = self._key_of(weights, computing, parts)
         if key != self._key:
             shared = self._shared(parts, computing)
-            self._drop()  # what is not shared gives its memory back before the next one takes it
+            self.drop()  # what is not shared gives its memory back before the next one takes it
             run = RunLimits(max_length, n_sequences, kv_memory)
             self._load(weights, computing, n_nodes, parts, shared, run, check)
             self._key, self._computing = key, computing
@@ -157,7 +157,8 @@ class OwnStage:
     def _key_of(weights: StarterWeights, computing: Computing, parts: Sequence[str]) -> tuple[Any, ...]:
         return weights.config_hash, weights.blocks[0][1], tuple(parts), computing
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Give its memory back; harmless if there is none."""
         if self._key is not None:
             self.loaded.close()
             self._key = None

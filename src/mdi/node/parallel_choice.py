@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mdi.checkpoint.chunks import find_chunk
@@ -14,6 +14,7 @@ from mdi.measure.model_shape import model_shape
 from mdi.node.group_leader import GroupLeader
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import ParallelOptions, StarterOptions
+from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.cost import CostModel
 from mdi.partition.model import Workload
@@ -72,29 +73,49 @@ def nodes_of_chunks(options: StarterOptions, n_nodes: int) -> int:
     )
 
 
-def chosen_shares(
-    options: ParallelOptions, config: Mapping[str, Any], n_nodes: int, parts: Sequence[float] | None
-) -> Shares:
-    """Shares by hand, else in proportion to `parts`, else equal ones. UsageError if the flag names other nodes."""
-    if options.parts is not None and len(options.parts) != n_nodes:
-        raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {n_nodes}")
-    return share_out(config, options.parts or parts or [1.0] * n_nodes, options.is_head_shared)
+def chosen_parts(options: ParallelOptions, names: Sequence[str], measured: Sequence[float] | None) -> dict[str, float]:
+    """What each node's share is proportional to, by name: set by hand, else measured, else alike. UsageError."""
+    if options.parts is not None and len(options.parts) != len(names):
+        raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {len(names)}")
+    return dict(zip(names, options.parts or measured or [1.0] * len(names), strict=True))
 
 
-def make_leader(
+def leaders(
     family: ModelFamily, config: Any, cluster: ClusterConfig, ring_port: int, options: StarterOptions, weights: StarterWeights,
-    computing: Computing, parts: Sequence[float] | None = None,
-) -> GroupLeader:  # fmt: skip
-    """The group that all nodes of a cluster are; the weights give all blocks to all nodes.
+    computing: Computing, measured: Sequence[float] | None = None,
+) -> Callable[[ClusterConfig], OwnStage]:  # fmt: skip
+    """What makes the starter's stage for some nodes of a run, all of them at first: that of a group, or, alone, of all blocks.
 
     Args:
         config: of the model, as the family has it.
         ring_port: the starter's own, as it really is.
-        parts: what each node's share is proportional to, where that was measured.
+        measured: what the share of each node of `cluster` is proportional to.
+
+    Raises:
+        UsageError: shares by hand that do not fit the nodes.
     """
+    parts = chosen_parts(options.parallel, [node.name for node in cluster.nodes], measured)
+    mean = sum(parts.values()) / len(parts)
+
+    def leader(nodes: ClusterConfig) -> OwnStage:
+        if nodes.n_nodes == 1:
+            weights.give_all_blocks(1)
+            return OwnStage(cluster.starter.name, family, config, options)
+        each = [parts.get(node.name, mean) for node in nodes.nodes]
+        return _leader(family, config, nodes, ring_port, options, weights, computing, each)
+
+    return leader
+
+
+def _leader(
+    family: ModelFamily, config: Any, cluster: ClusterConfig, ring_port: int, options: StarterOptions, weights: StarterWeights,
+    computing: Computing, parts: Sequence[float],
+) -> GroupLeader:  # fmt: skip
     fields, parallel, packing = weights.config, options.parallel, computing.packing
     assert packing is not None
-    shares = chosen_shares(parallel, fields, cluster.n_nodes, parts)
+    if not any(parts):  # those that had all are lost
+        parts = [1.0] * len(parts)
+    shares = share_out(fields, parts, parallel.is_head_shared)
     weights.give_all_blocks(cluster.n_nodes)
     ports = [ring_port, *(node.port_in for node in cluster.secondaries)]
     members = tuple(Member(node.name, node.addr, port) for node, port in zip(cluster.nodes, ports, strict=True))

@@ -55,8 +55,10 @@ class RingFormer:
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         secondaries = tuple(self._nodes[name] for name in following.names[1:])
         cluster = ClusterConfig(self._cluster.starter, secondaries, self._cluster.keys)
-        self._weights.cut_anew(following.counts)
-        plan = self._plan_replay(following)
+        is_shared = self._rings.is_shared
+        if not is_shared:  # else all nodes get a share of all blocks, and compute their caches again
+            self._weights.cut_anew(following.counts)
+        plan = None if is_shared else self._plan_replay(following)
         preparation = self._rings.prepare_another(cluster, self.check, None if plan is None else plan.roles)
         if plan is not None and not set(following.names[1:]) <= preparation.keeping | following.fresh:
             plan = None  # somebody was too long without a ring, and has let its caches go
@@ -89,12 +91,28 @@ class RingFormer:
 def make_keeper(
     rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig],
     profile: ClusterProfile | None, silence_s: float, workload: Workload,
-) -> tuple[RingKeeper, Moves]:  # fmt: skip
-    """What replaces the lost nodes of a run, and what moves blocks without a loss; the latter is to be closed in the end."""
+) -> tuple[RingKeeper, Moves | None]:  # fmt: skip
+    """What replaces the lost nodes of a run, and what moves blocks without a loss; the latter is to be closed in the end, and
+    is not there where all nodes have shares of all blocks."""
     shape = model_shape(weights.config, rings.format)
     part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
     cut = MovingCut(shape, profile, workload, part_bytes, lambda: engine.n_rounds_left)
+    if rings.is_shared:
+        return _keeper_of_shares(rings, weights, engine, nodes, silence_s), None
     clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
     spares = [node.name for node in nodes if node.is_spare]
     keeper = RingKeeper(RingFormer(rings, weights, engine, nodes), engine, clients, spares, cut, silence_s)
     return keeper, Moves(keeper, cut, clients, spares, lambda: rings.leaving, engine.leave)
+
+
+def _keeper_of_shares(
+    rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig], silence_s: float
+) -> RingKeeper:
+    """Where all nodes compute every block together, those that are left get new shares."""
+
+    def cut(holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...]:
+        return (weights.n_layer, *(0 for _ in holders[1:]))
+
+    clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
+    spares = [node.name for node in nodes if node.is_spare]
+    return RingKeeper(RingFormer(rings, weights, engine, nodes), engine, clients, spares, cut, silence_s)

@@ -47,7 +47,9 @@ class RunBasis:
     n_sequences: int | None
     process: str
     listener: RingListener | None
-    own: OwnStage | None = None  # the starter's own stage, where it is not just its blocks
+    make_own: Callable[[ClusterConfig], OwnStage] | None = (
+        None  # the starter's own stage, where it is not just its blocks
+    )
 
 
 class RunRings:
@@ -105,9 +107,14 @@ class RunRings:
         ids = (self.run, f"{self._epoch:016x}")
         port = None if basis.listener is None else basis.listener.port
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
+        own = None
+        if basis.make_own is not None:  # shares are others with every other set of nodes
+            if self.own is not None:
+                self.own.drop()
+            own = basis.make_own(self.cluster)
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
-            basis.max_length, basis.n_sequences, self.preparation, basis.own, replays,
+            basis.max_length, basis.n_sequences, self.preparation, own, replays,
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -185,6 +192,11 @@ class RunRings:
         """What the starter's own stage has read."""
         loaded = None if self.preparation is None else self.preparation.loaded
         return WeightUse(0, 0, 0.0) if loaded is None else loaded.weight_use
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all nodes compute every block together."""
+        return self.own is not None and self.own.is_shared
 
     @property
     def own(self) -> OwnStage | None:

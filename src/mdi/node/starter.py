@@ -30,7 +30,7 @@ from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, s
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
-from mdi.node.parallel_choice import is_tensor, make_leader, measured_parts, nodes_of_chunks
+from mdi.node.parallel_choice import is_tensor, leaders, measured_parts, nodes_of_chunks
 from mdi.node.placing import measured_cluster, measured_placement
 from mdi.node.prompt_limits import check_prompt, context_length
 from mdi.node.ring_former import make_keeper
@@ -79,7 +79,7 @@ class StarterNode(StarterReport):
         self._control: ControlServer | None = None
         self._weights: StarterWeights | None = None
         self._rings: RunRings | None = None
-        self._own_stage: OwnStage | None = None  # where it is not just this node's blocks
+        self._make_own: Callable[[ClusterConfig], OwnStage] | None = None  # where it is not just this node's blocks
         self._keeper: RingKeeper | None = None  # without, a lost node ends the run
         self._moves: Moves | None = None
         self._state = "IDLE"
@@ -177,7 +177,7 @@ class StarterNode(StarterReport):
             workload = Workload(n_sequences, min(max_length, self.context_length))
             self._profile = measured_cluster(self._cluster_here, weights, options, self.computing, self.run_id, check)
             parts = measured_parts(self._profile, weights.config, self.computing.format, workload)
-        self._own_stage = make_leader(
+        self._make_own = leaders(
             self._family, self.config, self.cluster, self._listener.port, options, weights, self.computing, parts
         )
 
@@ -225,7 +225,7 @@ class StarterNode(StarterReport):
         self.max_length = min(max_length, self.context_length)
         basis = RunBasis(
             self._family, self.config, self._options, self.computing, self._weights, self.max_length, self._n_sequences,
-            self._process, self._listener, self._own_stage,
+            self._process, self._listener, self._make_own,
         )  # fmt: skip
         self._rings = RunRings(basis, self.cluster, self._epoch)
         self._rings.prepare(check)
@@ -245,14 +245,13 @@ class StarterNode(StarterReport):
             rings.preparation.stage, scheduler, self.max_length, torch.device(self._device),
             DTYPES[self.computing.dtype], options.wire_dtype,
         )  # fmt: skip
-        self.engine.sent = SentRows(options.replay_bytes)
+        self.engine.sent = SentRows(0 if rings.is_shared else options.replay_bytes)
         self._state = "RUNNING"
         self._texts.begin(self.engine, self.codec, self.max_length)
         recorder = None if self.run_trace is None else self.run_trace.recorder
         if recorder is not None:
             recorder.texts = self.engine.texts
-        is_replaced = not self._options.fixed and self._own_stage is None  # shares are not given to others yet
-        if is_replaced and self._cluster.secondaries and self._family.is_placed:
+        if not self._options.fixed and self._cluster.secondaries and self._family.is_placed:
             nodes = (*self._cluster.spares, *self._cluster.secondaries, *self._left_out)
             self._keeper, self._moves = make_keeper(
                 rings, self._weights, self.engine, nodes, self._profile, self._options.silence_s,
