@@ -5,6 +5,7 @@ import { byId, el, picture } from "./dom.js";
 import { show } from "./markdown.js";
 
 const NEAR_END = 80; // pixels: who has scrolled up further reads, and is not to be moved
+const LONG_MS = 30; // drawing that takes longer is done less often, so that the page still answers
 
 export class ChatView {
   constructor(chats, settings, notify) {
@@ -129,18 +130,22 @@ export class ChatView {
     this.drawAll();
   }
 
-  // Show what has come, at most once for each picture on the screen.
+  // Show what has come, at most once for each picture on the screen, and more seldom where drawing takes long.
   grow() {
     const answering = this.answering;
-    if (!answering || answering.frame) return;
-    answering.frame = requestAnimationFrame(() => {
-      answering.frame = 0;
+    if (!answering || answering.isWaiting) return;
+    answering.isWaiting = true;
+    setTimeout(() => requestAnimationFrame(() => {
+      answering.isWaiting = false;
       if (this.answering !== answering || this.chats.current !== answering.chat) return;
+      const begin = performance.now();
       const box = this.messages;
       const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
       show(answering.body, answering.message.content);
       if (follows) box.scrollTop = box.scrollHeight;
-    });
+      const taken = performance.now() - begin;
+      answering.pause = taken > LONG_MS ? 4 * taken : 0;
+    }), answering.pause ?? 0);
   }
 
   keep() {
