@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,10 @@ def test_children_get_the_form_of_their_parent(monkeypatch: pytest.MonkeyPatch) 
     assert launch("explain", ["file"]) == 0
     assert launch("explain", ["file", "--log-json"]) == 0
     assert seen == [PLAIN, JSON] and VARIABLE not in os.environ
+
+
+def test_a_failure_is_an_object_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launch("explain", [str(tmp_path / "none"), "--log-json"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found["level"] == "error" and str(tmp_path) in found["message"]

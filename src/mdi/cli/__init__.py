@@ -15,11 +15,11 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mdi
 from mdi.errors import MdiError, UsageError
-from mdi.log_lines import VARIABLE, form_of, formatter
+from mdi.log_lines import JSON, VARIABLE, form_of, formatter
 from mdi.terminal import LineFormatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
@@ -145,7 +145,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     except MdiError as e:
         if is_debugging:
             logger.exception("failed")
-        show_error(e)
+        _tell_failure(e)
         return 2 if isinstance(e, UsageError) else 1
     except ModuleNotFoundError as e:
         if is_debugging or (e.name or "").startswith("mdi"):
@@ -162,13 +162,15 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     except MemoryError:
         if is_debugging:
             raise
-        show_error("out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)")
+        _tell_failure(
+            "out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)"
+        )
         return 1
     except Exception as e:  # a defect, or a machine at its limits: memory, a driver, a disk
         if is_debugging:
             raise
         reason = (str(e).splitlines() or [""])[0]
-        show_error(f"{type(e).__name__}: {reason} (-d shows where)")
+        _tell_failure(f"{type(e).__name__}: {reason} (-d shows where)")
         return 1
     except KeyboardInterrupt as e:
         handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
@@ -180,6 +182,14 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         os.environ.pop(VARIABLE, None)
         if inherited is not None:
             os.environ[VARIABLE] = inherited
+
+
+def _tell_failure(message: Any) -> None:
+    """The one line that tells why the command failed, as its log lines look."""
+    if os.environ.get(VARIABLE) == JSON:
+        logger.error("%s", message)
+    else:
+        show_error(message)
 
 
 def set_wait_policy() -> None:
