@@ -148,7 +148,8 @@ class ModelHost:
             return
         failure: MdiError | None = None
         try:
-            self._check()
+            if self._options.fixed:  # else the ring goes on without a lost node, and its texts with it
+                self._check()
             loaded.node.raise_failure()
         except MdiError as e:
             failure = e
