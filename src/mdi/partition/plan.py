@@ -20,6 +20,7 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.node_window import NodeWindow
 from mdi.partition.placement import Placement
 from mdi.partition.profile import ClusterProfile
+from mdi.partition.tensor_plan import TensorPlan, plan_tensor
 
 # What one frame more than nodes must be predicted to gain: the transfers that it hides were measured in a moment.
 FRAME_GAIN = 1.05
@@ -52,6 +53,7 @@ class PlanReport:
         tokens_s: of all sequences together; tokens_s_one: of one sequence alone on the same placement.
         limit: what the ring waits for, in words.
         advice: what would help, in words, most useful first.
+        tensor: all nodes computing every block together, for one text (--parallel tensor).
         notes: where the numbers are less sure than they look.
         windows: of each node, if weights are to be read while they are computed with.
     """
@@ -70,6 +72,7 @@ class PlanReport:
     advice: tuple[str, ...]
     notes: tuple[str, ...]
     windows: tuple[NodeWindow, ...] = ()
+    tensor: TensorPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -100,6 +103,7 @@ class PlanReport:
             "limit": self.limit,
             "advice": list(self.advice),
             "notes": list(self.notes),
+            "tensor": None if self.tensor is None else self.tensor.to_json(),
             **({"windows": [window.to_json() for window in self.windows]} if self.windows else {}),
         }
 
@@ -178,7 +182,19 @@ def report(
         limit=limit_of(placement, prediction),
         advice=tuple(advice(cost, placement, prediction, smaller)),
         notes=notes,
+        tensor=_shared_out(cost),
     )
+
+
+def _shared_out(cost: CostModel) -> TensorPlan | None:
+    """What shares of all blocks on all nodes would bring to one text; None if there is one node, or they do not fit."""
+    if cost.n_nodes == 1:
+        return None
+    one = CostModel(cost.profile, cost.shape, cost.workload, timed=1)
+    try:
+        return plan_tensor(one)
+    except PlacementError:
+        return None
 
 
 def rescaled(profile: ClusterProfile, shape: ModelShape, measured: ModelShape | None) -> tuple[ClusterProfile, str]:

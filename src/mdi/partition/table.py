@@ -27,6 +27,12 @@ def format_plan(report: PlanReport) -> str:
     one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
     many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
     lines += [f"speed:    {one}{many}", f"limit:    {report.limit}"]
+    if report.tensor is not None:
+        shared = report.tensor
+        lines.append(
+            f"tensor:   {_rate(shared.tokens_s)} tokens/s for one sequence with every block on all nodes (--parallel tensor); "
+            f"of {duration(shared.token_s)} a token, sums ({shared.algorithm}) take {duration(shared.sums_s)}"
+        )
     lines += [line for window in report.windows for line in window.lines()]
     lines += [f"advice:   {text}" for text in report.advice]
     lines += [f"note:     {text}" for text in report.notes]

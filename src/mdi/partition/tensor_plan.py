@@ -43,7 +43,8 @@ class TensorPlan:
         return self.n_rows / self.token_s if self.token_s else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens_s": self.tokens_s}
+        fields = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {**fields, "tokens_s": self.tokens_s}
 
 
 def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_shared: bool = False) -> TensorPlan:
