@@ -116,7 +116,7 @@ def test_no_nodes_file(failure: Failure, tmp_path: Path, checkpoint: Path, comma
     ("text", "words"),
     [
         ('{"nodes": ', "not valid JSON"),
-        ("[1]", "expected a JSON object, found a list"),
+        ("[1]", "expected a JSON object, found [1]"),
         ("{}", "'nodes' is missing"),
         ('{"nodes": {"secondary": []}}', "'starter' is missing"),
         ('{"nodes": {"starter": {"addr": "127.0.0.1"}}}', "'communication' is missing"),

@@ -1,4 +1,11 @@
-"""List the models that are ready, with what they take on the disk: those that `mdi serve` offers by name."""
+"""List the models that are ready, with what they take on the disk: those that `mdi serve` offers by name.
+
+examples:
+  mdi list
+      the models below checkpoints/, with their size and when they were made
+  mdi list --ckpt-folder /data/models
+      those in another folder
+"""
 
 from __future__ import annotations
 
