@@ -259,13 +259,14 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
         with started(nodes, checkpoints[0], "2,3") as starter:
             texts_of(starter, 2)
             stage = weakref.ref(nodes[0]._slots.listed[0].stage)
-        with frame_starter(nodes[0], checkpoints[1]) as other:
-            other.form(n_sequences=1)
-            assert stage() is not None, "it is not in the way"
-        with frame_starter(nodes[0], checkpoints[2]) as other:
+        with frame_starter(nodes[0], checkpoints[2]) as other:  # of any number of texts: it takes all that is free
             other.form()
-            gc.collect()
-            assert stage() is None, "a run of any number of texts takes all that is free"
+            for _ in range(500):
+                gc.collect()
+                if stage() is None:
+                    break
+                threading.Event().wait(0.02)
+            assert stage() is None
 
 
 def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path) -> None:

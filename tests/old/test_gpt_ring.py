@@ -20,7 +20,7 @@ from gpt.stage import WholeTextStage
 from gpt.weights import open_gpt2
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import EngineError, MdiError, RingError, UsageError
+from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
@@ -133,8 +133,9 @@ def test_a_role_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_node_of_todays_system_refuses_an_earlier_model(tmp_path: Path) -> None:
     """It keeps caches and knows no learned positions."""
     ckpt = write_gpt2(tmp_path / "gpt2")
-    with cluster_of([("secondary0", None)], tmp_path) as cluster, pytest.raises(RingError, match="could not get ready"):  # type: ignore[list-item]
+    with cluster_of([("secondary0", None)], tmp_path) as cluster, pytest.raises(ControlError) as caught:  # type: ignore[list-item]
         generated(cluster, GPT2Family(), ckpt, [[1]])
+    assert (caught.value.status, caught.value.code) == (409, "usage")
 
 
 def test_a_stage_wants_whole_texts() -> None:

@@ -239,7 +239,14 @@ class SecondaryNode:
             self._measurement.check_idle()
             if not self._runs.replace(request):
                 return {}
-            slot, has_caches = self._slots.reserve(request, computing)
+            try:
+                slot, has_caches = self._slots.reserve(request, computing)
+            except MdiError:
+                raise
+            except Exception as e:  # a config that makes no sense for the models of this node
+                raise ControlError(
+                    f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
+                ) from None
             job = Job(request, computing, slot, has_caches)
             self._runs.add(job)
             self._serve(job)
