@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "assets" / "nano-llama"
 KEYS = ("alpha-secret", "beta-secret")
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class Server:
@@ -32,7 +32,17 @@ class Server:
         self._certificate = certificate
         self.log = folder / "server.log"
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
-        command = [sys.executable, ROOT / "src" / "serve.py", "--ckpt", NANO, "--port", self.port, *flags]
+        command = [
+            sys.executable,
+            ROOT / "src" / "serve.py",
+            "--ckpt",
+            NANO,
+            "--port",
+            self.port,
+            "--wait",
+            120,
+            *flags,
+        ]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen([str(part) for part in command], stderr=log, env=env)
 

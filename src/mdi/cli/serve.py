@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
+import sys
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -92,6 +94,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
     from mdi.cli.starter import starter_options, tell_loading
+    from mdi.errors import MdiError
     from mdi.serve.catalog import Catalog
 
     tell_loading()
@@ -111,10 +114,11 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
         )  # fmt: skip
         snapshots = Snapshots(host)
         backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
-        if args.open:
+        if args.open and _has_display():
             webbrowser.open(api.url)
         try:
             host.run()
+            raise MdiError("the API process has ended by itself; what it said stands above")
         except KeyboardInterrupt:
             ignore_interrupts()
             logger.info("no more requests are taken; those under way are finished")
@@ -123,6 +127,11 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
             ignore_interrupts()
             host.close()
             backend.close()
+
+
+def _has_display() -> bool:
+    """Without one, a browser of text would take this terminal."""
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def _after(args: argparse.Namespace) -> Callable[[StarterNode], None] | None:
