@@ -31,7 +31,7 @@ class Server:
         (self.port,) = free_ports(1)
         self._certificate = certificate
         self.log = folder / "server.log"
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         command = [
             sys.executable,
             ROOT / "src" / "serve.py",
