@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from mdi.config import ClusterConfig, NodeConfig
@@ -11,6 +12,7 @@ from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError
 from mdi.measure.model_shape import model_shape
 from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.node.preparation import Preparation
 from mdi.node.replay_plan import ReplayPlan, plan_replay
 from mdi.node.run_rings import RunRings
 from mdi.node.starter_weights import StarterWeights
@@ -55,27 +57,33 @@ class RingFormer:
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         secondaries = tuple(self._nodes[name] for name in following.names[1:])
         cluster = ClusterConfig(self._cluster.starter, secondaries, self._cluster.keys)
-        is_shared = self._rings.is_shared
-        if not is_shared:  # else all nodes get a share of all blocks, and compute their caches again
+        if not self._rings.is_shared:  # else all nodes get a share of all blocks, and compute their caches again
             self._weights.cut_anew(following.counts)
-        plan = None if is_shared else self._plan_replay(following)
-        preparation = self._rings.prepare_another(cluster, self.check, None if plan is None else plan.roles)
-        if plan is not None and not set(following.names[1:]) <= preparation.keeping | following.fresh:
-            plan = None  # somebody was too long without a ring, and has let its caches go
-            preparation = self._rings.prepare_another(cluster, self.check, None)
+        plan, fresh, preparation = self._prepare(cluster, following)
         ring = self._rings.form()
         engine = self._engine
         engine.stage, engine.memory = preparation.stage, preparation.memory
         engine.kept = None if plan is None else plan.kept
-        engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(following.fresh)
+        engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(fresh)
         self.restored_by = TOKENS if plan is None else REPLAY
         self._stages = self._stages_of(cluster)
         return ring
 
+    def _prepare(
+        self, cluster: ClusterConfig, following: Next
+    ) -> tuple[ReplayPlan | None, frozenset[str], Preparation]:
+        """Get the nodes ready; how caches are restored, and which nodes have none."""
+        fresh = following.fresh
+        while (plan := self._plan_replay(replace(following, fresh=fresh))) is not None:
+            preparation = self._rings.prepare_another(cluster, self.check, plan.roles)
+            lacking = frozenset(following.names[1:]) - preparation.keeping - fresh
+            if not lacking:
+                return plan, fresh, preparation
+            fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
+        return None, fresh, self._rings.prepare_another(cluster, self.check, None)
+
     def _plan_replay(self, following: Next) -> ReplayPlan | None:
-        preparation = self._rings.preparation
-        is_shared = preparation is not None and preparation.own.is_shared
-        if following.is_moved or is_shared or self._engine.is_isolating:
+        if following.is_moved or self._rings.is_shared or self._engine.is_isolating:
             return None
         return plan_replay(following, self._engine.sent.counts, self._clients, self._rings.run)
 

@@ -22,7 +22,7 @@ from mdi.node.progress import Progress
 from mdi.periodic import Periodic
 from mdi.units import size
 
-POLL_S = 0.2
+POLL_S = 0.03  # a node that has everything is ready in a few hundredths of a second, and texts may be waiting for it
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")

@@ -183,6 +183,8 @@ class RingKeeper:
         search.error = error
         if error.node != self._former.stages[0].name:
             search.suspected.add(error.node)
+            if error.code != "lost":
+                search.failed.add(error.node)
             if error.code == "left":
                 search.left.add(error.node)
             self._absences.add(error.node, time.monotonic())
@@ -302,7 +304,7 @@ class _Search:
         processes: what nodes have answered since.
         suspected: nodes that somebody said were lost.
         unfit: nodes that said they cannot take part.
-        left: nodes that were told to end.
+        failed, left: nodes that said they had failed, and those of them that were told to end.
         most: blocks that nodes have said they can hold at most.
         n_failures: rings that could not be formed.
     """
@@ -315,11 +317,16 @@ class _Search:
         self.processes: dict[str, str] = {}
         self.suspected: set[str] = set()
         self.unfit: set[str] = set()
+        self.failed: set[str] = set()
         self.left: set[str] = set()
         self.most: dict[str, int] = {}
         self.n_failures = 0
 
     def fresh(self, following: Next) -> frozenset[str]:
-        """Nodes of the next ring that are not in the one before, or have another process now."""
+        """Nodes of the next ring that are not in the one before, have another process now, or failed by themselves."""
         then, now = self.processes_before, self.processes
-        return frozenset(name for name in following.names if name not in self.before or now.get(name) != then.get(name))
+        return frozenset(
+            name
+            for name in following.names
+            if name not in self.before or name in self.failed or now.get(name) != then.get(name)
+        )
