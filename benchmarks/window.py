@@ -8,7 +8,9 @@ with the limit, each with the file out of the system's memory:
 
 1. what the disk gives to one reader, direct, over the same file;
 2. one text, and several at once, with --memory;
-3. accelerate's disk offload (with --peer-python, an interpreter that has torch, transformers and accelerate) over the same
+3. a format and kernels with which computing takes longer than reading (int8, plain C++), without and with a window of
+   STEADY_UNITS: whether it ever waits, and what partition.steady says of it;
+4. accelerate's disk offload (with --peer-python, an interpreter that has torch, transformers and accelerate) over the same
    weights in Hugging Face's form, under the same limit, or the least of LIMITS that it runs in.
 
 Nothing is asserted.
@@ -33,8 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The ring is closed link by link."
 LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
 PIECE_BYTES = 8 << 20
+STEADY_UNITS = 4
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
+PREFIX = os.environ.get(
+    "BENCHMARK_PREFIX", ""
+).split()  # such as "chrt -f 10 taskset -c 1", on a machine that is not quiet
 
 
 def drop(paths: list[Path]) -> None:
@@ -46,14 +52,17 @@ def drop(paths: list[Path]) -> None:
         os.close(fd)
 
 
-def disk_bytes_s(path: Path, limit_s: float = 4.0) -> float:
-    """Of direct reads, one after the other."""
+def disk_bytes_s(path: Path, is_direct: bool, limit_s: float = 3.0) -> float:
+    """Of one reader, piece after piece, into memory with large pages."""
     import mmap
 
-    memory = mmap.mmap(-1, PIECE_BYTES)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
     done, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < limit_s and (n := os.preadv(fd, [memory], done)) == PIECE_BYTES:
+        if not is_direct:
+            os.posix_fadvise(fd, done, n, os.POSIX_FADV_DONTNEED)
         done += n
     spent = time.perf_counter() - begin
     os.close(fd)
@@ -64,7 +73,7 @@ def in_group(command: list[str], limit: int, env: dict[str, str]) -> tuple[int, 
     """Status, output, errors, peak of the group, processes that were killed."""
     with memory_group(limit) as group:
         done = subprocess.run(
-            group.command(command), env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            group.command([*PREFIX, *command]), env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         return done.returncode, done.stdout, done.stderr, group.peak_bytes(), group.n_killed()
 
@@ -88,7 +97,6 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> di
     first_s = max(sample["ttft_s"] for sample in samples)
     duration_s = sum(len(s["token_ids"]) for s in samples) / found["tokens_per_s"]
     decode_s = duration_s - first_s
-    read_s = node["compute_s"]
     return {
         "texts": n_texts,
         "tokens_per_s": n_texts * (args.tokens - 1) / decode_s,
@@ -97,13 +105,51 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> di
         "weights_resident_bytes": node["weights_resident_bytes"],
         "weights_read_bytes": node["weights_read_bytes"],
         "disk_wait_share": node["disk_wait_s"] / node["compute_s"],
-        "read_bytes_s": node["weights_read_bytes"] / read_s,
+        "read_bytes_s": node["weights_read_bytes"] / node["compute_s"],
         "peak_rss_bytes": node["peak_rss_bytes"],
         "group_peak_bytes": peak,
         "wall_s": time.perf_counter() - begin,
         "said": [line for line in err.splitlines() if "weights in memory" in line],
         "token_ids": samples[0]["token_ids"],
     }
+
+
+def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
+    """Whether computing waits where it takes longer than reading, and what was said beforehand."""
+    import yaml
+
+    from mdi.checkpoint.shapes import full_config
+    from mdi.measure.window_plan import units_of
+    from mdi.partition.steady import UnitTimes, simulate
+    from mdi.window.plan import plan_window
+
+    def run(*flags: str) -> dict[str, Any]:
+        command = [
+            args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "int8",
+            "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(args.texts), "--n-tokens", str(args.tokens),
+            "--temperature", "0", "--sequence-length", "64", "--json", "--threads", str(args.threads), *flags,
+        ]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_KERNELS": "plain"}
+        done = subprocess.run([*PREFIX, *command], env=env, capture_output=True, text=True, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    drop([args.checkpoint / "chunks" / "1nodes-int8" / "model_starter.safetensors"])
+    whole, windowed = run(), run("--window", str(STEADY_UNITS))
+    settings = yaml.safe_load((args.checkpoint / "model_config.yaml").read_text())
+    config = full_config(settings, str(args.checkpoint))
+    plan = plan_window(*units_of(config, "int8", 0, config["n_layer"], is_starter=True), STEADY_UNITS, None)
+    compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
+    total = sum(unit.n_bytes for unit in plan.units)
+    times = [UnitTimes(unit.n_bytes / disk, compute_s * unit.n_bytes / total) for unit in plan.units]
+    said = simulate(times, STEADY_UNITS)
+    node = windowed["nodes"][0]
+    return {
+        "frame_s_whole": compute_s, "frame_s_windowed": 1 / windowed["samples"][0]["tokens_per_s"],
+        "said_wait_share": said.wait_share, "said_frame_s": said.pass_s,
+        "disk_wait_share": node["disk_wait_s"] / node["compute_s"], "weights_read_bytes": node["weights_read_bytes"],
+        "same_ids": [s["token_ids"] for s in whole["samples"]] == [s["token_ids"] for s in windowed["samples"]],
+    }  # fmt: skip
 
 
 def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -146,13 +192,15 @@ def main() -> None:
         args.cache = cache
         result: dict[str, Any] = {"memory_bytes": args.memory, "threads": args.threads}
         drop([chunk])
-        result["disk_bytes_s"] = disk_bytes_s(chunk)
-        print(json.dumps(result), flush=True)
         for n_texts in (1, args.texts):
+            result[f"disk_bytes_s_{n_texts}"] = [disk_bytes_s(chunk, is_direct) for is_direct in (True, False)]
+            print(result[f"disk_bytes_s_{n_texts}"], flush=True)
             found = ours(args, chunk, n_texts)
             result[f"texts_{n_texts}"] = found
             print(json.dumps(found), flush=True)
         result["gain_of_several"] = result[f"texts_{args.texts}"]["tokens_per_s"] / result["texts_1"]["tokens_per_s"]
+        result["steady"] = steady(args, max(result["disk_bytes_s_1"]))
+        print(json.dumps(result["steady"]), flush=True)
         if args.peer_python:
             result["accelerate"] = peer(args, args.peer_folder)
             print(json.dumps(result["accelerate"]), flush=True)
