@@ -143,7 +143,7 @@ class StageSlots:
             by_hand = self._kv_memory
             if by_hand is not None:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
-            promised = sum(one.promised_beside(slot) for one in others)
+            promised = sum(one.promised_beside(slot) for one in others) + request.replay_bytes
             report = report_caches(slot.stage, slot.device, by_hand, promised)
             slot.cache_bytes = report.limit_bytes
             if request.n_sequences is not None:
