@@ -1,0 +1,44 @@
+"""The starter's own stage: loaded once for all rings of a run, and only what is new of another cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mdi.model.tensor_stage import TensorStage
+from mdi.node.format_choice import starter_computing
+from mdi.node.model_family import ModelFamily
+from mdi.node.options import StarterOptions
+from mdi.node.own_stage import OwnStage
+from mdi.node.starter_weights import StarterWeights
+from tiny_checkpoint import write_checkpoint
+
+
+def test_another_ring_loads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, options = ModelFamily(), StarterOptions(ckpt=write_checkpoint(tmp_path / "tiny"), device="cpu")
+    weights = StarterWeights(options.ckpt, None, 2, "2,3", None)
+    loaded: list[str] = []
+    source_of = StarterWeights.source_of
+    monkeypatch.setattr(StarterWeights, "source_of", lambda self, part: (loaded.append(part), source_of(self, part))[1])
+    try:
+        computing = starter_computing(family, weights, options, "cpu", None)
+        own = OwnStage("starter", family, family.config(weights.config), options)
+
+        def load(max_length: int) -> TensorStage:
+            loaded.clear()
+            own.load(weights, computing, 2, max_length, 1, None, lambda: None)
+            assert isinstance(own.loaded, TensorStage) and own.loaded.max_length >= max_length
+            return own.loaded
+
+        first = load(40)
+        assert sorted(loaded) == ["block.0", "block.1", "embedding", "head"]
+        assert load(40) is first and load(30) is first and load(80) is first and not loaded
+        kept = first.inner.weights_of("block.1")
+        weights.cut_anew((3, 2))
+        second = load(80)
+        assert second is not first and loaded == ["block.2"]
+        assert second.inner.weights_of("block.1") is kept
+        own.check_memory(weights, computing, 2)
+    finally:
+        weights.close()
