@@ -65,8 +65,8 @@ class FaultyLink:
         self._network.call(self._passing.clear)
 
     def thaw(self) -> None:
-        """What was held back passes."""
-        self._network.call(self._passing.set)
+        """What was held back passes, and nothing is cut any more."""
+        self._network.call(self._thaw)
 
     # In the network's thread
 
@@ -82,6 +82,10 @@ class FaultyLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
+
+    def _thaw(self) -> None:
+        self._left = None
+        self._passing.set()
 
     def _reset(self) -> None:
         self._left = None
