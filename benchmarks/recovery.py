@@ -47,8 +47,8 @@ def main() -> None:
         waits = [row["from_loss_s"] for row in found]
         print(f"{how:8} from the loss to the next token: {', '.join(f'{s:.2f}' for s in waits)} s; median "
               f"{statistics.median(waits):.2f} s; texts as undisturbed: {all(row['is_same'] for row in found)}")  # fmt: skip
-    settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
-    save(args.json, {"settings": settings, "kills": rows})
+    settings = {key: str(value) for key, value in vars(args).items() if key not in ("json", "ckpt")}
+    save(args.json, {"model": args.ckpt.name, "settings": settings, "kills": rows})
 
 
 def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
