@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def main() -> int:
         finally:
             show(tally)
             if args.json is not None:
-                args.json.write_text(json.dumps(asdict(tally), indent=1) + "\n", encoding="utf-8")
+                args.json.write_text(json.dumps(vars(tally), indent=1) + "\n", encoding="utf-8")
     return 1 if tally.hangs or tally.wrong or tally.lost or tally.left else 0
 
 

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -64,12 +65,12 @@ def _open_files(pid: int) -> list[str]:
 def growth(samples: list[list[Held]]) -> list[str]:
     """What grew from the middle of the runs to their end, a line for each process and thing; the starter is process 0.
 
-    Of memory, what a process has at least counts: what it may give back goes up and down.
+    Of memory, what a process has most of the time counts: what it may give back goes up and down.
     """
     third = max(1, len(samples) // 3)
     lines = []
     for i in range(len(samples[0])):
-        before, after = _least(samples[third : 2 * third], i), _least(samples[-third:], i)
+        before, after = _usual(samples[third : 2 * third], i), _usual(samples[-third:], i)
         for name in ("threads", "sockets", "files"):
             if getattr(after, name) > getattr(before, name):
                 lines.append(f"process {i}: {name} {getattr(before, name)} -> {getattr(after, name)}")
@@ -78,10 +79,10 @@ def growth(samples: list[list[Held]]) -> list[str]:
     return lines
 
 
-def _least(samples: list[list[Held]], i: int) -> Held:
-    """The least of everything that process `i` had."""
+def _usual(samples: list[list[Held]], i: int) -> Held:
+    """The median of everything that process `i` had."""
     names = ("rss_bytes", "threads", "sockets", "files")
-    return Held(*(min(getattr(sample[i], name) for sample in samples) for name in names))
+    return Held(*(statistics.median_low(getattr(sample[i], name) for sample in samples) for name in names))
 
 
 class Nodes:
