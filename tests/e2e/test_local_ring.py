@@ -20,10 +20,10 @@ from tiny_checkpoint import TEXT, reference
 ENDLESS = ("--nodes", 3, "--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 2, "--temperature", 0)
 
 
-def started(spawn: Spawn, endless: Path, folder: Path) -> tuple[Process, list[int]]:
+def started(spawn: Spawn, endless: Path, folder: Path, *flags: str) -> tuple[Process, list[int]]:
     """A local ring in mid-run, and its secondaries in ring order."""
     folder.mkdir()
-    process = spawn("local_ring", "--ckpt", endless, *ENDLESS, env={"TMPDIR": str(folder)})
+    process = spawn("local_ring", "--ckpt", endless, *ENDLESS, *flags, env={"TMPDIR": str(folder)})
     process.wait_bytes(300)
     children = sorted(children_of(process.pid), key=index_of)
     assert len(children) == 2
@@ -89,7 +89,7 @@ def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path,
 
 
 def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
-    process, children = started(spawn, endless, tmp_path / "ring")
+    process, children = started(spawn, endless, tmp_path / "ring", "--fixed")
     os.kill(children[1], signal.SIGKILL)
     assert process.wait(SOON_S) == 1, process.story()
     assert "secondary1 is lost" in process.err and "what each sample had reached" in process.out

@@ -15,6 +15,7 @@ LONG = (TEXT * 4)[:1100]
 PROMPTS = ["A", "Who are you?", LONG, "The ring", "x", TEXT, "Where have you been all the time?"]
 NODE_FIELDS = {
     "name", "layers", "peak_rss_bytes", "compute_s", "wait_s", "send_s", "bytes_sent", "frames",
+    "weights_resident_bytes", "weights_read_bytes", "disk_wait_s",
 }  # fmt: skip
 SAMPLE_FIELDS = {"prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s"}
 
@@ -40,7 +41,9 @@ def test_greedy_ids_are_those_of_litgpt(ring: Cluster, checkpoint: Path, starter
 def test_the_json_object(ring: Cluster, checkpoint: Path, starter: Starter) -> None:
     result = starter(checkpoint, ring.path, "--n-tokens", 9, *prompt_flags(["A", "Who are you?", LONG]))
     found = result.json
-    assert set(found) == {"samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed"}
+    assert set(found) == {
+        "samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed", "parallel", "recoveries",
+    }  # fmt: skip
     assert result.out.count("\n") == 1
     assert all(set(sample) == SAMPLE_FIELDS for sample in found["samples"])
     assert all(set(node) == NODE_FIELDS for node in found["nodes"])

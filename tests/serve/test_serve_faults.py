@@ -107,16 +107,15 @@ def test_connections_that_say_nothing_disturb_nobody(server: Server) -> None:
 def test_who_goes_away_frees_its_text(server: Server, is_streamed: bool) -> None:
     body = {
         **GOOD,
-        "prompt": "ROMEO:" * 120,
-        "max_tokens": 5000,
+        "max_tokens": 900,
         "stream": is_streamed,
         "logit_bias": {"0": -100},
-        "n": 4,
+        "n": 16,
     }
     begin = wait_for(server, lambda texts: texts["running"] == 0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", COMPLETIONS, json.dumps(body), {"authorization": f"Bearer {KEYS[0]}"})
-    wait_for(server, lambda texts: texts["running"] == 4)
+    wait_for(server, lambda texts: texts["running"] > 0)
     connection.close()
     left = time.monotonic()
     wait_for(server, lambda texts: texts["running"] == 0)
@@ -147,7 +146,7 @@ def wait_for(server: Server, condition: Any) -> dict[str, int]:
     deadline = time.monotonic() + 60
     while True:
         texts = server.texts()
-        if condition(texts):
+        if texts is not None and condition(texts):  # None: nothing was read yet
             return texts
         assert time.monotonic() < deadline, texts
         time.sleep(0.05)
