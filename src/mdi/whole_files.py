@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
 
 from mdi.errors import CheckpointError, MdiError
 
@@ -25,6 +28,7 @@ def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder:
     try:
         if makes_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
         with open(part, "w+b") as file:
             yield file
             file.flush()
@@ -35,3 +39,12 @@ def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes that were killed while they wrote this file have left."""
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        number = part.name[len(path.name) + 1 : -len(".part")]
+        if number.isascii() and number.isdigit() and not psutil.pid_exists(int(number)):
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)

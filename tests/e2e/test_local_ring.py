@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster_keys import key_file
 from mdi.tracing.chrome import read_trace
 from mdi.tracing.explain import explain
 from mdi.tracing.spans import Activity
@@ -40,6 +41,7 @@ def test_three_nodes(spawn: Spawn, checkpoint: Path, tmp_path: Path) -> None:
     process = spawn(
         "local_ring", "--nodes", 3, "--ckpt", checkpoint, "--prompt", "The ring", "--prompt", TEXT, "--n-tokens", 10,
         "--temperature", 0, "--prompt-style", "none", "--json", "--trace", tmp_path / "trace.json",
+        "--key", key_file(tmp_path / "cluster.key").path,
         env={"TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.wait() == 0, process.story()

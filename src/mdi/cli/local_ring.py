@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import logging
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,10 +58,13 @@ def run_ring(
     args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None
 ) -> int:
     """One run on a ring of child processes; `family` makes that of the model, None is litgpt's."""
+    from mdi.cli.access import KEY_VARIABLE
     from mdi.errors import UsageError
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+    if args.key is not None:
+        os.environ[KEY_VARIABLE] = str(args.key.expanduser().absolute())  # for the nodes, too
     if args.compare and (args.json or args.ckpt is None):
         raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
     as_given = copy.copy(args)
