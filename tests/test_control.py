@@ -204,7 +204,8 @@ def test_every_error_has_a_code_that_the_protocol_names() -> None:
     kinds = [MdiError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    codes = [kind.code for kind in kinds if isinstance(kind.code, str)]
+    # those of the server's API are OpenAI's
+    codes = [kind.code for kind in kinds if isinstance(kind.code, str) and not kind.__module__.startswith("mdi.serve")]
     assert len(codes) > 10 and set(codes) <= set(CODES)
 
 

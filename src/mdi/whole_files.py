@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from mdi.errors import CheckpointError, MdiError
 
 
@@ -43,6 +41,8 @@ def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder:
 
 def _sweep(path: Path) -> None:
     """Remove what processes that were killed while they wrote this file have left."""
+    import psutil  # here, so that commands which write no file can say what is missing
+
     for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         number = part.name[len(path.name) + 1 : -len(".part")]
         if number.isascii() and number.isdigit() and not psutil.pid_exists(int(number)):
