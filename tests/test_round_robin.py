@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_rings_that_have_frames_are_served_in_turn(turns: RoundRobin) -> None:
         part.wait()
     finish(turns, thread)
     assert "".join(told) == "abcabcacac"
+
+
+def test_a_ring_waits_only_while_it_takes_part(turns: RoundRobin) -> None:
+    thread = started(turns)
+    time.sleep(0.3)  # the thread has nothing to do, and no ring is to blame
+    begin = time.perf_counter()
+    part = turn_of(FakeRing("a", 2, []))
+    turns.add(part)
+    part.wait()
+    assert 0 <= part.wait_s <= time.perf_counter() - begin
+    finish(turns, thread)
 
 
 def test_a_ring_whose_next_node_takes_nothing_does_not_stop_the_others(turns: RoundRobin) -> None:

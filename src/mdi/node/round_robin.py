@@ -36,6 +36,7 @@ class Turn:
         self.ring = ring
         self.n_threads = n_threads
         self.wait_s = 0.0
+        self.since_s = time.perf_counter()  # since when it takes part
         self.has_begun = False
         self._over = threading.Event()
         self._error: Exception | None = None
@@ -69,6 +70,7 @@ class RoundRobin:
         """Let a ring take part until it is over; after `close` it has ended at once."""
         with self.changed:
             if not self._closed:
+                turn.since_s = time.perf_counter()
                 self._turns.append(turn)
                 return self.changed.notify_all()
         turn.end(_ended())
@@ -145,9 +147,9 @@ class RoundRobin:
 
     def _count_wait(self, begin: float) -> None:
         if begin:
-            waited = time.perf_counter() - begin
+            now = time.perf_counter()
             for turn in self._turns:
-                turn.wait_s += waited
+                turn.wait_s += now - max(begin, turn.since_s)
 
     def _serve(self, turn: Turn) -> None:
         if turn.n_threads != self._n_threads or not turn.has_begun:  # torch may have been loaded for this very ring
