@@ -81,7 +81,7 @@ class RingSystem:
         node = self._node
         assert node is not None
         params = SamplingParams(n_tokens=case.n_new, temperature=0)
-        sent = node._ring.bytes_sent if node._ring is not None else 0
+        sent = node.metrics().nodes[0].bytes_sent
         begin = time.perf_counter()
         samples = [node.submit("", case.prompt(i), params) for i in range(case.n_sequences)]
         node.generate()
@@ -90,10 +90,10 @@ class RingSystem:
             "times_s": [[t - shift for t in sample.token_times_s] for sample in samples],
             "ids": [sample.token_ids for sample in samples],
         }
-        if self._ring.pids and node._ring is not None:
+        if self._ring.pids:
             # Each link carries a row for each position that was computed; the last token of a sequence is not sent.
             rows = case.n_sequences * (case.n_positions - 1)
-            found["link_bytes_per_row"] = (node._ring.bytes_sent - sent) / rows
+            found["link_bytes_per_row"] = (node.metrics().nodes[0].bytes_sent - sent) / rows
         return found
 
     def end(self) -> dict[str, Any]:
