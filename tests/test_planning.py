@@ -85,7 +85,7 @@ def run(starter: StarterNode, n_samples: int = 3) -> list[list[int]]:
         starter.open()
         starter.place(n_samples, 60)
         starter.prepare(60)
-        BLOCKS[:] = starter._weights.blocks if starter._weights is not None else []
+        BLOCKS[:] = starter.weights.blocks
         starter.start()
         samples = [
             starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0)) for _ in range(n_samples)
@@ -228,10 +228,9 @@ def test_what_is_given_is_not_measured(
             try:
                 starter.open()
                 starter.place(3, 60)
-                assert starter._weights is not None
-                found = [stop - start for start, stop in starter._weights.blocks]
+                found = [stop - start for start, stop in starter.weights.blocks]
                 assert counts is None or found == counts
-                told = told_blocks(starter.names, starter._weights.blocks)
+                told = told_blocks(starter.names, starter.weights.blocks)
                 assert f"blocks {told}; nothing was measured" in caplog.messages
             finally:
                 starter.close()

@@ -43,7 +43,7 @@ class EngineThread:
         self, engine: StarterEngine, ring: LoopbackRing | TcpRing, name: str, recorder: Recorder | None = None,
         keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
-        self._engine = engine
+        self.engine = engine
         self._ring = ring
         self._recorder = recorder
         self._keeper = keeper
@@ -64,13 +64,13 @@ class EngineThread:
         if self.failure is not None and not isinstance(self.failure, RingError):
             # This process goes on to send signs of life: the other nodes must not wait for a computation that has ended.
             self._ring.fail(Fault(self._name, f"it failed: {self.failure}", self._name, self.failure.code))
-        self._engine.end_all()
+        self.engine.end_all()
 
     def _run_rings(self) -> None:
         """Return when the engine is closed."""
         while True:
             broken = self._run_ring()
-            if self._engine.is_closing or self._keeper is None:
+            if self.engine.is_closing or self._keeper is None:
                 if broken is not None:
                     raise broken
                 return
@@ -82,12 +82,12 @@ class EngineThread:
         """What broke the ring; None if the engine left it."""
         ring = self._ring
         try:
-            self._engine.run(ring if self._recorder is None else self._recorder.over(ring), until_idle=False)
+            self.engine.run(ring if self._recorder is None else self._recorder.over(ring), until_idle=False)
         except RingError as e:
             return e
         return None
 
     def close(self) -> None:
         """Let the engine end after the frame that it is at."""
-        self._engine.close()
+        self.engine.close()
         self._thread.join(JOIN_S)

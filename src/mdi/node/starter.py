@@ -6,11 +6,11 @@ From `start` to `end` the engine runs in its own thread; who asked for a text re
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
 
 import torch
 
@@ -35,17 +35,14 @@ from mdi.node.placing import measured_cluster, measured_placement
 from mdi.node.prompt_limits import check_prompt, context_length
 from mdi.node.ring_former import make_keeper
 from mdi.node.run_rings import RunBasis, RunRings
-from mdi.node.run_trace import RunTrace
 from mdi.node.sample import OnText, Record, Sample, SampleReader
-from mdi.node.starter_report import StarterReport
-from mdi.node.starter_weights import StarterWeights
+from mdi.node.starter_report import OpenModel, StarterReport
 from mdi.node.teardown import dismiss
 from mdi.node.texts import Texts
 from mdi.node.windowed import prompt_rows
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
-from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.weight_formats import AUTO
 from mdi.window.options import window_of
@@ -57,37 +54,38 @@ class StarterNode(StarterReport):
     """See the module."""
 
     def __init__(self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None) -> None:
-        self._family = family or ModelFamily()
-        self._cluster = cluster
-        self._options = options
-        self._device = choose_device(options.device or cluster.starter.device)
+        device = choose_device(options.device or cluster.starter.device)
         self._requested_dtype = options.dtype or cluster.starter.dtype
-        choose_dtype(self._requested_dtype, "float32", self._device)
+        choose_dtype(self._requested_dtype, "float32", device)
         if window_of(options.weight_memory) is not None and options.n_frames is None:
-            # A frame is a pass over the weights: one carries all texts.
-            self._options = options = replace(options, n_frames=1)
+            options = replace(options, n_frames=1)  # a frame is a pass over the weights: one carries all texts
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
-            self._options = options = with_format(options, None)
-        check_format(options.quantize, self._device)
-        check_format(options.quantize_head, self._device)
-        self._epoch = secrets.randbits(64)
-        self._process = secrets.token_hex(8)
+            options = with_format(options, None)
+        check_format(options.quantize, device)
+        check_format(options.quantize_head, device)
+        super().__init__(cluster, options, device)
+        self._family = family or ModelFamily()
         self._left_out: list[NodeConfig] = []  # that the placement gave no part
         self._profile: ClusterProfile | None = None
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
-        self._weights: StarterWeights | None = None
-        self._rings: RunRings | None = None
         self._make_own: Callable[[ClusterConfig], OwnStage] | None = None  # where it is not just this node's blocks
-        self._keeper: RingKeeper | None = None  # without, a lost node ends the run
         self._moves: Moves | None = None
-        self._state = "IDLE"
-        self.secondary_metrics: list[dict[str, Any]] = []
-        self._texts = Texts()
-        self._driver: EngineThread | None = None
         self._n_sequences: int | None = None  # at the same time, if that is known
-        self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
+
+    def __enter__(self) -> StarterNode:
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def open(self) -> None:
         """Bind the ports and find the weights; everything wrong with them is told here.
@@ -105,25 +103,22 @@ class StarterNode(StarterReport):
             self._listener = RingListener(sock, node.name, self.cluster.keys)
         options = self._options
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
-        self._weights = self._family.open_weights(
-            options.ckpt,
-            options.chunk,
-            nodes_of_chunks(options, self.cluster.n_nodes),
-            options.layers,
-            options.quantize,
-            will_be_cut,
-        )
-        self.config = self._family.config(self._weights.config)
-        self._take_format(self._options.quantize)
-        self.directory = self._weights.directory
-        self.codec = self._family.open_codec(self.directory, options.prompt_style)
+        with contextlib.ExitStack() as stack:
+            weights = self._family.open_weights(
+                options.ckpt, options.chunk, nodes_of_chunks(options, self.cluster.n_nodes), options.layers,
+                options.quantize, will_be_cut,
+            )  # fmt: skip
+            stack.callback(weights.close)
+            codec = self._family.open_codec(weights.directory, options.prompt_style)
+            self._model = OpenModel(weights, self._family.config(weights.config), weights.directory, codec)
+            stack.pop_all()
+        self._take_format(options.quantize)
 
     def _take_format(self, form: str | None) -> None:
         if self._is_auto:
             self._options = with_format(self._options, form)
-        assert self._weights is not None
-        self.computing = starter_computing(
-            self._family, self._weights, self._options, self._device, self._requested_dtype
+        self._computing = starter_computing(
+            self._family, self.weights, self._options, self._device, self._requested_dtype
         )
 
     @property
@@ -148,8 +143,7 @@ class StarterNode(StarterReport):
         Raises:
             PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
         """
-        weights, options = self._weights, self._options
-        assert weights is not None
+        weights, options = self.weights, self._options
         self._n_sequences = n_sequences
         if is_tensor(
             options, self._family.kernel_config(weights.config), self.computing, self.cluster.n_nodes, n_sequences
@@ -170,8 +164,8 @@ class StarterNode(StarterReport):
 
     def _share_out(self, n_sequences: int, max_length: int, check: Callable[[], None]) -> None:
         """Give every node a share of all blocks."""
-        weights, options = self._weights, self._options
-        assert weights is not None and self._listener is not None
+        weights, options = self.weights, self._options
+        assert self._listener is not None
         parts = None
         if options.parallel.parts is None and options.placement != "even":
             workload = Workload(n_sequences, min(max_length, self.context_length))
@@ -193,8 +187,7 @@ class StarterNode(StarterReport):
     ) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
         self._take_format(form)
-        weights, options = self._weights, self._options
-        assert weights is not None
+        weights, options = self.weights, self._options
         self._state = "PLANNING"
         length = min(max_length, self.context_length)
         self._profile, placement, n_frames = measured_placement(
@@ -218,13 +211,12 @@ class StarterNode(StarterReport):
         Raises:
             MdiError: a node is not there or cannot; those that are have been told that the run is off.
         """
-        assert self._weights is not None
         self._state = "LOADING"
         if self.cluster.secondaries:
-            logger.info("loading %s on %d nodes", self._weights.model, self.cluster.n_nodes)
+            logger.info("loading %s on %d nodes", self.weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
         basis = RunBasis(
-            self._family, self.config, self._options, self.computing, self._weights, self.max_length, self._n_sequences,
+            self._family, self.config, self._options, self.computing, self.weights, self.max_length, self._n_sequences,
             self._process, self._listener, self._make_own,
         )  # fmt: skip
         self._rings = RunRings(basis, self.cluster, self._epoch)
@@ -234,30 +226,31 @@ class StarterNode(StarterReport):
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
         rings, options = self._rings, self._options
-        assert rings is not None and rings.preparation is not None and self._weights is not None
+        assert rings is not None and rings.preparation is not None
+        recorder = None
         if self.run_trace is not None:
+            recorder = self.run_trace.recorder
             self.run_trace.read_clocks(self.clients)
         ring = rings.form()
         scheduler = self._family.scheduler(self.config, self.cluster.n_nodes) or Scheduler(
             chunk_rows=prompt_rows(options.weight_memory, self.config), memory=rings.preparation.memory
         )
-        self.engine = StarterEngine(
+        engine = StarterEngine(
             rings.preparation.stage, scheduler, self.max_length, torch.device(self._device),
             DTYPES[self.computing.dtype], options.wire_dtype,
         )  # fmt: skip
-        self.engine.sent = SentRows(0 if rings.is_shared else options.replay_bytes)
+        engine.sent = SentRows(0 if rings.is_shared else options.replay_bytes)
         self._state = "RUNNING"
-        self._texts.begin(self.engine, self.codec, self.max_length)
-        recorder = None if self.run_trace is None else self.run_trace.recorder
+        self._texts = Texts(engine, self.codec, self.max_length)
         if recorder is not None:
-            recorder.texts = self.engine.texts
-        if not self._options.fixed and self._cluster.secondaries and self._family.is_placed:
+            recorder.texts = engine.texts
+        if not options.fixed and self._cluster.secondaries and self._family.is_placed:
             nodes = (*self._cluster.spares, *self._cluster.secondaries, *self._left_out)
             self._keeper, self._moves = make_keeper(
-                rings, self._weights, self.engine, nodes, self._profile, self._options.silence_s,
+                rings, self.weights, engine, nodes, self._profile, options.silence_s,
                 Workload(self._n_sequences or 1, self.max_length),
             )  # fmt: skip
-        self._driver = EngineThread(self.engine, ring, self.cluster.starter.name, recorder, self._keeper)
+        self._driver = EngineThread(engine, ring, self.cluster.starter.name, recorder, self._keeper)
 
     def submit(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
@@ -266,10 +259,12 @@ class StarterNode(StarterReport):
     ) -> Sample:  # fmt: skip
         """Queue a sample, from any thread; see `Texts.submit` for arguments and errors."""
         self.check_prompt(prompt_ids)
+        assert self._texts is not None
         return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason)
 
     def record_to(self, record: Record) -> None:
-        """Have somebody told of what each sample gains that `generate` reads."""
+        """Have somebody told of what each sample gains that `generate` reads; after `start`."""
+        assert self._texts is not None
         self._texts.reader.record = record
 
     def generate(self) -> None:
@@ -278,6 +273,7 @@ class StarterNode(StarterReport):
         Raises:
             MdiError: what ended the engine before: a lost node, out of memory.
         """
+        assert self._texts is not None
         self._texts.read()
         self.raise_failure()
 
@@ -319,11 +315,11 @@ class StarterNode(StarterReport):
             self._control.close()
         if self._listener is not None:
             self._listener.close()
-        if self._weights is not None:
-            self._weights.close()
+        if self._model is not None:
+            self.weights.close()
         if self._rings is not None:
             self._rings.close()
-        self._control = self._listener = self._weights = None
+        self._control = self._listener = None
 
     def mark_broken(self) -> None:
         """A node was lost: do not wait long for any of them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mdi
 from mdi.config import ClusterConfig
@@ -25,33 +27,79 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import metrics_of
 from mdi.node.texts import Texts
 from mdi.recovery.keeper import RingKeeper
+from mdi.text import TextCodec
 from mdi.tracing.trace import Trace
 
 
+class OpenModel(NamedTuple):
+    """What a run generates with: weights and the cut, litgpt's Config, the folder that it lies in, the tokenizer."""
+
+    weights: StarterWeights
+    config: Any
+    directory: Path
+    codec: TextCodec
+
+
 class StarterReport(StatusOnly):
-    """The side of a StarterNode that is only looked at; its state belongs to that.
+    """The side of a StarterNode that is only looked at.
 
     Attributes:
         secondary_metrics: what each secondary measured, once the run has ended.
         run_trace: None where nothing is recorded.
+        max_length: tokens that a text of the run may have; from `prepare` on.
     """
 
-    engine: StarterEngine
-    computing: Computing
-    max_length: int
-    secondary_metrics: list[dict[str, Any]]
-    run_trace: RunTrace | None
-    _cluster: ClusterConfig
-    _options: StarterOptions
-    _device: str
-    _epoch: int
-    _process: str
-    _state: str
-    _weights: StarterWeights | None
-    _rings: RunRings | None
-    _driver: EngineThread | None
-    _keeper: RingKeeper | None
-    _texts: Texts
+    def __init__(self, cluster: ClusterConfig, options: StarterOptions, device: str) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._device = device
+        self._epoch = secrets.randbits(64)
+        self._process = secrets.token_hex(8)
+        self._state = "IDLE"
+        self._model: OpenModel | None = None
+        self._computing: Computing | None = None
+        self._rings: RunRings | None = None
+        self._driver: EngineThread | None = None
+        self._keeper: RingKeeper | None = None  # without, a lost node ends the run
+        self._texts: Texts | None = None
+        self.max_length = 0
+        self.secondary_metrics: list[dict[str, Any]] = []
+        self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
+
+    @property
+    def model(self) -> OpenModel:
+        """From `open` on."""
+        assert self._model is not None
+        return self._model
+
+    @property
+    def weights(self) -> StarterWeights:
+        """Of the model, with the cut; they can be read until `close`."""
+        return self.model.weights
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def directory(self) -> Path:
+        return self.model.directory
+
+    @property
+    def codec(self) -> TextCodec:
+        return self.model.codec
+
+    @property
+    def computing(self) -> Computing:
+        """What this node computes with; from `open` on."""
+        assert self._computing is not None
+        return self._computing
+
+    @property
+    def engine(self) -> StarterEngine:
+        """From `start` on."""
+        assert self._driver is not None
+        return self._driver.engine
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -70,13 +118,12 @@ class StarterReport(StatusOnly):
     @property
     def samples(self) -> list[Sample]:
         """All that were submitted."""
-        return self._texts.samples
+        return [] if self._texts is None else self._texts.samples
 
     @property
     def identity(self) -> str:
         """See `identity_of`; after `prepare`."""
-        assert self._weights is not None
-        return identity_of(self._weights, self.computing, self._options, self.max_length)
+        return identity_of(self.weights, self.computing, self._options, self.max_length)
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
@@ -85,10 +132,10 @@ class StarterReport(StatusOnly):
 
     def metrics(self) -> RunMetrics:
         """What the run measured, so far or in all."""
-        model = self._weights.model if self._weights else ""
         samples = [sample.metrics() for sample in self.samples]
         return RunMetrics.from_parts(
-            model, samples, self._node_metrics(), self._texts.duration_s,
+            self.weights.model if self._model else "", samples, self._node_metrics(),
+            0.0 if self._texts is None else self._texts.duration_s,
             [] if self._keeper is None else [one.to_json() for one in self._keeper.recoveries],
         )  # fmt: skip
 
@@ -110,17 +157,11 @@ class StarterReport(StatusOnly):
         """What weights are held in, on this node."""
         return self.computing.quantize or self.computing.dtype
 
-    @property
-    def weights(self) -> StarterWeights:
-        """Of the model, with the cut; between `open` and `close`."""
-        assert self._weights is not None
-        return self._weights
-
     def measured(self) -> NodeMetrics | None:
         """What this node did in the run so far; None before the ring is closed."""
-        if self._driver is None or self._weights is None:
+        if self._driver is None:
             return None
-        return NodeMetrics(self.names[0], self._weights.blocks[0], peak_rss_bytes(), *self._measured())
+        return NodeMetrics(self.names[0], self.weights.blocks[0], peak_rss_bytes(), *self._measured())
 
     @property
     def n_recoveries(self) -> int:
@@ -129,11 +170,11 @@ class StarterReport(StatusOnly):
 
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
-        if self.run_trace is None or self._weights is None:
+        if self.run_trace is None:
             return None
         n_tokens = 0 if self._driver is None else self.engine.n_tokens
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
-        return self.run_trace.trace(self._weights.model, self.cluster.nodes, self._weights.blocks, measured, n_tokens)
+        return self.run_trace.trace(self.weights.model, self.cluster.nodes, self.weights.blocks, measured, n_tokens)
 
     def status(self, run: str | None) -> dict[str, Any]:
         return {
@@ -143,7 +184,7 @@ class StarterReport(StatusOnly):
             "process": self._process,
             "state": "RECOVERING" if self._driver is not None and self._driver.is_recovering else self._state,
             "clock_s": time.time(),
-            "model": self._weights.model if self._weights else None,
+            "model": self.weights.model if self._model else None,
             "n_nodes": self.cluster.n_nodes,
             "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
         }
@@ -160,9 +201,9 @@ class StarterReport(StatusOnly):
         return self.engine.compute_s + beside, *self._rings.measured(), *self._rings.weight_use
 
     def _node_metrics(self) -> list[NodeMetrics]:
-        if self._weights is None:
+        if self._model is None:
             return []
-        blocks = self._weights.blocks
+        blocks = self.weights.blocks
         stage = None if self._rings is None else self._rings.own
         share = None if stage is None else stage.share
         own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._measured(), share)

@@ -142,7 +142,7 @@ class StarterWeights:
         except CheckpointError as e:
             logger.warning("the chunks in %s are not used: %s", path.parent, e)
             self.close()
-            self._chunks, self._sources = {}, []
+            self._chunks = {}
 
     def _covers(self, n_nodes: int, layers: str | None) -> bool:
         return len(self._chunks) == n_nodes and layers is None
@@ -206,5 +206,6 @@ class StarterWeights:
         return int(self.config["n_layer"])
 
     def close(self) -> None:
-        for source in self._sources:
-            source.close()
+        """Harmless if repeated."""
+        while self._sources:
+            self._sources.pop().close()

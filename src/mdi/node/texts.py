@@ -16,23 +16,19 @@ from mdi.text import TextCodec
 
 
 class Texts:
-    """See the module.
+    """See the module. Made when the run is ready: times count from here.
 
     Attributes:
         samples: all that were submitted.
         reader: of those that nobody else reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: StarterEngine, codec: TextCodec, max_length: int) -> None:
+        self._engine, self._codec, self._max_length = engine, codec, max_length
         self.samples: list[Sample] = []
         self.reader = SampleReader()
         self._indices = itertools.count()
-        self._begin = self._end = 0.0
-
-    def begin(self, engine: StarterEngine, codec: TextCodec, max_length: int) -> None:
-        """The run is ready: from here on texts can be submitted, and times count."""
-        self._engine, self._codec, self._max_length = engine, codec, max_length
-        self._begin = time.perf_counter()
+        self._begin, self._end = time.perf_counter(), 0.0
 
     @property
     def duration_s(self) -> float:
