@@ -93,16 +93,15 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
-    from mdi.machine.computing import Computing
-    from mdi.machine.device import choose_packing
+    from mdi.machine.computing import choose_computing
     from mdi.machine.threads import choose_threads
     from mdi.measure.profiler import bench_of
     from mdi.measure.profiling import Subject
 
     choose_threads(1)
     config = read_config(ckpt / "model_config.yaml")
-    packing = choose_packing(config, "cpu", "float32", "float32", None, None)
-    bench = bench_of(Subject(config, "", Computing("cpu", "float32", packing=packing)), 0.6, lambda *told: None)
+    computing = choose_computing(config, "cpu", "float32", "float32", None)
+    bench = bench_of(Subject(config, "", computing), 0.6, lambda *told: None)
     print("ready", flush=True)
     for _ in sys.stdin:
         speeds = bench.run(ckpt, with_head)

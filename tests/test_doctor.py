@@ -24,6 +24,7 @@ from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, t
 from mdi.errors import ControlError
 from mdi.examine.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
 from mdi.examine.doctor import examine
+from mdi.kernels import library
 from mdi.node.local import free_ports
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
@@ -274,6 +275,7 @@ def test_what_a_node_says_of_itself() -> None:
     for words, changes in (
         ("version", {"version": "1.0"}),
         ("control protocol 7", {"control_version": 7}),
+        ("no kernels", {"arithmetic": "torch"}),
         ("another run", {"state": "LOADING"}),
         ("another run", {"measuring": {"what": "disk", "done": 0, "total": 9}}),
         ("memory", {"memory": {"available_bytes": 100 << 20}}),
@@ -365,7 +367,9 @@ def test_the_command(two: list[SecondaryNode], tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
     assert launch("doctor", ["--nodes-config", str(path)]) == 0
-    assert "All is well." in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "All is well." in told
+    assert [line.split().count(library.instruction_set()) for line in told.splitlines()[1:4]] == [1, 1, 1]
     folder = write_checkpoint(tmp_path / "tiny")
     assert launch("doctor", ["--nodes-config", str(path), "--ckpt", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True

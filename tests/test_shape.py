@@ -11,11 +11,12 @@ import torch
 from families import DEEPSEEK_V3, config_of
 from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
-from mdi.kernels.page_sizes import cache_classes
+from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.measure.model_shape import model_shape
 from mdi.model.stage import StarterStage
 from mdi.partition.split import head_cost_blocks
 from mdi.weight_formats import FORMATS, LAYOUTS, PACKED
+from tiny_checkpoint import plain, tiny_config
 
 FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qwen3-30B-A3B"]
 
@@ -79,6 +80,26 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
     assert set(FORMATS) >= {"float32", "bfloat16", "float16", *PACKED}
     assert tuple(LAYOUTS) == PACKED
     assert all(FORMATS[name].bits == layout.bits for name, layout in LAYOUTS.items())
+
+
+@pytest.mark.parametrize("kv_dtype", CACHE_TYPES)
+def test_caches_of_a_plan_are_those_of_a_run(kv_dtype: str) -> None:
+    """What admission reckons with, for every type of cache; Gemma 2 has blocks with and without a window."""
+    config = plain(asdict(config_of("Gemma-2-9b")))
+    shape, n_rows = model_shape(config, "int8", kv_dtype), 2000
+    classes, _ = cache_classes(config, 0, shape.n_layer, kv_dtype)
+    planned = sum(block.cache_bytes(n_rows) for block in shape.blocks)
+    whole_pages = sum(
+        c.n_pages(n_rows) * mmap.PAGESIZE for c in classes
+    )  # a page of a class is whole pages of the system
+    assert planned <= sum(c.n_bytes(n_rows) for c in classes) < planned + whole_pages
+    assert shape.kv_dtype == kv_dtype
+
+
+def test_caches_hold_what_is_computed_in_unless_told() -> None:
+    config = plain(asdict(tiny_config()))
+    for form, expected in (("int4", "float32"), ("float32", "float32"), ("bfloat16", "bf16")):
+        assert model_shape(config, form) == model_shape(config, form, expected)
 
 
 def test_what_litgpt_cannot_build_is_refused() -> None:

@@ -21,8 +21,6 @@ WITHOUT = {
 def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
     """`is_litgpt` false: of a model without caches, chunks and placements (old/)."""
     from mdi.cli import default_ckpt_folder
-    from mdi.control.messages import KV_DTYPES
-    from mdi.kernels.page_sizes import cache_type_named
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -45,15 +43,22 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
     )
     if is_litgpt:
-        model.add_argument(
-            "--kv-dtype", choices=KV_DTYPES, type=cache_type_named, default="auto", help="what the key/value caches of all "
-            "nodes hold (%(default)s: as computed); bf16 and fp16 take half of float32, int8 about a quarter (kernels only)",
-        )  # fmt: skip
+        add_kv_dtype(model)
     else:
         parser.set_defaults(**WITHOUT)
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
         "reach, prompt included (default: what the model was made for)",
+    )  # fmt: skip
+
+
+def add_kv_dtype(group: argparse._ArgumentGroup) -> None:
+    from mdi.control.messages import KV_DTYPES
+    from mdi.kernels.page_sizes import cache_type_named
+
+    group.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, type=cache_type_named, default="auto", help="what the key/value caches of all "
+        "nodes hold (%(default)s: as computed); bf16 and fp16 take half of float32, int8 about a quarter (kernels only)",
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
+    from mdi.cli.flags import add_kv_dtype
     from mdi.cli.window_flags import add_window_flags
 
     nodes = parser.add_argument_group("nodes")
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     model.add_argument("--quantize", metavar="FORMAT", help="weight format: fp16, int8 or int4")
     model.add_argument("--dtype", choices=DTYPES, help="without a weight format: what is stored and computed in")
+    add_kv_dtype(model)
     run_group = parser.add_argument_group("run")
     run_group.add_argument("--n-samples", type=int, default=1, metavar="S", help="sequences at once (%(default)s)")
     run_group.add_argument(
@@ -205,7 +207,9 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
     set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
-    return measure_live(cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh)
+    return measure_live(
+        cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh, args.kv_dtype
+    )
 
 
 def _stored_dtype(ckpt: Path | None) -> str:
@@ -231,7 +235,9 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.cli.window_flags import asked_window
     from mdi.config import parse_bytes
+    from mdi.measure.computed_by import with_paths
     from mdi.measure.model_shape import model_shape
+    from mdi.measure.planning import smaller_shapes
     from mdi.measure.window_plan import with_windows, without_limits
     from mdi.partition.beside import left_over
     from mdi.partition.model import Workload
@@ -243,7 +249,8 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     for path in args.beside:
         profile = left_over(profile, _read(path), str(path))
     config = _config(args, profile)
-    shape = model_shape(config, args.quantize or args.dtype or profile.format)
+    shape = model_shape(config, args.quantize or args.dtype or profile.format, args.kv_dtype)
+    profile = with_paths(profile, config, shape.config_hash, shape.format)
     length = args.sequence_length or shape.context_length
     if not 1 <= length <= shape.context_length:
         raise UsageError(
@@ -259,12 +266,12 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
         layers=layers,
         preferences=preferences(args),
         measured=_measured(profile, config, shape),
-        smaller=_smaller(config, shape),
+        smaller=smaller_shapes(config, shape),
     )
     if window is None:
         return report
     rate = None if args.disk_rate is None else parse_bytes(args.disk_rate, "--disk-rate")
-    return with_windows(report, profile, config, shape.format, window, rate)
+    return with_windows(report, profile, config, shape, window, rate)
 
 
 def preferences(args: argparse.Namespace) -> dict[tuple[str, str], float]:
@@ -331,15 +338,6 @@ def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape
     except UsageError:
         return None
     return other if other.config_hash == profile.config_hash else None
-
-
-def _smaller(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
-    """The model in the formats that take less and that this version has."""
-    from mdi.measure.model_shape import model_shape
-    from mdi.weight_formats import SMALLER
-
-    others = (model_shape(config, name) for name in SMALLER if name != shape.format)
-    return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 
 def _print(result: dict[str, Any]) -> None:

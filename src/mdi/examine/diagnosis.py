@@ -93,7 +93,7 @@ class Report:
 
     def __str__(self) -> str:
         """Tables of nodes and links, then a line for each problem."""
-        head = ("node", "control, ring", "state", "version", "control", "ring", "memory", "disk", "clock")
+        head = ("node", "control, ring", "state", "version", "control", "ring", "kernels", "memory", "disk", "clock")
         lines = table([head, *(_node_row(finding) for finding in self.nodes)])
         rows = [_link_row(link) for link in self.links if link.in_ring]
         if rows:
@@ -251,6 +251,7 @@ def _node_json(finding: NodeFinding) -> dict[str, Any]:
         "control_version": status.get("control_version"),
         "memory_bytes": finding.memory_bytes,
         "disk_bytes": finding.disk_bytes,
+        "kernels": status.get("kernels"),
         "clock_skew_s": finding.route.clock_skew_s,
         **finding.route.to_json(),
     }
@@ -265,6 +266,7 @@ def _node_row(finding: NodeFinding) -> tuple[str, ...]:
         str(status.get("version") or "-"),
         _reach(route.control),
         _reach(route.ring),
+        str(status.get("kernels") or "-"),
         "-" if finding.memory_bytes is None else size(finding.memory_bytes),
         "-" if finding.disk_bytes is None else size(finding.disk_bytes),
         "here" if node.name == "starter" else f"{route.clock_skew_s:+.1f} s" if status else "-",

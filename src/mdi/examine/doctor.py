@@ -17,6 +17,7 @@ from mdi.control.open_ports import open_ports
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
 from mdi.errors import ControlError, UsageError
 from mdi.examine.diagnosis import LinkFinding, NodeFinding, Problem, Report
+from mdi.kernels import library
 from mdi.machine.device import choose_device, devices
 from mdi.machine.resources import device_free_bytes, free_memory_bytes
 from mdi.security.keys import KeyFile
@@ -63,6 +64,8 @@ def starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path
         "state": "IDLE",
         "version": mdi.__version__,
         "control_version": CONTROL_VERSION,
+        "arithmetic": library.arithmetic(),
+        "kernels": library.instruction_set(),
         "memory": {"available_bytes": free},
         "devices": devices(),
         "disk_free_bytes": BlockStore(cache_dir or Path.cwd()).free_bytes(),

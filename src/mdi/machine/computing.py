@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
+from mdi.kernels import library
 from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, why_torch
 
 
@@ -19,7 +21,7 @@ class Computing:
         kv_dtype: what caches hold.
         quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
         threads: of the CPU; None leaves them as they are.
-        packing: what weights are brought into for the kernels; None: torch computes.
+        packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
     device: str
@@ -29,6 +31,18 @@ class Computing:
     threads: int | None = None
     packing: Packing | None = None
     quantize_head: str | None = None
+    why_torch: str | None = None
+
+    @property
+    def path(self) -> str:
+        """What computes the blocks, for people: the kernels and their instruction set, or torch and why."""
+        if self.packing is not None:
+            return f"kernels ({library.instruction_set()})"
+        return f"torch: {self.why_torch}" if self.why_torch else "torch"
+
+    def told(self, name: str, start: int, stop: int) -> str:
+        """What computes blocks [start, stop) of a node, for the log."""
+        return f"{name}: {block_span(start, stop)} in {self.path}"
 
     @property
     def format(self) -> str:
@@ -63,7 +77,8 @@ def choose_computing(
         UsageError: the device cannot do that.
     """
     check_format(quantize, device)
-    packing = choose_packing(config, device, dtype, stored, quantize or stored_format, quantize_head)
+    why = why_torch(config, device, dtype)
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, quantize_head)
     chosen = choose_dtype(dtype, stored, device, quantize is not None or packing is not None)
-    kv_chosen = choose_kv_dtype(kv_dtype, chosen, device, why_torch(config, device, dtype))
-    return Computing(device, chosen, kv_chosen, quantize, threads, packing, quantize_head)
+    kv_chosen = choose_kv_dtype(kv_dtype, chosen, device, why)
+    return Computing(device, chosen, kv_chosen, quantize, threads, packing, quantize_head, why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
 from mdi.config import DTYPES, check_device, check_dtype
@@ -98,7 +97,14 @@ def choose_dtype(wanted: str | None, stored: str, device: str, is_quantized: boo
 
 
 def why_torch(config: Mapping[str, Any] | None, device: str, dtype: str | None) -> str | None:
-    """Why blocks cannot be computed in the kernels; None if they are.
+    """Why this node does not compute blocks in the kernels; None if it does. The arguments are those of `why_not_kernels`."""
+    if (reason := why_not_kernels(config, device, dtype)) is not None:
+        return reason
+    return None if library.load() is not None else f"a node without kernels ({library.why_not()})"
+
+
+def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | None) -> str | None:
+    """Why no node whatsoever computes blocks so in the kernels; None if those that have kernels do.
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
@@ -110,28 +116,16 @@ def why_torch(config: Mapping[str, Any] | None, device: str, dtype: str | None) 
         return f"the device {device}"
     if check_dtype(dtype) not in (None, "float32"):
         return f"--dtype {dtype}"
-    if (unknown := why_not_in_kernels(config)) is not None:
-        return unknown
-    return None if library.load() is not None else f"a node without kernels ({library.why_not()})"
+    return why_not_in_kernels(config)
 
 
-def told_path(name: str, start: int, stop: int, why_torch: str | None) -> str:
-    """Whether blocks [start, stop) of a node are computed in the kernels or in torch, and why, for the log."""
-    where = f"the kernels ({library.instruction_set()})" if why_torch is None else f"torch: {why_torch}"
-    return f"{name}: {block_span(start, stop)} in {where}"
-
-
-def choose_packing(
-    config: Mapping[str, Any] | None, device: str, dtype: str | None, stored: str, blocks: str | None, head: str | None
-) -> Packing | None:
-    """What the kernels are to read; None if torch computes (see `why_torch`).
+def choose_packing(stored: str, blocks: str | None, head: str | None) -> Packing:
+    """What the kernels are to read.
 
     Args:
         stored: type of the checkpoint's weights.
         blocks, head: formats that were asked for; None takes those that lose nothing.
     """
-    if why_torch(config, device, dtype) is not None:
-        return None
     own = own_packing(stored)
     return Packing(blocks or own.blocks, head or own.head)
 

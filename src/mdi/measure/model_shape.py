@@ -18,32 +18,34 @@ from mdi.kernels.page_sizes import cache_shape, windows_of
 from mdi.partition.model import BlockShape, ModelShape
 from mdi.weight_formats import EMBEDDING, WeightFormat, weight_format
 
-CACHE_TYPES = {4: "float32", 2: "bf16"}  # by the bytes of a value
+_AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a value
 RUNTIME_BYTES = 20_000_000  # measured (docs/placement.md): what a process takes that computes
 
 _Shapes = Mapping[str, Shape]
 
 
-def model_shape(config: Mapping[str, Any], format: str) -> ModelShape:
+def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") -> ModelShape:
     """A model's shape.
 
     Args:
         config: a whole litgpt Config as a plain dict.
         format: a name in `mdi.weight_formats`; the head is in it as well.
+        kv_dtype: what caches hold; "auto" is what is computed in.
 
     Raises:
         CheckpointError: litgpt cannot build such a model.
         UsageError: there is no such format.
     """
     weight_format(format)
-    return _shape(json.dumps(dict(config), sort_keys=True), format)
+    return _shape(json.dumps(dict(config), sort_keys=True), format, kv_dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _shape(config_json: str, format: str) -> ModelShape:
+def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
     config_dict = json.loads(config_json)
     config = Config(**config_dict)
     form = weight_format(format)
+    kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
     tensors = model_shapes(config_dict, config.name or "this model")
     of_block: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors.items():
@@ -55,7 +57,7 @@ def _shape(config_json: str, format: str) -> ModelShape:
         format=format,
         context_length=config.block_size,
         row_bytes=config.n_embd * form.value_bytes,
-        blocks=tuple(_block(config, i, of_block[f"block.{i}"], form) for i in range(config.n_layer)),
+        blocks=tuple(_block(config, i, of_block[f"block.{i}"], form, kv_dtype) for i in range(config.n_layer)),
         embedding_bytes=_bytes({EMBEDDING: tensors[EMBEDDING]}, form),
         head_bytes=head,
         head_load_bytes=form.load_bytes(math.prod(tensors["lm_head.weight"])),
@@ -65,15 +67,16 @@ def _shape(config_json: str, format: str) -> ModelShape:
         work_row_bytes=_widest(config, tensors) * form.value_bytes,
         table_bytes=2 * 4 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1),
         runtime_bytes=RUNTIME_BYTES,
+        kv_dtype=kv_dtype,
     )
 
 
-def _block(config: Config, i: int, own: _Shapes, form: WeightFormat) -> BlockShape:
+def _block(config: Config, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(sum(map(math.prod, own.values()))),
         macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        page_bytes=cache_shape(vars(config)).block_bytes(CACHE_TYPES[form.value_bytes]),
+        page_bytes=cache_shape(vars(config)).block_bytes(kv_dtype),
         window=windows_of(vars(config), i, i + 1)[0],
     )
 

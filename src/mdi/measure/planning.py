@@ -100,12 +100,13 @@ def measure_live(
     cache_dir: Path,
     wait_s: float,
     fresh: bool,
+    kv_dtype: str,
 ) -> ClusterProfile:
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
     device = choose_device(node.device)
     computing = choose_computing(
-        model.config, device, requested_dtype or node.dtype, model.stored_dtype, quantize, quantize
+        model.config, device, requested_dtype or node.dtype, model.stored_dtype, quantize, quantize, kv_dtype
     )
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
@@ -115,9 +116,12 @@ def measure_live(
 
 
 def choose(
-    profile: ClusterProfile, model: Model, method: str, n_sequences: int, length: int, prefer_memory: float | None
+    profile: ClusterProfile, model: Model, method: str, workload: Workload, prefer_memory: float | None, kv_dtype: str
 ) -> tuple[Placement, int]:
     """The placement of a run, told in a few lines, and how many frames are to be in flight.
+
+    Args:
+        kv_dtype: what caches hold.
 
     Raises:
         PlacementError: the model does not fit.
@@ -125,11 +129,11 @@ def choose(
     preferences = dict(PREFERENCES)
     if prefer_memory is not None:
         preferences[("memory", "cores")] = prefer_memory
-    shape = model_shape(model.config, profile.format)
+    shape = model_shape(model.config, profile.format, kv_dtype)
     report = plan(
         profile,
         shape,
-        Workload(n_sequences, length),
+        workload,
         method=method,
         preferences=preferences,
         measured=shape,
@@ -142,8 +146,7 @@ def choose(
 
 def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
     """The model in the formats that take less and that this version has, for advice."""
-    names = [name for name in SMALLER if name != shape.format]
-    others = (model_shape(config, name) for name in names)
+    others = (model_shape(config, name, shape.kv_dtype) for name in SMALLER if name != shape.format)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 

@@ -117,6 +117,7 @@ class Profiler:
                 0, self.held_bytes_of(subject.computing.device) - self._in_use_bytes(subject.computing.device)
             ),
             n_threads=threads,
+            computed_by=subject.computing.path,
         )
 
     def is_kept(self, subject: Subject) -> bool:

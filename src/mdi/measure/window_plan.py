@@ -12,6 +12,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.errors import LimitError, UsageError
 from mdi.kernels.page_sizes import cache_classes
+from mdi.partition.model import ModelShape
 from mdi.partition.node_window import NodeWindow, WindowChoice
 from mdi.partition.plan import NodePlan, PlanReport
 from mdi.partition.profile import ClusterProfile, NodeProfile
@@ -34,28 +35,29 @@ def without_limits(profile: ClusterProfile) -> ClusterProfile:
 
 
 def with_windows(
-    report: PlanReport, profile: ClusterProfile, config: Mapping[str, Any], form: str, options: WindowOptions,
+    report: PlanReport, profile: ClusterProfile, config: Mapping[str, Any], shape: ModelShape, options: WindowOptions,
     disk_bytes_s: float | None,
 ) -> PlanReport:  # fmt: skip
     """A plan that was made without limits of memory, with the windows of its nodes.
 
     Args:
         profile: with the nodes' memory.
-        form: of the weights.
+        shape: of the model, with the format of weights and caches.
         options: what the user asked for; the best window is looked for in `memory`, else in what a node has free.
         disk_bytes_s: what disks give; None: what each node measured.
 
     Raises:
         UsageError: nothing fits, or a disk was not measured.
     """
-    form = OWN_FORMAT.get(form, form)
+    form = OWN_FORMAT.get(shape.format, shape.format)
     if form not in LAYOUTS:
         raise UsageError(f"a window is for the kernels, which do not have the format {form}")
     known = {node.name: node for node in profile.nodes}
     windows, nodes = [], []
     for place, node in enumerate(report.nodes):
         of = known[node.name]
-        window, chosen = _of_node(report, place, of, config, form, options, disk_bytes_s or of.disk_read_bytes_s)
+        rate = disk_bytes_s or of.disk_read_bytes_s
+        window, chosen = _of_node(report, place, of, config, form, shape.kv_dtype, options, rate)
         windows.append(window)
         memory = replace(node.memory, weights=chosen.resident_bytes)
         nodes.append(replace(node, memory=memory, free_bytes=options.memory or of.memory_bytes))
@@ -68,6 +70,7 @@ def _of_node(
     node: NodeProfile,
     config: Mapping[str, Any],
     form: str,
+    kv_dtype: str,
     options: WindowOptions,
     rate: float,
 ) -> tuple[NodeWindow, WindowPlan]:
@@ -78,7 +81,7 @@ def _of_node(
     planned = report.nodes[place]
     blocks, head = units_of(config, form, planned.start, planned.stop, is_starter=place == 0)
     length, n_texts = report.workload.sequence_length, report.workload.n_sequences
-    classes, _ = cache_classes(config, planned.start, planned.stop, "float32")
+    classes, _ = cache_classes(config, planned.start, planned.stop, kv_dtype)
     run = RunMemory(sum(c.n_bytes(length) for c in classes), n_texts, work_bytes(config, 64 + n_texts, n_texts))
     # While others compute and rows travel, this node's disk goes on.
     pause_s = (

@@ -13,7 +13,6 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, Weights
 from mdi.machine.computing import Computing
-from mdi.machine.device import told_path, why_torch
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_spins, n_threads
 from mdi.metrics import ShareMetrics
@@ -191,8 +190,7 @@ class OwnStage:
                 logger.info("%s loads its weights: %d of %d parts (%s)", self._name, done, len(parts), passed)
             return weights.source_of(part)
 
-        why = why_torch(self._family.kernel_config(weights.config), computing.device, options.dtype)
-        refuse_torch(self._window, computing.packing, why)
+        refuse_torch(self._window, computing)
         weights.verify(parts, check)
         loaded: TorchStage | TensorStage
         if computing.packing is not None and self._window is not None:
@@ -216,4 +214,4 @@ class OwnStage:
             formats = computing.quantize, computing.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
             self.loaded = loaded
-        logger.debug("%s", told_path(self._name, 0, stop, why if computing.packing is None else None))
+        logger.debug("%s", computing.told(self._name, 0, stop))

@@ -125,10 +125,11 @@ def _leader(
 
 
 def measured_parts(
-    profile: ClusterProfile, config: Mapping[str, Any], form: str, workload: Workload
+    profile: ClusterProfile, config: Mapping[str, Any], computing: Computing, workload: Workload
 ) -> tuple[float, ...]:
     """What each node's share is proportional to, by what the nodes measured of themselves. PlacementError if nothing fits."""
-    plan = plan_tensor(CostModel(profile, model_shape(config, form), workload))
+    shape = model_shape(config, computing.format, computing.kv_dtype)
+    plan = plan_tensor(CostModel(profile, shape, workload))
     logger.info(
         "shares %s by the nodes' own measurements: %s for a token, %s of it sums (%s)",
         "/".join(f"{part:.0%}" for part in plan.parts), duration(plan.token_s), duration(plan.sums_s), plan.algorithm,

@@ -31,9 +31,7 @@ def measured_placement(
     """
     profile = measured_cluster(cluster, weights, options, computing, run, check)
     model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-    placement, n_frames = choose(
-        profile, model, method, workload.n_sequences, workload.sequence_length, options.prefer_memory
-    )
+    placement, n_frames = choose(profile, model, method, workload, options.prefer_memory, computing.kv_dtype)
     return profile, placement, n_frames
 
 

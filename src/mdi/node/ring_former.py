@@ -102,7 +102,7 @@ def make_keeper(
 ) -> tuple[RingKeeper, Moves | None]:  # fmt: skip
     """What replaces the lost nodes of a run, and what moves blocks without a loss; the latter is to be closed in the end, and
     is not there where all nodes have shares of all blocks."""
-    shape = model_shape(weights.config, rings.format)
+    shape = model_shape(weights.config, rings.format, rings.kv_dtype)
     part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
     cut = MovingCut(shape, profile, workload, part_bytes, lambda: engine.n_rounds_left)
     if rings.is_shared:

@@ -87,6 +87,11 @@ class RunRings:
         return self._basis.computing.format
 
     @property
+    def kv_dtype(self) -> str:
+        """What caches hold."""
+        return self._basis.computing.kv_dtype
+
+    @property
     def is_open(self) -> bool:
         """Whether nodes have been told of the run and not of its end."""
         return self.ring is not None or self._is_configured

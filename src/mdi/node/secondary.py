@@ -208,6 +208,7 @@ class SecondaryNode:
             "control_version": CONTROL_VERSION,
             "process": self.process,
             "arithmetic": library.arithmetic(),
+            "kernels": library.instruction_set(),
             "leaving": self._leaving,
             "model": latest.model if latest is not None else None,
             "blocks": latest.blocks if latest is not None else None,

@@ -21,7 +21,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing, choose_computing
-from mdi.machine.device import check_format, choose_device, choose_dtype, told_path, why_torch
+from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
 from mdi.machine.threads import n_spins, n_threads
 from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
@@ -247,8 +247,7 @@ class StageHolder:
             return self._source_of(parts[name], request)
 
         stage: NodeStage
-        why = why_torch(self.family.kernel_config(request.config), computing.device, request.dtype)
-        refuse_torch(window, computing.packing, why)
+        refuse_torch(window, computing)
         if computing.packing is not None and window is not None:
             inner = WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins())
             stage = ArrayStage(
@@ -271,7 +270,7 @@ class StageHolder:
             stored = None if request.stored_format else request.stored_dtype
             stage = TorchStage(self.family.secondary_stage(request, check), computing, stored)
             stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
-        logger.debug("%s", told_path(self._name, *request.blocks, why if computing.packing is None else None))
+        logger.debug("%s", computing.told(self._name, *request.blocks))
         if self._compile or request.compile:
             stage.compile()
         self.device = computing.device

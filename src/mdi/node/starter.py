@@ -170,7 +170,7 @@ class StarterNode(StarterReport):
         if options.parallel.parts is None and options.placement != "even":
             workload = Workload(n_sequences, min(max_length, self.context_length))
             self._profile = measured_cluster(self._cluster_here, weights, options, self.computing, self.run_id, check)
-            parts = measured_parts(self._profile, weights.config, self.computing.format, workload)
+            parts = measured_parts(self._profile, weights.config, self.computing, workload)
         self._make_own = leaders(
             self._family, self.config, self.cluster, self._listener.port, options, weights, self.computing, parts
         )

@@ -11,6 +11,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.errors import UsageError
 from mdi.kernels.page_sizes import CHUNK_ROWS
+from mdi.machine.computing import Computing
 from mdi.window.budget import RunMemory, work_bytes
 from mdi.window.opening import AnyStage, open_window
 from mdi.window.options import WindowOptions, window_of
@@ -21,10 +22,10 @@ UNKNOWN_TEXTS = 8  # that are reckoned with, for the rows of a frame, where nobo
 _FOLDER = "window"  # in the cache folder, for weights that have to be packed
 
 
-def refuse_torch(options: WindowOptions | None, packing: Packing | None, why_torch: str | None) -> None:
+def refuse_torch(options: WindowOptions | None, computing: Computing) -> None:
     """A window is for the kernels. Raises UsageError where torch computes."""
-    if options is not None and packing is None:
-        raise UsageError(f"--window and --memory are for the kernels, which do not compute {why_torch}")
+    if options is not None and computing.packing is None:
+        raise UsageError(f"--window and --memory are for the kernels, which do not compute {computing.why_torch}")
 
 
 def with_window(

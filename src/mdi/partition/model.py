@@ -55,6 +55,7 @@ class ModelShape:
         n_head, vocab_size: for what attention scores and logits take.
         work_row_bytes: the widest activations of a block, per row.
         table_bytes: position tables, per position.
+        kv_dtype: what caches hold, a name in kernels.page_sizes.CACHE_TYPES.
         runtime_bytes: what a process takes as soon as it computes: workspace of kernels, and what the allocator keeps.
     """
 
@@ -73,6 +74,7 @@ class ModelShape:
     work_row_bytes: int
     table_bytes: int
     runtime_bytes: int = 0
+    kv_dtype: str = "float32"
 
     @property
     def n_layer(self) -> int:

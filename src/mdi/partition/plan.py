@@ -28,7 +28,7 @@ FRAME_GAIN = 1.05
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node of the ring: its blocks, memory in bytes, times of one frame in seconds."""
+    """One node of the ring: its blocks, memory in bytes, times of one frame in seconds; `computed_by` as in its profile."""
 
     name: str
     device: str
@@ -38,6 +38,7 @@ class NodePlan:
     free_bytes: int
     stage_s: float
     link_s: float
+    computed_by: str = ""
 
     @property
     def left_bytes(self) -> int:
@@ -60,6 +61,7 @@ class PlanReport:
 
     model: str
     format: str
+    kv_dtype: str
     workload: Workload
     placement: Placement
     nodes: tuple[NodePlan, ...]
@@ -79,6 +81,7 @@ class PlanReport:
         return {
             "model": self.model,
             "format": self.format,
+            "kv_dtype": self.kv_dtype,
             "n_sequences": self.workload.n_sequences,
             "sequence_length": self.workload.sequence_length,
             "placement": self.placement.method,
@@ -86,6 +89,7 @@ class PlanReport:
                 {
                     "name": node.name,
                     "device": node.device,
+                    "computed_by": node.computed_by or None,
                     "blocks": [node.start, node.stop],
                     "bytes": {**dataclasses.asdict(node.memory), "total": node.memory.total},
                     "free_bytes": node.free_bytes,
@@ -166,11 +170,15 @@ def report(
         node = cost.profile.nodes[i]
         need = cost.memory(i, start, stop, len(placement.order))
         nodes.append(
-            NodePlan(node.name, node.device, start, stop, need, node.memory_bytes, prediction.stage_s[k], links[k])
-        )
+            NodePlan(
+                node.name, node.device, start, stop, need, node.memory_bytes, prediction.stage_s[k], links[k],
+                node.computed_by,
+            )
+        )  # fmt: skip
     return PlanReport(
         model=cost.shape.name,
         format=cost.shape.format,
+        kv_dtype=cost.shape.kv_dtype,
         workload=cost.workload,
         placement=placement,
         nodes=tuple(nodes),
@@ -181,9 +189,17 @@ def report(
         tokens_s_one=one.tokens_s,
         limit=limit_of(placement, prediction),
         advice=tuple(advice(cost, placement, prediction, smaller)),
-        notes=notes,
+        notes=(*notes, *_refused_caches(cost.shape.kv_dtype, nodes)),
         tensor=_shared_out(cost),
     )
+
+
+def _refused_caches(kv_dtype: str, nodes: Sequence[NodePlan]) -> list[str]:
+    """Torch has no caches in int8."""
+    in_torch = [node.name for node in nodes if node.computed_by.startswith("torch")]
+    if kv_dtype != "int8" or not in_torch:
+        return []
+    return [f"caches in int8 are for the kernels: {', '.join(in_torch)} will refuse them (--kv-dtype bf16 or fp16)"]
 
 
 def _shared_out(cost: CostModel) -> TensorPlan | None:

@@ -47,6 +47,8 @@ class NodeProfile:
         machine_share: part of its machine's cores and memory bandwidth that it takes while it computes, from 0 to 1, see
             `mdi.partition.machines`; a node of one thread on two cores takes a half, or all if it alone can use up the
             bandwidth. 0 is unknown, and shares nothing.
+        computed_by: what computes the blocks of the cluster profile's model: the kernels and their instruction set, or torch
+            and why; "" is unknown.
     """
 
     name: str
@@ -65,6 +67,7 @@ class NodeProfile:
     n_threads: int = 0
     machine: str = ""
     machine_share: float = 0.0
+    computed_by: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -90,6 +93,7 @@ class NodeProfile:
             n_threads=get.optional("n_threads", lambda key: _whole(get, key)) or 0,
             machine=get.optional("machine", get.text) or "",
             machine_share=get.optional("machine_share", lambda key: get.number(key, 0, 1)) or 0.0,
+            computed_by=get.optional("computed_by", get.text) or "",
         )
         if not profile.n_cores:
             raise get.wrong("n_cores", "more than 0 cores")

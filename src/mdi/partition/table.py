@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mdi.block_ranges import span
 from mdi.columns import table
 from mdi.partition.placement import Placement
@@ -9,7 +11,7 @@ from mdi.partition.plan import NodePlan, PlanReport
 from mdi.units import duration, size
 
 MOST_LEFT_OUT = 8  # nodes that are named
-_HEADS = ("node", "device", "blocks", "weights", "caches", "other", "free", "left", "stage", "link")
+_HEADS = ("node", "device", "computed by", "blocks", "weights", "caches", "other", "free", "left", "stage", "link")
 
 
 def format_plan(report: PlanReport) -> str:
@@ -18,11 +20,12 @@ def format_plan(report: PlanReport) -> str:
     n = workload.n_sequences
     lines = [
         f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
-        f"tokens, placement {report.placement.method}",
+        f"tokens, caches in {report.kv_dtype}, placement {report.placement.method}",
         "",
-        *table([_HEADS, *(_row(node) for node in report.nodes)], left=range(3)),
+        *table([_HEADS, *(_row(node) for node in report.nodes)], left=range(4)),
         "",
     ]
+    lines += _torch_lines(report.nodes)
     lines += left_out_lines(report.placement)
     one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
     many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
@@ -37,6 +40,16 @@ def format_plan(report: PlanReport) -> str:
     lines += [f"advice:   {text}" for text in report.advice]
     lines += [f"note:     {text}" for text in report.notes]
     return "\n".join(lines)
+
+
+def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
+    """Who computes in torch, and why, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for node in nodes:
+        path, _, reason = node.computed_by.partition(": ")
+        if path == "torch":
+            names.setdefault(reason, []).append(node.name)
+    return [f"torch:    {', '.join(who)}: {reason}" for reason, who in names.items()]
 
 
 def left_out_lines(placement: Placement) -> list[str]:
@@ -56,6 +69,7 @@ def _row(node: NodePlan) -> tuple[str, ...]:
     return (
         node.name,
         node.device,
+        node.computed_by.partition(":")[0] or "-",
         f"{span(node.start, node.stop)} ({node.stop - node.start})" if node.stop > node.start else "none",
         size(memory.weights),
         size(memory.caches),

@@ -72,7 +72,7 @@ def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
     if any(not one["frames"] or not one["memory"] for one in ring["nodes"]):
         return {"error": "The nodes have not computed enough yet: ask for a text first."}
     running = max(1, ring["texts"]["running"])
-    shape = model_shape(node.weights.config, node.format)
+    shape = model_shape(node.weights.config, node.format, node.computing.kv_dtype)
     profile = profile_now(node, ring, shape)
     work = Workload(running, node.max_length)
     try:
