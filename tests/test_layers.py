@@ -97,7 +97,8 @@ ALLOWED["machine"] = BELOW_NODE
 ALLOWED["measure"] = BELOW_NODE | {"machine"}
 ALLOWED["examine"] = BELOW_NODE | {"machine"}
 ALLOWED["node"] = BELOW_NODE | {"machine", "measure", "examine"}
-ALLOWED["serve"] = ALLOWED["node"] | {"node"}
+ALLOWED["session"] = ALLOWED["node"] | {"node"}
+ALLOWED["serve"] = ALLOWED["session"] | {"session"}
 ALLOWED["cli"] = ALLOWED["serve"] | {"serve"}
 
 # The root itself holds the version and nothing else.

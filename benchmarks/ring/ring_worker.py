@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from mdi.cli import session_flags
 from mdi.cli import starter as cli_starter
 from mdi.engine.sequence import SamplingParams
 from mdi.machine.device import set_threads
@@ -68,7 +69,7 @@ class RingSystem:
         flags = [*weights, "--wait", "180", "--prompt-style", "none", "--threads", threads]
         args = parse([*flags, *options["flags"]])
         set_threads(args.threads, self._ring.cluster.starter.cores)
-        self._node = StarterNode(self._ring.cluster, cli_starter.starter_options(args))
+        self._node = StarterNode(self._ring.cluster, session_flags.starter_options(args))
         self._node.open()
         self._node.prepare(options["max_length"], self._ring.check)
         self._node.start()

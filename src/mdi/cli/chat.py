@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
+    from mdi.config import ClusterConfig
     from mdi.node.starter import StarterNode
+    from mdi.session.run_session import Session
 
 HELP = """\
 /new   forget what was said, begin a new chat
@@ -62,65 +64,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
-    from mdi.cli.access import with_keys
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.discover import discovered_cluster
-    from mdi.cli.starter import chosen_cores, sampling_params, starter_options, tell_loading, tell_seed
+    from mdi.cli.session_flags import nodes_of, sampling_params, starter_options, tell_seed
     from mdi.config import load_cluster, standalone
+    from mdi.session.run_session import Session
+
+    def find() -> ClusterConfig:
+        if args.nodes_config is not None:
+            return load_cluster(args.nodes_config)
+        return discovered_cluster(args) if args.nodes is not None else standalone()
 
     check_computing(args)
     params = sampling_params(args)
-    if args.nodes_config is not None:
-        found = load_cluster(args.nodes_config)
-    else:
-        found = discovered_cluster(args) if args.nodes is not None else standalone()
-    cluster = with_keys(args, found)
-    check_model(args, cluster.n_nodes)
-    options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
-
-    tell_loading()
-    from mdi.machine.device import set_threads
-    from mdi.machine.neighbours import threads_beside
-    from mdi.node.starter import StarterNode
-
-    set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
-    node = StarterNode(cluster, options)
-    try:
-        node.open()
-        node.place(1, args.sequence_length or CONTEXT_LIMIT)
-        node.prepare(args.sequence_length or CONTEXT_LIMIT)
-        node.start()
+    check_model(args)
+    limit = args.sequence_length or CONTEXT_LIMIT
+    nodes, options = nodes_of(args, find), starter_options(args)
+    with Session(nodes, options, limit, n_texts=1, leave=args.stop_nodes, on_close=ignore_interrupts) as session:
         tell_seed(params)
-        _talk(node, params, args.stop)
-        node.raise_failure()
-        node.end(leave=args.stop_nodes)
-    finally:
-        ignore_interrupts()
-        node.close()
+        _talk(session, params, args.stop)
+        session.raise_failure()
     return 0
 
 
-def _talk(node: StarterNode, params: Any, stop: list[str]) -> None:
+def _talk(session: Session, params: Any, stop: list[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
-    lines = Lines(lambda: node.failed)
+    lines = Lines(lambda: session.failed)
     if is_terminal:
-        nodes = "this machine" if node.cluster.n_nodes == 1 else f"{node.cluster.n_nodes} nodes"
-        show(
-            f"\nHello! This is {node.status(None)['model']} on {nodes}. Say something; /help lists commands, /quit ends.\n"
-        )
-    while not node.failed:
+        starter = session.starter
+        nodes = "this machine" if starter.cluster.n_nodes == 1 else f"{starter.cluster.n_nodes} nodes"
+        show(f"\nHello! This is {starter.weights.model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
+    while not session.failed:
         if is_terminal:
             print("You: ", end="", flush=True)
         line = lines.next().strip()
         if line in ("", "/quit"):
-            if node.failed:
+            if session.failed:
                 print()
             break
         if re.fullmatch(r"/\w+", line):
             print(_obey(line, history), flush=True)
             continue
-        reply = _answer(node, history, line, params, stop)
+        reply = _answer(session, history, line, params, stop)
         history.append((line, reply))
 
 
@@ -132,10 +118,11 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
+def _answer(session: Session, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
     """Stream one answer; its text. Raises MdiError if the ring broke."""
     from mdi.errors import MdiError, UsageError
 
+    node = session.starter
     ids = _fit(node, history, question, params.n_tokens)
     if ids is None:
         show_error(f"this message alone does not fit into {node.max_length} tokens")
@@ -147,16 +134,16 @@ def _answer(node: StarterNode, history: list[tuple[str, str]], question: str, pa
         return ""
     print("Model: ", end="", flush=True)
     try:
-        sample = node.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
+        sample = session.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
     except UsageError as e:  # the nodes' caches could never hold it
         print()
         show_error(e)
         return ""
     try:
-        node.generate()
+        session.read()
     except KeyboardInterrupt:
         sample.cancel()
-        node.generate()
+        session.read()
     except MdiError:
         print()
         raise

@@ -8,17 +8,16 @@ from pathlib import Path
 from mdi.errors import UsageError
 
 
-def check_model(args: argparse.Namespace, n_nodes: int, is_litgpt: bool = True) -> None:
-    """--ckpt, --chunk and --layers of a ring of `n_nodes`; --ckpt becomes the folder that was found.
+def check_model(args: argparse.Namespace, is_litgpt: bool = True) -> None:
+    """--ckpt and --chunk; --ckpt becomes the folder that was found.
 
     Args:
         is_litgpt: whether the checkpoint must be a LitGPT one.
 
     Raises:
-        UsageError: what they name is not there, or the model cannot be cut so.
+        UsageError: what they name is not there.
     """
-    from mdi.checkpoint.folder import check_folder, stated_blocks
-    from mdi.partition.split import check_n_nodes, parse_layers
+    from mdi.checkpoint.folder import check_folder
 
     check_chunk(getattr(args, "chunk", None))
     if args.ckpt is None:
@@ -28,7 +27,14 @@ def check_model(args: argparse.Namespace, n_nodes: int, is_litgpt: bool = True) 
     args.ckpt = found_ckpt(args.ckpt)
     if is_litgpt and getattr(args, "chunk", None) is None:
         check_folder(args.ckpt)
-    n_blocks = stated_blocks(args.ckpt)
+
+
+def check_cut(args: argparse.Namespace, n_nodes: int) -> None:
+    """--layers and the model, as `check_model` has left it, for so many nodes. Raises UsageError if it cannot be cut so."""
+    from mdi.checkpoint.folder import stated_blocks
+    from mdi.partition.split import check_n_nodes, parse_layers
+
+    n_blocks = None if args.ckpt is None else stated_blocks(args.ckpt)
     layers = getattr(args, "layers", None)
     if n_blocks is not None and layers is not None:
         parse_layers(layers, n_blocks, n_nodes)

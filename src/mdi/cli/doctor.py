@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--deadline must be from 0.1 to 600 seconds, got {args.deadline}")
     cluster = with_keys(args, load_cluster(args.nodes_config))
     if args.ckpt is not None:
-        from mdi.cli.checks import check_model
+        from mdi.cli.checks import check_cut, check_model
 
-        check_model(args, cluster.n_nodes)
+        check_model(args)
+        check_cut(args, cluster.n_nodes)
 
     from mdi.cache_dir import default_cache_dir
     from mdi.examine.doctor import examine

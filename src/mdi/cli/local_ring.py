@@ -12,19 +12,17 @@ examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import logging
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mdi.config import ClusterConfig
     from mdi.metrics import RunMetrics
     from mdi.node.local import LocalRing
     from mdi.node.model_family import ModelFamily
+    from mdi.session.node_source import NodeSource
 
 logger = logging.getLogger("mdi")
 
@@ -58,50 +56,27 @@ def run_ring(
     args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None
 ) -> int:
     """One run on a ring of child processes; `family` makes that of the model, None is litgpt's."""
-    from mdi.cli.access import KEY_VARIABLE
+    from mdi.cli.checks import check_cut
+    from mdi.cli.session_flags import processes_of
+    from mdi.cli.starter import generate_on
     from mdi.errors import UsageError
 
     if args.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
-    if args.key is not None:
-        os.environ[KEY_VARIABLE] = str(args.key.expanduser().absolute())  # for the nodes, too
     if args.compare and (args.json or args.ckpt is None):
         raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
     as_given = copy.copy(args)
-    metrics = _run_ring(args, make_ring, family)
+
+    def nodes() -> NodeSource:
+        if args.nodes >= 1:
+            check_cut(args, args.nodes)
+        return processes_of(args, make_ring, _cores(args), args.spares, _tell_processes)
+
+    metrics = generate_on(args, nodes, family)
     if args.compare:
         as_given.seed = args.seed
         _compare(as_given, metrics, family)
     return 0
-
-
-def _run_ring(
-    args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None
-) -> RunMetrics:
-    from mdi.cli import ignore_interrupts
-    from mdi.cli.checks import check_model
-    from mdi.cli.starter import generate_on
-
-    if args.placement is None and args.devices is None:
-        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
-    with contextlib.ExitStack() as stack:
-        rings: list[LocalRing] = []
-
-        def open_ring() -> ClusterConfig:
-            if args.nodes >= 1:
-                check_model(args, args.nodes, is_litgpt=family is None)
-            ring = make_ring(
-                args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, _cores(args), _kv_memory(args),
-                args.spares,
-            )  # fmt: skip
-            rings.append(stack.enter_context(ring))
-            stack.callback(ignore_interrupts)
-            args.threads = ring.threads_of_starter
-            args.cores = None  # the nodes file has each node's share
-            _tell_processes(ring)
-            return ring.cluster
-
-        return generate_on(args, open_ring, lambda: rings[0].check(), family)
 
 
 def _tell_processes(ring: LocalRing) -> None:
@@ -119,6 +94,7 @@ def _tell_processes(ring: LocalRing) -> None:
 def _compare(args: argparse.Namespace, ring: RunMetrics, family: Callable[[], ModelFamily] | None) -> None:
     """The same texts on one node with all cores, and the difference in words."""
     from mdi.cli import heed_interrupts
+    from mdi.cli.session_flags import nodes_of
     from mdi.cli.starter import generate_on
     from mdi.config import standalone
     from mdi.machine.neighbours import fair_threads
@@ -128,21 +104,13 @@ def _compare(args: argparse.Namespace, ring: RunMetrics, family: Callable[[], Mo
         setattr(args, name, None)
     print("\nthe same on one node ...", flush=True)
     heed_interrupts()
-    alone = generate_on(args, standalone, family=family, is_reported=False)
+    alone = generate_on(args, lambda: nodes_of(args, standalone), family, is_reported=False)
     print(format_comparison(ring, alone, fair_threads([])))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int] | None:
     """Cores to divide among the nodes; None if none is to be kept on any."""
-    from mdi.config import parse_cores
+    from mdi.cli.session_flags import cores_of
     from mdi.node.local import pinnable_cores
 
-    if args.cores is not None:
-        return parse_cores(args.cores, "--cores")
-    return pinnable_cores() if args.pin else None
-
-
-def _kv_memory(args: argparse.Namespace) -> int | None:
-    from mdi.config import parse_bytes
-
-    return None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
+    return pinnable_cores() if args.cores is None and args.pin else cores_of(args)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mdi.errors import UsageError
 
 if TYPE_CHECKING:
-    from mdi.node.starter import StarterNode
     from mdi.recovery.journal import JournalText, RunRecord
+    from mdi.session.run_session import Session
 
 # Flags that are those of this command, whatever the run was started with.
 OWN = (
@@ -70,13 +70,14 @@ class Journaling:
         """Of the run that goes on; None if this is a new one."""
         return None if self._record is None else self._record.texts
 
-    def begin(self, args: argparse.Namespace, node: StarterNode, prompts: list[str], encoded: list[list[int]]) -> None:
-        """From here on what `node` generates is written down. UsageError if it is not what the run began with."""
+    def begin(self, args: argparse.Namespace, session: Session, prompts: list[str]) -> None:
+        """From here on what is generated is written down. UsageError if it is not what the run began with."""
         from mdi.recovery.journal import Journal, JournalText, RunRecord
         from mdi.recovery.runs import new_run
 
+        node = session.starter
         if self._journal is None:
-            texts = [JournalText(*pair) for pair in zip(prompts, encoded, strict=True)]
+            texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
             flags = {**_saved(args), "quantize": node.formats[0], "quantize_head": node.formats[1]}
             self._journal = Journal(new_run(self._folder), RunRecord(flags, node.identity, texts))
         else:

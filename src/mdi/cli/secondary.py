@@ -120,18 +120,16 @@ def serve(
     from mdi.cli.access import open_keys, refuse_exposure
     from mdi.cli.checks import check_chunk, check_computing, found_ckpt
     from mdi.cli.discover import reachable
-    from mdi.cli.starter import chosen_cores
+    from mdi.cli.session_flags import cores_of, parsed_bytes
     from mdi.cli.window_flags import weight_memory
-    from mdi.config import parse_bytes
 
     keys = open_keys(args)
     refuse_exposure(args, keys, config)
     check_computing(args)
     check_chunk(args.chunk)
     path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
-    kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
-    cache_bytes = None if args.cache_size is None else parse_bytes(args.cache_size, "--cache-size")
-    cores = chosen_cores(args.cores, config)
+    kv_memory, cache_bytes = parsed_bytes(args, "kv_memory"), parsed_bytes(args, "cache_size")
+    cores = cores_of(args) or config.cores
 
     from mdi.machine.neighbours import threads_beside
     from mdi.machine.threads import choose_threads

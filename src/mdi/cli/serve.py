@@ -13,21 +13,20 @@ what it is writing has been written, or after 15 seconds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig
     from mdi.node.starter import StarterNode
     from mdi.serve.process import ApiProcess
     from mdi.serve.settings import ServeSettings
+    from mdi.session.node_source import NodeSource
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -60,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
-    from mdi.cli.checks import check_computing, check_model
+    from mdi.cli.checks import check_computing, check_cut, check_model
     from mdi.cli.serve_flags import serve_settings
-    from mdi.cli.starter import starter_options
+    from mdi.cli.session_flags import starter_options
     from mdi.errors import UsageError
 
     check_computing(args)
@@ -71,9 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.ckpt is None:
         raise UsageError("give the model: --ckpt DIRECTORY")
     settings = serve_settings(args)
-    check_model(args, args.nodes or 1)
-    if args.nodes is not None and args.placement is None and args.devices is None:
-        args.placement = "even"  # as local_ring.py: the nodes are all alike
+    check_model(args)
+    check_cut(args, args.nodes or 1)
     starter_options(args)
 
     from mdi.serve.process import ApiProcess
@@ -93,12 +91,10 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
-    from mdi.cli.starter import starter_options, tell_loading
+    from mdi.cli.session_flags import starter_options
     from mdi.errors import MdiError
-    from mdi.serve.catalog import Catalog
-
-    tell_loading()
     from mdi.serve.backend import Backend
+    from mdi.serve.catalog import Catalog
     from mdi.serve.host import ModelHost
     from mdi.serve.questions import handlers
     from mdi.serve.snapshot import Snapshots
@@ -109,8 +105,8 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
         options = replace(options, n_spans=SERVE_SPANS)
     with _nodes(args) as nodes:
         host = ModelHost(
-            nodes.cluster, nodes.check, options, Catalog(args.ckpt_folder, args.ckpt),
-            args.sequence_length or CONTEXT_LIMIT, api.lines, _after(args),
+            nodes, options, Catalog(args.ckpt_folder, args.ckpt), args.sequence_length or CONTEXT_LIMIT, api.lines,
+            _after(args),
         )  # fmt: skip
         snapshots = Snapshots(host)
         backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
@@ -141,68 +137,11 @@ def _after(args: argparse.Namespace) -> Callable[[StarterNode], None] | None:
     return None if args.trace is None else lambda node: write_trace_of(node, args.trace)
 
 
-class _Nodes:
-    """The nodes of a ring that others keep, or of this process alone."""
+def _nodes(args: argparse.Namespace) -> NodeSource:
+    from mdi.cli.session_flags import cores_of, nodes_of, processes_of
+    from mdi.config import load_cluster, standalone
+    from mdi.node.local import LocalRing
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-
-    def cluster(self) -> ClusterConfig:
-        from mdi.cli.access import with_keys
-        from mdi.cli.starter import chosen_cores
-        from mdi.config import load_cluster, standalone
-        from mdi.machine.device import set_threads
-        from mdi.machine.neighbours import threads_beside
-
-        args = self._args
-        cluster = with_keys(args, load_cluster(args.nodes_config) if args.nodes_config else standalone())
-        cores = chosen_cores(args.cores, cluster.starter)
-        set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
-        return cluster
-
-    def check(self) -> None:
-        pass
-
-
-class _OwnNodes(_Nodes):
-    """A ring of processes on this machine, made anew when one of them has ended."""
-
-    def __init__(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-        super().__init__(args)
-        self._stack = stack
-        self._ring: Any = None
-
-    def cluster(self) -> ClusterConfig:
-        from mdi.config import parse_bytes
-        from mdi.errors import NodeLostError
-        from mdi.machine.device import set_threads
-        from mdi.node.local import LocalRing
-
-        args = self._args
-        try:
-            self.check()
-        except NodeLostError:
-            self._stack.close()
-            self._ring = None
-        if self._ring is None:
-            kv_memory = None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory")
-            ring = LocalRing(args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, None, kv_memory)
-            self._ring = self._stack.enter_context(ring)
-            set_threads(self._ring.threads_of_starter, None, ())
-        cluster: ClusterConfig = self._ring.cluster
-        return cluster
-
-    def check(self) -> None:
-        if self._ring is not None:
-            self._ring.check()
-
-
-@contextlib.contextmanager
-def _nodes(args: argparse.Namespace) -> Iterator[_Nodes]:
-    if args.nodes is None:
-        yield _Nodes(args)
-        return
-    if args.placement is None and args.devices is None:
-        args.placement = "even"  # the nodes are all alike: measuring them would tell nothing
-    with contextlib.ExitStack() as stack:
-        yield _OwnNodes(args, stack)
+    if args.nodes is not None:
+        return processes_of(args, LocalRing, cores_of(args))
+    return nodes_of(args, lambda: load_cluster(args.nodes_config) if args.nodes_config else standalone())

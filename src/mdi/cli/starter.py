@@ -13,24 +13,21 @@ examples:
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import secrets
-import sys
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mdi.cli.resume import Journaling
-    from mdi.config import ClusterConfig, NodeConfig
+    from mdi.config import ClusterConfig
+    from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
     from mdi.node.model_family import ModelFamily
-    from mdi.node.starter import StarterNode
     from mdi.recovery.journal import JournalText
-
-logger = logging.getLogger("mdi")
+    from mdi.session.node_source import NodeSource
+    from mdi.session.run_session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_resumable: bool = True) -> None:
@@ -87,64 +84,52 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
     add_common_flags(parser)
 
 
-def chosen_placement(args: argparse.Namespace) -> str | None:
-    """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
-    from mdi.errors import UsageError
-    from mdi.partition.methods import METHODS
-
-    named = os.environ.get("MDI_PLACEMENT") or None
-    if named is not None and named not in METHODS:
-        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
-    return getattr(args, "placement", None) or named
-
-
 def run(args: argparse.Namespace) -> int:
     from mdi.cli.discover import cluster_of_flags
     from mdi.cli.resume import Journaling, list_runs
+    from mdi.cli.session_flags import nodes_of
 
     if args.resume == "":
         list_runs(args)
         return 0
-    journaling = None if args.no_journal else Journaling(args)
-    try:
-        generate_on(args, lambda: cluster_of_flags(args), journaling=journaling)
-    finally:
-        if journaling is not None:
-            journaling.close()
+    with contextlib.ExitStack() as stack:
+        journaling = None
+        if not args.no_journal:
+            journaling = Journaling(args)
+            stack.callback(journaling.close)
+        generate_on(args, lambda: nodes_of(args, lambda: cluster_of_flags(args)), journaling=journaling)
     return 0
 
 
 def run_on(
-    args: argparse.Namespace,
-    cluster_of: Callable[[], ClusterConfig],
-    check: Callable[[], None] = lambda: None,
-    family: Callable[[], ModelFamily] | None = None,
+    args: argparse.Namespace, find: Callable[[], ClusterConfig], family: Callable[[], ModelFamily] | None = None
 ) -> int:
-    """One run on a cluster, from flags to report; also behind sample.py. See `generate_on`."""
-    generate_on(args, cluster_of, check, family)
+    """One run on nodes that `find` finds, from flags to report; see `generate_on`."""
+    from mdi.cli.session_flags import nodes_of
+
+    generate_on(args, lambda: nodes_of(args, find), family)
     return 0
 
 
 def generate_on(
     args: argparse.Namespace,
-    cluster_of: Callable[[], ClusterConfig],
-    check: Callable[[], None] = lambda: None,
+    make_nodes: Callable[[], NodeSource],
     family: Callable[[], ModelFamily] | None = None,
     is_reported: bool = True,
     journaling: Journaling | None = None,
 ) -> RunMetrics:
-    """One run on a cluster, from flags to what it measured.
+    """One run, from flags to what it measured.
 
     Args:
+        make_nodes: who takes part, called once the flags have been checked.
         family: makes that of the model; None is litgpt's.
-        check: called again and again while the nodes get ready; raises if that has become pointless.
         is_reported: show the texts as they grow, and tables and files at the end.
         journaling: writes down what the run reaches.
     """
     from mdi.cli.output import print_json
 
     try:
-        return _generate(args, cluster_of, check, family, is_reported, journaling)
+        return _generate(args, make_nodes, family, is_reported, journaling)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
@@ -153,16 +138,18 @@ def generate_on(
 
 def _generate(
     args: argparse.Namespace,
-    cluster_of: Callable[[], ClusterConfig],
-    check: Callable[[], None],
+    make_nodes: Callable[[], NodeSource],
     family: Callable[[], ModelFamily] | None,
     is_reported: bool,
     journaling: Journaling | None,
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
-    from mdi.cli.access import with_keys
     from mdi.cli.checks import check_computing, check_model
+    from mdi.cli.output import report
+    from mdi.cli.session_flags import sampling_params, starter_options, tell_seed
+    from mdi.errors import MdiError
     from mdi.prompts import read_prompts
+    from mdi.session.run_session import Session
 
     check_computing(args)
     known = None if journaling is None else journaling.texts
@@ -171,175 +158,46 @@ def _generate(
     else:
         prompts = [text.prompt for text in known]
     params = sampling_params(args)
-    starter_options(args)
-    cluster = with_keys(args, cluster_of())
-    check_model(args, cluster.n_nodes, is_litgpt=family is None)
-    options, cores = starter_options(args), chosen_cores(args.cores, cluster.starter)
-
-    tell_loading()
-    from mdi.machine.device import set_threads
-    from mdi.machine.neighbours import threads_beside
-    from mdi.node.starter import StarterNode
-
-    set_threads(args.threads or cluster.starter.threads, cores, threads_beside(cluster.starter, cluster.nodes))
-    node = StarterNode(cluster, options, None if family is None else family())
-    try:
-        node.open()
-        encoded = encode_prompts(node, prompts) if known is None else [text.prompt_ids for text in known]
-        longest = max(map(len, encoded)) + args.n_tokens
-        node.place(len(encoded), longest, check)
-        node.prepare(longest, check)
-        if journaling is not None:
-            journaling.begin(args, node, prompts, encoded)
-        return _run(args, node, prompts, encoded, params, is_reported, known)
-    finally:
-        ignore_interrupts()
-        node.close()
-
-
-def tell_loading() -> None:
-    """A word before the imports that take seconds."""
-    if "torch" not in sys.modules:
-        logger.info("loading PyTorch ...")
-
-
-def tell_seed(params: Any) -> None:
-    """Where something is drawn: how to have the same again."""
-    if params.temperature > 0:
-        logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)
-
-
-def chosen_cores(flag: str | None, node: NodeConfig) -> tuple[int, ...] | None:
-    """Cores to stay on: what --cores says, else the nodes file."""
-    from mdi.config import parse_cores
-
-    return node.cores if flag is None else parse_cores(flag, "--cores")
-
-
-def starter_options(args: argparse.Namespace) -> Any:
-    from mdi.cache_dir import default_cache_dir
-    from mdi.cli.parallel_flags import parallel_options
-    from mdi.cli.window_flags import weight_memory
-    from mdi.config import parse_bytes
-    from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
-    from mdi.errors import UsageError
-    from mdi.net.wire import SILENCE_S
-    from mdi.node.options import StarterOptions
-    from mdi.tracing.spans import N_SPANS
-
-    wait_s = getattr(args, "wait", 30.0)
-    if not 0 <= wait_s < float("inf"):
-        raise UsageError(f"--wait must be 0 seconds or more, got {wait_s}")
-    if args.sequence_length is not None and args.sequence_length < 1:
-        raise UsageError(f"--sequence-length must be at least 1, got {args.sequence_length}")
-    silence_s = getattr(args, "silence_s", SILENCE_S)
-    low, high = SILENCE_LIMITS_S
-    if not low <= silence_s <= high:
-        raise UsageError(f"--silence-s must be from {low:g} to {high:g} seconds, got {silence_s:g}")
-    n_frames = getattr(args, "frames", None)
-    if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
-        raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")
-    return StarterOptions(
-        ckpt=args.ckpt,
-        chunk=getattr(args, "chunk", None),
-        layers=getattr(args, "layers", None),
-        placement=chosen_placement(args),
-        prefer_memory=getattr(args, "prefer_memory", None),
-        cache_dir=default_cache_dir(),
-        device=args.device,
-        dtype=args.dtype,
-        sequence_length=args.sequence_length,
-        compile=args.compile,
-        quantize=args.quantize,
-        quantize_head=args.quantize_head or args.quantize,
-        prompt_style=args.prompt_style,
-        wait_s=wait_s,
-        wire_dtype=getattr(args, "wire_dtype", "auto"),
-        kv_dtype=args.kv_dtype,
-        weight_memory=weight_memory(args),
-        kv_memory=None if args.kv_memory is None else parse_bytes(args.kv_memory, "--kv-memory"),
-        n_frames=n_frames,
-        parallel=parallel_options(args),
-        fixed=getattr(args, "fixed", True),
-        silence_s=silence_s,
-        **replay_memory(getattr(args, "replay_memory", None)),
-        n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
-    )
-
-
-def replay_memory(flag: str | None) -> dict[str, int]:
-    from mdi.config import parse_bytes
-
-    return {} if flag is None else {"replay_memory": parse_bytes(flag, "--replay-memory")}
-
-
-def sampling_params(args: argparse.Namespace) -> Any:
-    """What the flags say of the draws; without --seed a new one, which is written to `args`. UsageError."""
-    from mdi.engine.sequence import SamplingParams
-    from mdi.errors import UsageError
-
-    if args.top_k < 0:
-        raise UsageError(f"--top-k must be 0 (all tokens) or more, got {args.top_k}")
-    if args.seed is None:
-        args.seed = secrets.randbelow(10**9)
-    if any(not stop for stop in args.stop):
-        raise UsageError("--stop: an empty text would end every sample at once")
-    return SamplingParams(
-        n_tokens=args.n_tokens, temperature=args.temperature, top_k=args.top_k or None, top_p=args.top_p, seed=args.seed
-    )
-
-
-def encode_prompts(node: StarterNode, prompts: list[str]) -> list[list[int]]:
-    """Token ids of the prompts; UsageError if one does not fit the context."""
-    from mdi.errors import UsageError
-
-    encoded = [node.codec.encode_prompt(prompt) for prompt in prompts]
-    for i, ids in enumerate(encoded):
-        try:
-            node.check_prompt(ids)
-        except UsageError as e:
-            raise UsageError(f"prompt {i}: {e}") from None
-    return encoded
-
-
-def _run(
-    args: argparse.Namespace,
-    node: StarterNode,
-    prompts: list[str],
-    encoded: list[list[int]],
-    params: Any,
-    is_reported: bool,
-    known: list[JournalText] | None,
-) -> RunMetrics:
-    from mdi.cli import ignore_interrupts
-    from mdi.cli.output import report
-    from mdi.display import open_stream
-    from mdi.errors import MdiError, NodeLostError
-
+    check_model(args, is_litgpt=family is None)
+    options = starter_options(args)
     is_streaming = is_reported and not (args.json or args.no_stream)
     failure: BaseException | None = None
-    try:
-        node.start()
-        if is_reported:
-            tell_seed(params)
-        stream = open_stream(len(prompts)) if is_streaming else None
-        on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
-        for i, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            if stream is not None:
-                stream.show(i, prompt + ("" if node.codec.prompt_style is None else "\n"))
-            before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
-            node.submit(prompt, ids, params, args.stop, on_text, before=before, finish_reason=reason)
-        node.generate()
-        node.end(leave=getattr(args, "stop_nodes", False))
-    except (MdiError, KeyboardInterrupt) as e:
-        ignore_interrupts()
-        failure = e
-        if isinstance(e, NodeLostError):
-            node.mark_broken()
-        node.end()
-    if is_reported or failure is not None:
-        report(args, node, failure, is_streaming)
+    with make_nodes() as nodes:
+        session = Session(
+            nodes, options, args.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
+            family=family, leave=getattr(args, "stop_nodes", False), on_close=ignore_interrupts,
+        )  # fmt: skip
+        try:
+            with session:
+                if journaling is not None:
+                    journaling.begin(args, session, prompts)
+                if is_reported:
+                    tell_seed(params)
+                _submit(session, prompts, params, args.stop, known, is_streaming)
+                session.read()
+        except (MdiError, KeyboardInterrupt) as e:
+            if not session.was_open:
+                raise
+            failure = e
+        if is_reported or failure is not None:
+            report(args, session.starter, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
         raise failure
-    return node.metrics()
+    return session.starter.metrics()
+
+
+def _submit(
+    session: Session, prompts: list[str], params: SamplingParams, stop: list[str], known: list[JournalText] | None,
+    is_streaming: bool,
+) -> None:  # fmt: skip
+    """All texts of the run, shown as they grow if that is wanted; `known` is what an earlier run has of them."""
+    from mdi.display import open_stream
+
+    stream = open_stream(len(prompts)) if is_streaming else None
+    on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
+    for i, (prompt, ids) in enumerate(zip(prompts, session.prompt_ids, strict=True)):
+        if stream is not None:
+            stream.show(i, prompt + ("" if session.starter.codec.prompt_style is None else "\n"))
+        before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
+        session.submit(prompt, ids, params, stop, on_text, before, reason)

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mdi.config import ClusterConfig
 from mdi.engine.pace import PromptPace
 from mdi.engine.requests import Constraint
-from mdi.errors import EngineError, MdiError, NodeLostError
+from mdi.errors import EngineError, MdiError
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.lines import Lines
 from mdi.serve.outlet import Outlet
+from mdi.session.node_source import NodeSource
+from mdi.session.run_session import Session
 
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
@@ -33,29 +34,31 @@ class Loaded:
     """A model whose ring is closed."""
 
     name: str
-    node: StarterNode
+    session: Session
     outlet: Outlet
     directory: Path
     n_vocabulary: int
     grammars: GrammarSource | None = None
+
+    @property
+    def node(self) -> StarterNode:
+        return self.session.starter
 
 
 class ModelHost:
     """Belongs to the main thread, which is in `run`; what others may call says so.
 
     Args:
-        cluster_of: the nodes, called before each loading: they may be others when some were lost. Raises MdiError.
-        check: called again and again while nodes get ready; raises if that has become pointless.
+        nodes: who takes part; they may be others when some were lost.
         max_length: tokens that a text may have, if the model allows it.
-        on_end: called when the run of a model has ended, before its node is closed.
+        on_end: called when the run of a model has ended.
     """
 
     def __init__(
-        self, cluster_of: Callable[[], ClusterConfig], check: Callable[[], None], options: StarterOptions, catalog: Catalog,
-        max_length: int, lines: Lines, on_end: Callable[[StarterNode], None] | None = None,
+        self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
+        on_end: Callable[[StarterNode], None] | None = None,
     ) -> None:  # fmt: skip
-        self._cluster_of = cluster_of
-        self._check = check
+        self._nodes = nodes
         self._options = options
         self._catalog = catalog
         self._max_length = max_length
@@ -114,17 +117,16 @@ class ModelHost:
                 continue
             self._change(wanted)
 
-    def close(self) -> None:
-        """Give the model and the nodes back."""
+    def close(self, error: MdiError | None = None) -> None:
+        """Give the model and the nodes back; `error` is why, if it was one."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
         try:
-            loaded.node.end()
+            loaded.session.close(error)
             if self._on_end is not None:
                 self._on_end(loaded.node)
         finally:
-            loaded.node.close()
             loaded.outlet.close()
 
     def _change(self, wanted: str | None) -> None:
@@ -149,7 +151,7 @@ class ModelHost:
         failure: MdiError | None = None
         try:
             if self._options.fixed:  # else the ring goes on without a lost node, and its texts with it
-                self._check()
+                self._nodes.check()
             loaded.node.raise_failure()
         except MdiError as e:
             failure = e
@@ -159,10 +161,8 @@ class ModelHost:
 
     def _begin_anew(self, name: str, failure: MdiError) -> None:
         wait_s = FIRST_RETRY_S
-        if self.loaded is not None and isinstance(failure, NodeLostError):
-            self.loaded.node.mark_broken()
         self._tell("failed", name, str(failure))
-        self.close()
+        self.close(failure)
         while not self._is_left:
             try:
                 self._load(name)
@@ -181,24 +181,19 @@ class ModelHost:
         is_first = name == self._catalog.first_name
         progress = _Progress(lambda text: self._tell("loading", name, text))
         logger.addHandler(progress)
-        node: StarterNode | None = None
+        options = self._options if is_first else replace(self._options, ckpt=folder, chunk=None, layers=None)
+        session = Session(self._nodes, options, self._max_length, n_texts=N_PLANNED)
         try:
             self._tell("loading", name, "getting the nodes ready")
-            options = self._options if is_first else replace(self._options, ckpt=folder, chunk=None, layers=None)
-            node = StarterNode(self._cluster_of(), options)
-            node.open()
-            node.place(N_PLANNED, self._max_length, self._check)
-            node.prepare(self._max_length, self._check)
-            node.start()
-            node.engine.pace = PromptPace()
-        except BaseException:
-            if node is not None:
-                node.close()
-            raise
+            session.open()
         finally:
             logger.removeHandler(progress)
+        node = session.starter
+        node.engine.pace = PromptPace()
         directory, n_vocabulary = node.directory, int(node.config.padded_vocab_size)
-        self.loaded = Loaded(name, node, Outlet(node.engine, node.codec.eos_ids, self._lines), directory, n_vocabulary)
+        self.loaded = Loaded(
+            name, session, Outlet(node.engine, node.codec.eos_ids, self._lines), directory, n_vocabulary
+        )
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})

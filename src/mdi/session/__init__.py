@@ -1,0 +1,1 @@
+"""A run as an object that one opens."""

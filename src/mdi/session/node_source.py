@@ -1,0 +1,91 @@
+"""Who takes part in a run: the nodes of a file or a network, this process alone, or processes that are started for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from mdi.config import ClusterConfig
+from mdi.errors import NodeLostError
+from mdi.node.local import LocalRing
+
+logger = logging.getLogger("mdi")
+
+
+class NodeSource:
+    """The nodes that `find` finds, looked for anew before each run; this process is their starter.
+
+    Args:
+        find: raises MdiError if they cannot be had.
+        threads, cores: that this process computes with; None: what the nodes file says, else its share of the machine.
+    """
+
+    def __init__(
+        self, find: Callable[[], ClusterConfig], threads: int | None = None, cores: Sequence[int] | None = None
+    ) -> None:
+        self._find = find
+        self._threads = threads
+        self._cores = cores
+
+    def cluster(self) -> ClusterConfig:
+        """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
+        cluster = self._find()
+        starter = cluster.starter
+        if "torch" not in sys.modules:  # a word before the imports that take seconds
+            logger.info("loading PyTorch ...")
+        from mdi.machine.device import set_threads
+        from mdi.machine.neighbours import threads_beside
+
+        cores = starter.cores if self._cores is None else self._cores
+        set_threads(self._threads or starter.threads, cores, threads_beside(starter, cluster.nodes))
+        return cluster
+
+    def check(self) -> None:
+        """Called while a run gets ready. Raises NodeLostError if that has become pointless."""
+
+    def close(self) -> None:
+        """Give back what was started; harmless if repeated."""
+
+    def __enter__(self) -> NodeSource:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class OwnProcesses(NodeSource):
+    """A ring of processes on this machine, started for the first run, and anew when one of them has ended.
+
+    Args:
+        make: the ring, not started yet.
+        begun: told of a ring that was started; the nodes as the starter is to see them.
+    """
+
+    def __init__(self, make: Callable[[], LocalRing], begun: Callable[[LocalRing], ClusterConfig]) -> None:
+        super().__init__(self._started)
+        self._make = make
+        self._begun = begun
+        self._stack = ExitStack()
+        self._ring: LocalRing | None = None
+
+    def _started(self) -> ClusterConfig:
+        try:
+            self.check()
+        except NodeLostError:
+            self.close()
+        if self._ring is None:
+            self._ring = self._stack.enter_context(self._make())
+        return self._begun(self._ring)
+
+    def check(self) -> None:
+        if self._ring is not None:
+            self._ring.check()
+
+    def close(self) -> None:
+        self._ring = None
+        self._stack.close()

@@ -1,0 +1,150 @@
+"""A run that one opens: in order, out of order, and left with an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mdi.config import ClusterConfig, NodeConfig, standalone
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
+from mdi.node.local import LocalRing
+from mdi.node.options import StarterOptions
+from mdi.node.starter import StarterNode
+from mdi.session.node_source import NodeSource, OwnProcesses
+from mdi.session.run_session import Session
+from tiny_checkpoint import reference, write_checkpoint
+
+GREEDY = SamplingParams(6, temperature=0)
+EXPECTED = list(reference("The ring", 6))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> StarterOptions:
+    ckpt = write_checkpoint(tmp_path_factory.mktemp("session") / "tiny")
+    return StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", prompt_style="none")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is called of the starter, in order."""
+    made: list[str] = []
+
+    def watch(name: str) -> None:
+        method = getattr(StarterNode, name)
+
+        def called(self: StarterNode, *args: Any, **kwargs: Any) -> Any:
+            made.append(f"{name} {kwargs['leave']}" if "leave" in kwargs else name)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(StarterNode, name, called)
+
+    for name in ("open", "place", "prepare", "start", "mark_broken", "end", "close"):
+        watch(name)
+    return made
+
+
+OPENED = ["open", "place", "prepare", "start"]
+
+
+def test_texts_of_a_session_are_those_of_the_model(options: StarterOptions, calls: list[str]) -> None:
+    with Session(NodeSource(standalone, threads=1), options, 6, ["The ring", "The ring"], leave=True) as session:
+        assert session.starter.max_length == len(session.prompt_ids[0]) + 6, "caches for what is known, and no more"
+        for _ in range(2):
+            samples = [session.submit("The ring", ids, GREEDY) for ids in session.prompt_ids]
+            session.read()
+            assert [sample.token_ids for sample in samples] == [EXPECTED] * 2
+    assert calls == [*OPENED, "end True", "close"]
+    session.close()
+    assert len(calls) == 6, "harmless if repeated"
+    assert [sample.text for sample in session.starter.metrics().samples] == [sample.text for sample in samples] * 2
+
+
+def test_a_text_can_be_cancelled(options: StarterOptions) -> None:
+    with Session(NodeSource(standalone, threads=1), options, 80, ["The ring"]) as session:
+        sample = session.submit("The ring", session.prompt_ids[0], SamplingParams(80, temperature=0))
+        sample.cancel()
+        session.read()
+        assert sample.finish_reason == "cancelled" and not session.failed
+
+
+@pytest.mark.parametrize("step", OPENED)
+def test_what_cannot_be_opened_leaves_nothing_open(
+    step: str, options: StarterOptions, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: StarterNode, *args: Any) -> None:
+        raise EngineError("no more of it")
+
+    monkeypatch.setattr(StarterNode, step, fail)
+    session = Session(NodeSource(standalone, threads=1), options, 6, ["The ring"])
+    with pytest.raises(EngineError), session:
+        raise AssertionError("it was not opened")
+    assert calls[: OPENED.index(step)] == OPENED[: OPENED.index(step)] and calls[-1] == "close"
+    assert not session.was_open
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_nodes_are_asked(options: StarterOptions, calls: list[str]) -> None:
+    with pytest.raises(UsageError), Session(NodeSource(standalone), options, 6, ["The ring", [1] * 9999]):
+        pass
+    assert calls == ["open", "close"]
+
+
+@pytest.mark.parametrize(
+    "error, ended", [(NodeLostError("secondary0", "gone"), ["mark_broken", "end False"]), (KeyError(1), ["end False"])]
+)
+def test_left_with_an_error(error: Exception, ended: list[str], options: StarterOptions, calls: list[str]) -> None:
+    """The run is ended all the same; the processes of other nodes are left alone, and nobody waits for one that is lost."""
+    closing: list[bool] = []
+    session = Session(
+        NodeSource(standalone), options, 60, n_texts=1, leave=True, on_close=lambda: closing.append(not calls[4:])
+    )
+    with pytest.raises(type(error)), session:
+        raise error
+    assert calls[4:] == [*ended, "close"] and closing == [True]
+
+
+class FakeRing:
+    """Processes that end when they are told."""
+
+    def __init__(self) -> None:
+        self.cluster = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0, threads=1))
+        self.has_ended = self.is_closed = False
+
+    def __enter__(self) -> FakeRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def check(self) -> None:
+        if self.has_ended:
+            raise NodeLostError("secondary0", "secondary0 has ended")
+
+
+def test_processes_are_started_anew_when_one_has_ended() -> None:
+    rings: list[Any] = []
+
+    def make() -> LocalRing:
+        rings.append(FakeRing())
+        return rings[-1]
+
+    begun: list[object] = []
+    with OwnProcesses(make, lambda ring: (begun.append(ring), ring.cluster)[1]) as nodes:
+        nodes.check()  # before there are any
+        assert nodes.cluster() == nodes.cluster() and len(rings) == 1, "they outlive a session"
+        rings[0].has_ended = True
+        with pytest.raises(MdiError) as failure:
+            nodes.check()
+        assert failure.value.code == "lost"
+        nodes.cluster()
+        assert len(rings) == 2 and rings[0].is_closed and not rings[1].is_closed
+    assert rings[1].is_closed and begun == [rings[0], rings[0], rings[1]]
+    nodes.close()
+
+
+def test_a_missing_model_is_told_by_its_type(tmp_path: Path) -> None:
+    with pytest.raises(MdiError) as failure, Session(NodeSource(standalone), StarterOptions(tmp_path / "none"), 6):
+        pass
+    assert failure.value.code in ("usage", "weights")
