@@ -64,7 +64,7 @@ class Ring:
         self.starter.open()
         self.starter.prepare(len(PROMPT) + n_tokens)
         self.starter.start()
-        self.starter._keeper._absences._step_s = 0.0  # here nodes fail on purpose: they need not wait
+        self.starter._recovery.keeper._absences._step_s = 0.0  # here nodes fail on purpose: they need not wait
         self._random = random.Random(seed)
         self._rate = rate
         self.n_failures = 0

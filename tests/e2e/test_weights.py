@@ -112,15 +112,15 @@ def test_full_disk_while_weights_arrive(
 
     cluster = make_cluster(2)
     cluster.start(0, preexec_fn=limit)
-    result = starter(checkpoint, cluster.path, *ONE, "--wait", 100)
+    result = starter(checkpoint, cluster.path, *ONE, "--wait", 100, "--fixed")
     assert result.status == 1 and "Traceback" not in result.err
     assert "secondary0" in result.json["error"] and "disk is full" in result.json["error"], result.json["error"]
     found = cluster.wait_states("IDLE")
     assert "disk is full" in found[0]["error"] and "Traceback" not in cluster[0].err
     assert not list(cluster.cache_dir(0).iterdir()), "nothing half-written is left"
-    cluster.start(0)
-    result = starter(checkpoint, cluster.path, *ONE, "--wait", 100)
-    assert result.token_ids == expected()
+    result = starter(checkpoint, cluster.path, *ONE)
+    assert result.token_ids == expected(), "the starter can hold the blocks itself"
+    assert [(one["node"], one["replaced_by"]) for one in result.json["recoveries"]] == [("secondary0", "starter")]
 
 
 @contextlib.contextmanager
@@ -149,15 +149,19 @@ def in_mid_transfer(ring: Cluster, index: int, action: Callable[[], None]) -> It
     assert not errors, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("number", "is_fixed"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)])
 def test_secondary_lost_while_weights_are_sent_to_it(
-    ring: Cluster, heavy: Path, checkpoint: Path, starter: Starter, number: int
+    ring: Cluster, heavy: Path, checkpoint: Path, starter: Starter, number: int, is_fixed: bool
 ) -> None:
     clear(ring)
     with in_mid_transfer(ring, 1, lambda: ring[1].signal(number)):
-        result = starter(heavy, ring.path, *ONE)
-    assert result.status == 1 and "Traceback" not in result.err
-    assert "secondary1 was lost" in result.json["error"] and result.json["samples"] == []
+        result = starter(heavy, ring.path, *ONE, *(["--fixed"] if is_fixed else ["--silence-s", 1]))
+    assert "Traceback" not in result.err
+    if is_fixed:
+        assert result.status == 1 and "secondary1 was lost" in result.json["error"] and result.json["samples"] == []
+    else:
+        alone = starter(heavy, ring.nodes_file(1), *ONE)
+        assert result.token_ids == alone.token_ids and result.json["recoveries"][0]["node"] == "secondary1"
     ring.revive()
     ring.wait_states("IDLE", "READY")
     assert starter(checkpoint, ring.path, *ONE, "--wait", 60).token_ids == expected()

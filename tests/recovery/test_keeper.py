@@ -49,7 +49,8 @@ class World:
         )
         monkeypatch.setattr(mdi.recovery.keeper, "pause", self.wait)
         clients: Any = [SimpleNamespace(node=SimpleNamespace(name=name)) for name in (*spares, "a", "b")]
-        self.keeper = RingKeeper(self, self, clients, spares, self.cut, 6.0)
+        self.keeper = RingKeeper(self, clients, spares, self.cut, 6.0)
+        self.keeper.texts = self
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -278,10 +278,12 @@ class BlockStore:
             free = self.free_bytes()
             with contextlib.suppress(OSError):
                 self._partial(info.sha256).unlink()
-            raise CheckpointError(
+            full = CheckpointError(
                 f"the disk is full ({e.strerror}): {info.name} needs {info.n_bytes} bytes in {self.directory}, "
                 f"where {free} are free"
-            ) from None
+            )
+            full.code = "disk"
+            raise full from None
 
     def _partial(self, sha256: str) -> Path:
         return self.path(sha256).with_suffix(".part")

@@ -75,6 +75,7 @@ class Job:
         self.metrics: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.stopped = self.is_replaced = self.has_begun = False
+        self._aborted: Fault | None = None
         self._ring: TcpRing | None = None
         self._last_sign = time.monotonic()
 
@@ -115,6 +116,8 @@ class Job:
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+        if self._aborted is not None:
+            raise Abandoned(f"the run ended before it began: {self._aborted.message}", self._aborted.code)
         if self.stopped:
             raise Abandoned("the starter ended the run before it began")
         if self.is_abandoned:
@@ -147,6 +150,7 @@ class Job:
 
     def abort(self, fault: Fault) -> None:
         """End it, however far it is, and tell the other nodes why."""
+        self._aborted = fault
         if (ring := self._stop()) is not None:
             ring.fail(fault)
 

@@ -53,7 +53,7 @@ class Preparation:
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
         keeping: secondaries that still have the caches of the ring before.
-        processes: by name of each secondary, the number that its process drew.
+        processes: by name of each secondary that was reached, the number that its process drew.
         failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
@@ -110,12 +110,12 @@ class Preparation:
                 self._check(setups, check)
             self._raise_first(setups)
             self.ring_ports = {setup.name: setup.ring_port for setup in setups}
-            self.processes = {setup.name: setup.process for setup in setups}
             if self._replays is None:
                 self.own.loaded.caches.clear()
             self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
             self.keeping = frozenset(setup.name for setup in setups if setup.keeps_caches)
         finally:
+            self.processes = {setup.name: setup.process for setup in setups if setup.process}
             for setup in setups:
                 setup.cancel()
         for setup in setups:

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.engine.starter_engine import StarterEngine
-from mdi.errors import EngineError
-from mdi.measure.model_shape import model_shape
+from mdi.errors import EngineError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.preparation import Preparation
 from mdi.node.replay_plan import ReplayPlan, plan_replay
 from mdi.node.run_rings import RunRings
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.model import Workload
-from mdi.partition.profile import ClusterProfile
-from mdi.recovery.keeper import RingKeeper
-from mdi.recovery.moves import Moves
-from mdi.recovery.moving import MovingCut
 from mdi.recovery.records import REPLAY, TOKENS
 from mdi.recovery.replacement import Next, Stage
 
 
 class RingFormer:
-    """A `mdi.recovery.keeper.Former`; its methods belong to the engine's thread.
+    """A `mdi.recovery.keeper.Former`; its methods belong to the thread that forms the first ring, then to the engine's.
 
     Args:
-        rings: of the run, the first of which is closed.
+        rings: of the run.
         nodes: all secondaries that may take part.
+        check: what it raises ends the forming of the first ring.
+
+    Attributes:
+        engine: that goes on over the rings; None before the first one is closed.
     """
 
     def __init__(
-        self, rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig]
+        self, rings: RunRings, weights: StarterWeights, nodes: Sequence[NodeConfig], check: Callable[[], None]
     ) -> None:
         self._rings = rings
         self._weights = weights
-        self._engine = engine
+        self.engine: StarterEngine | None = None
+        self._check = check
+        self._unreached: Counter[str] = Counter()  # processes that live, and that no ring could be closed with
         self._cluster = rings.cluster
         self._nodes = {node.name: node for node in nodes}
         self._clients = {node.name: ControlClient(node, rings.cluster.keys) for node in nodes}
@@ -51,8 +51,12 @@ class RingFormer:
 
     @property
     def processes(self) -> Mapping[str, str]:
-        preparation = self._rings.preparation
-        return {} if preparation is None else preparation.processes
+        return self._rings.processes
+
+    @property
+    def n_rounds_left(self) -> int:
+        """Tokens that the longest text may still get."""
+        return self._rings.max_length if self.engine is None else self.engine.n_rounds_left
 
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         secondaries = tuple(self._nodes[name] for name in following.names[1:])
@@ -60,14 +64,29 @@ class RingFormer:
         if not self._rings.is_shared:  # else all nodes get a share of all blocks, and compute their caches again
             self._weights.cut_anew(following.counts)
         plan, fresh, preparation = self._prepare(cluster, following)
-        ring = self._rings.form()
-        engine = self._engine
-        engine.stage, engine.memory = preparation.stage, preparation.memory
-        engine.kept = None if plan is None else plan.kept
-        engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(fresh)
+        ring = self._rings.form() if self.engine is not None else self.form_first()
+        if (engine := self.engine) is not None:
+            engine.stage, engine.memory = preparation.stage, preparation.memory
+            engine.kept = None if plan is None else plan.kept
+            engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(fresh)
         self.restored_by = TOKENS if plan is None else REPLAY
         self._stages = self._stages_of(cluster)
         return ring
+
+    def form_first(self) -> LoopbackRing | TcpRing:
+        """Close the run's first ring, as it was prepared.
+
+        Raises:
+            NodeLostError: of a node that could not take its place; RingError: of one that lives, for the second time.
+        """
+        try:
+            return self._rings.form()
+        except NodeLostError as e:
+            process = self.processes.get(e.node, "")
+            self._unreached[process] += 1
+            if self._unreached[process] > 1:  # it is not lost: nobody reaches its ring port
+                raise RingError(str(e)) from None
+            raise
 
     def _prepare(
         self, cluster: ClusterConfig, following: Next
@@ -83,44 +102,17 @@ class RingFormer:
         return None, fresh, self._rings.prepare_another(cluster, self.check, None)
 
     def _plan_replay(self, following: Next) -> ReplayPlan | None:
-        if following.is_moved or self._rings.is_shared or self._engine.is_isolating:
+        engine = self.engine
+        if engine is None or following.is_moved or self._rings.is_shared or engine.is_isolating:
             return None
-        return plan_replay(following, self._engine.sent.counts, self._clients, self._rings.run)
+        return plan_replay(following, engine.sent.counts, self._clients, self._rings.run)
 
     def check(self) -> None:
-        if self._engine.is_closing:
+        if self.engine is None:
+            self._check()
+        elif self.engine.is_closing:
             raise EngineError("the run was ended while its ring was formed anew")
 
     def _stages_of(self, cluster: ClusterConfig) -> list[Stage]:
         pairs = zip(cluster.nodes, self._weights.blocks, strict=True)
         return [Stage(node.name, start, stop) for node, (start, stop) in pairs]
-
-
-def make_keeper(
-    rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig],
-    profile: ClusterProfile | None, silence_s: float, workload: Workload,
-) -> tuple[RingKeeper, Moves | None]:  # fmt: skip
-    """What replaces the lost nodes of a run, and what moves blocks without a loss; the latter is to be closed in the end, and
-    is not there where all nodes have shares of all blocks."""
-    shape = model_shape(weights.config, rings.format, rings.kv_dtype)
-    part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
-    cut = MovingCut(shape, profile, workload, part_bytes, lambda: engine.n_rounds_left)
-    if rings.is_shared:
-        return _keeper_of_shares(rings, weights, engine, nodes, silence_s), None
-    clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
-    spares = [node.name for node in nodes if node.is_spare]
-    keeper = RingKeeper(RingFormer(rings, weights, engine, nodes), engine, clients, spares, cut, silence_s)
-    return keeper, Moves(keeper, cut, clients, spares, lambda: rings.leaving, engine.leave)
-
-
-def _keeper_of_shares(
-    rings: RunRings, weights: StarterWeights, engine: StarterEngine, nodes: Sequence[NodeConfig], silence_s: float
-) -> RingKeeper:
-    """Where all nodes compute every block together, those that are left get new shares."""
-
-    def cut(holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...]:
-        return (weights.n_layer, *(0 for _ in holders[1:]))
-
-    clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
-    spares = [node.name for node in nodes if node.is_spare]
-    return RingKeeper(RingFormer(rings, weights, engine, nodes), engine, clients, spares, cut, silence_s)

@@ -25,6 +25,8 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
 
 REACH_S = 2.0  # a node that takes another's place has just answered
+# Why a node cannot take its place in the first ring, where others may take it; what is wrong otherwise is the user's to mend.
+ENDED = ("left", "leaving", "disk")
 
 logger = logging.getLogger("mdi")
 
@@ -62,6 +64,7 @@ class RunRings:
         cluster, clients: of the nodes of the ring that was prepared last.
         ring: that is closed; None before and after.
         preparation: of the ring that was formed last.
+        processes: of the secondaries that were reached for that ring or the next one, the numbers that their processes drew.
     """
 
     def __init__(self, basis: RunBasis, cluster: ClusterConfig, run: int) -> None:
@@ -71,6 +74,7 @@ class RunRings:
         self.clients: list[ControlClient] = []
         self.ring: LoopbackRing | TcpRing | None = None
         self.preparation: Preparation | None = None
+        self.processes: Mapping[str, str] = {}
         self._is_configured = False
         self._is_first = True
         self._closed: list[LoopbackRing | TcpRing] = []
@@ -90,6 +94,11 @@ class RunRings:
     def kv_dtype(self) -> str:
         """What caches hold."""
         return self._basis.computing.kv_dtype
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the longest text of the run can reach."""
+        return self._basis.max_length
 
     @property
     def is_open(self) -> bool:
@@ -127,12 +136,14 @@ class RunRings:
             raise self._named(e, preparation.failed) from None
         finally:
             self._is_configured = self._is_configured or preparation.has_begun
-        self.preparation = preparation
+            if self.preparation is None:
+                self.processes = preparation.processes
+        self.preparation, self.processes = preparation, preparation.processes
         return preparation
 
     def _named(self, error: MdiError, failed: str | None) -> MdiError:
         """The error with the node that it is about, for who forms another ring without it."""
-        if isinstance(error, NodeLostError) or self._is_first:
+        if isinstance(error, NodeLostError) or (self._is_first and error.code not in ENDED):
             return error
         if failed is None and isinstance(error, UsageError):  # this node's own memory
             return NodeLostError(self.cluster.starter.name, str(error), "memory")

@@ -33,7 +33,7 @@ from mdi.node.own_stage import OwnStage
 from mdi.node.parallel_choice import is_tensor, leaders, measured_parts, nodes_of_chunks
 from mdi.node.placing import measured_cluster, measured_placement
 from mdi.node.prompt_limits import check_prompt, context_length
-from mdi.node.ring_former import make_keeper
+from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunBasis, RunRings
 from mdi.node.sample import OnText, Record, Sample, SampleReader
 from mdi.node.starter_report import OpenModel, StarterReport
@@ -43,7 +43,6 @@ from mdi.node.windowed import prompt_rows
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
-from mdi.recovery.moves import Moves
 from mdi.weight_formats import AUTO
 from mdi.window.options import window_of
 
@@ -71,7 +70,6 @@ class StarterNode(StarterReport):
         self._listener: RingListener | None = None
         self._control: ControlServer | None = None
         self._make_own: Callable[[ClusterConfig], OwnStage] | None = None  # where it is not just this node's blocks
-        self._moves: Moves | None = None
         self._n_sequences: int | None = None  # at the same time, if that is known
 
     def __enter__(self) -> StarterNode:
@@ -219,8 +217,15 @@ class StarterNode(StarterReport):
             self._family, self.config, self._options, self.computing, self.weights, self.max_length, self._n_sequences,
             self._process, self._listener, self._make_own,
         )  # fmt: skip
-        self._rings = RunRings(basis, self.cluster, self._epoch)
-        self._rings.prepare(check)
+        cluster = self._cluster
+        self._rings = rings = RunRings(basis, cluster, self._epoch)
+        if not self._options.fixed and cluster.secondaries and self._family.is_placed:
+            nodes = (*cluster.spares, *cluster.secondaries, *self._left_out)
+            workload = Workload(self._n_sequences or 1, self.max_length)
+            self._recovery = RingRecovery(
+                rings, self.weights, nodes, self._profile, self._options.silence_s, workload, check
+            )
+        (self._recovery or rings).prepare(check)
         self._state = "READY"
 
     def start(self) -> None:
@@ -231,7 +236,7 @@ class StarterNode(StarterReport):
         if self.run_trace is not None:
             recorder = self.run_trace.recorder
             self.run_trace.read_clocks(self.clients)
-        ring = rings.form()
+        ring = (self._recovery or rings).form()
         scheduler = self._family.scheduler(self.config, self.cluster.n_nodes) or Scheduler(
             chunk_rows=prompt_rows(options.weight_memory, self.config), memory=rings.preparation.memory
         )
@@ -244,13 +249,11 @@ class StarterNode(StarterReport):
         self._texts = Texts(engine, self.codec, self.max_length)
         if recorder is not None:
             recorder.texts = engine.texts
-        if not options.fixed and self._cluster.secondaries and self._family.is_placed:
-            nodes = (*self._cluster.spares, *self._cluster.secondaries, *self._left_out)
-            self._keeper, self._moves = make_keeper(
-                rings, self.weights, engine, nodes, self._profile, options.silence_s,
-                Workload(self._n_sequences or 1, self.max_length),
-            )  # fmt: skip
-        self._driver = EngineThread(engine, ring, self.cluster.starter.name, recorder, self._keeper)
+        keeper = None
+        if self._recovery is not None:
+            self._recovery.begin(engine)
+            keeper = self._recovery.keeper
+        self._driver = EngineThread(engine, ring, self.cluster.starter.name, recorder, keeper)
 
     def submit(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
@@ -293,8 +296,8 @@ class StarterNode(StarterReport):
 
         With `leave`, end the processes of all secondaries too, those that the placement left out among them.
         """
-        if self._moves is not None:
-            self._moves.close()
+        if self._recovery is not None:
+            self._recovery.close()
         if self._driver is not None:
             self._driver.close()
         if self._rings is not None and self._rings.is_open:

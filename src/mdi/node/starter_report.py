@@ -20,13 +20,13 @@ from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.node.driver import EngineThread
 from mdi.node.identity import identity_of
 from mdi.node.options import StarterOptions
+from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunRings
 from mdi.node.run_trace import RunTrace
 from mdi.node.sample import Sample
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import metrics_of
 from mdi.node.texts import Texts
-from mdi.recovery.keeper import RingKeeper
 from mdi.text import TextCodec
 from mdi.tracing.trace import Trace
 
@@ -60,7 +60,7 @@ class StarterReport(StatusOnly):
         self._computing: Computing | None = None
         self._rings: RunRings | None = None
         self._driver: EngineThread | None = None
-        self._keeper: RingKeeper | None = None  # without, a lost node ends the run
+        self._recovery: RingRecovery | None = None  # without, a lost node ends the run
         self._texts: Texts | None = None
         self.max_length = 0
         self.secondary_metrics: list[dict[str, Any]] = []
@@ -136,7 +136,7 @@ class StarterReport(StatusOnly):
         return RunMetrics.from_parts(
             self.weights.model if self._model else "", samples, self._node_metrics(),
             0.0 if self._texts is None else self._texts.duration_s,
-            [] if self._keeper is None else [one.to_json() for one in self._keeper.recoveries],
+            [] if self._recovery is None else [one.to_json() for one in self._recovery.keeper.recoveries],
         )  # fmt: skip
 
     @property
@@ -166,7 +166,7 @@ class StarterReport(StatusOnly):
     @property
     def n_recoveries(self) -> int:
         """How often the run has gone on over another ring."""
-        return 0 if self._keeper is None else len(self._keeper.recoveries)
+        return 0 if self._recovery is None else len(self._recovery.keeper.recoveries)
 
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""

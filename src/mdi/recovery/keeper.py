@@ -23,6 +23,7 @@ POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
 # What a node says when it is there, but cannot hold the blocks that it was to have.
 UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
+NOT_YET = "others may take its place"
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 
 logger = logging.getLogger("mdi")
@@ -61,11 +62,25 @@ class Former(Protocol):
 class Texts(Protocol):
     """What the engine says of its sequences, between two rings."""
 
-    last_token_s: float | None
-    first_token_s: float | None
+    @property
+    def last_token_s(self) -> float | None: ...
 
     @property
-    def in_flight(self) -> dict[int, Span]: ...
+    def first_token_s(self) -> float | None: ...
+
+    @property
+    def in_flight(self) -> Mapping[int, Span]: ...
+
+    def isolate(self, seq_ids: frozenset[int]) -> None: ...
+
+    def cancel(self, seq_id: int, reason: str) -> None: ...
+
+
+class NoTexts:
+    """Before the first ring is closed."""
+
+    last_token_s = first_token_s = None
+    in_flight: Mapping[int, Span] = {}
 
     def isolate(self, seq_ids: frozenset[int]) -> None: ...
 
@@ -73,21 +88,23 @@ class Texts(Protocol):
 
 
 class RingKeeper:
-    """See the module. All but `recoveries` belongs to the engine's thread.
+    """See the module. All but `recoveries` belongs to the thread that forms the first ring, then to the engine's.
 
     Args:
         clients: of all nodes that may take part, those of the ring among them; spares best first.
         spares: names of those that get blocks only in the place of others.
         cut: how the model is cut over nodes that are left.
         silence_s: a node that is not heard of for so long is lost.
+
+    Attributes:
+        texts: that go on over the rings, once there are some.
     """
 
     def __init__(
-        self, former: Former, texts: Texts, clients: Sequence[ControlClient], spares: Sequence[str], cut: Cut,
-        silence_s: float,
-    ) -> None:  # fmt: skip
+        self, former: Former, clients: Sequence[ControlClient], spares: Sequence[str], cut: Cut, silence_s: float
+    ) -> None:
         self._former = former
-        self._texts = texts
+        self.texts: Texts = NoTexts()
         self._clients = list(clients)
         self._spares = tuple(spares)
         self._cut = cut
@@ -100,7 +117,7 @@ class RingKeeper:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        return self._records.told(self._texts.first_token_s)
+        return self._records.told(self.texts.first_token_s)
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -162,19 +179,19 @@ class RingKeeper:
             return ring
 
     def _begin(self, search: _Search, error: RingError) -> None:
-        if self._texts.first_token_s is not None:
-            self._records.end(self._texts.first_token_s)
-        self._records.begin([], self._texts.last_token_s or time.perf_counter())
+        if self.texts.first_token_s is not None:
+            self._records.end(self.texts.first_token_s)
+        self._records.begin([], self.texts.last_token_s or time.perf_counter())
         search.processes_before = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
-        common = frozenset() if error.code == "left" else self._suspects.take(self._texts.in_flight)
+        common = frozenset() if error.code == "left" else self._suspects.take(self.texts.in_flight)
         if len(common) == 1:
             (seq_id,) = common
             logger.warning("warning: a text is ended: two nodes in a row were lost while they computed it")
-            self._texts.cancel(seq_id, BROUGHT_DOWN)
+            self.texts.cancel(seq_id, BROUGHT_DOWN)
         elif common:
-            self._texts.isolate(common)
-        logger.warning("warning: %s; the texts wait", error)
+            self.texts.isolate(common)
+        logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
         if isinstance(error, NodeLostError):
             self._lose(search, error)
 
@@ -274,7 +291,7 @@ class RingKeeper:
 
     def _end(self, search: _Search, following: Next) -> None:
         lost = self._replaced(search, following)
-        last_s = self._texts.last_token_s or time.perf_counter()
+        last_s = self.texts.last_token_s or time.perf_counter()
         self._records.begin(lost, last_s)
         for name in lost:
             by = takers(search.before[name], following.stages)
@@ -290,7 +307,7 @@ class RingKeeper:
         return [
             name
             for name in search.before
-            if name in search.suspected or name not in following.names or now.get(name) != then.get(name)
+            if name in search.suspected or name not in following.names or now.get(name) != then.get(name, now.get(name))
         ]
 
 

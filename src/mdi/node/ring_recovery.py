@@ -1,0 +1,92 @@
+"""What a run does about lost nodes, from its first ring on: the parts of `mdi.recovery`, put together for one starter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from mdi.config import NodeConfig
+from mdi.control.client import ControlClient
+from mdi.engine.starter_engine import StarterEngine
+from mdi.errors import NodeLostError
+from mdi.measure.model_shape import model_shape
+from mdi.net.ring import LoopbackRing, TcpRing
+from mdi.node.ring_former import RingFormer
+from mdi.node.run_rings import RunRings
+from mdi.node.starter_weights import StarterWeights
+from mdi.partition.model import Workload
+from mdi.partition.profile import ClusterProfile
+from mdi.recovery.keeper import RingKeeper
+from mdi.recovery.moves import Moves
+from mdi.recovery.moving import MovingCut
+from mdi.recovery.replacement import Stage
+
+
+class RingRecovery:
+    """See the module.
+
+    Args:
+        rings: of the run, before the first.
+        nodes: all secondaries that may take part.
+        profile: what was measured of nodes and links; None if nothing was.
+        workload: texts at the same time, and their lengths.
+        check: called again and again until the first ring is closed; what it raises ends the waiting.
+
+    Attributes:
+        keeper: what replaces lost nodes.
+    """
+
+    def __init__(
+        self, rings: RunRings, weights: StarterWeights, nodes: Sequence[NodeConfig], profile: ClusterProfile | None,
+        silence_s: float, workload: Workload, check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._rings = rings
+        self._n_layer = weights.n_layer
+        self._is_measured = profile is not None
+        self._former = former = RingFormer(rings, weights, nodes, check)
+        self._clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
+        self._spares = [node.name for node in nodes if node.is_spare]
+        shape = model_shape(weights.config, rings.format, rings.kv_dtype)
+        part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
+        self._cut = MovingCut(shape, profile, workload, part_bytes, lambda: former.n_rounds_left)
+        self._moves: Moves | None = None
+        self.keeper = RingKeeper(former, self._clients, self._spares, self._cut_over, silence_s)
+
+    def prepare(self, check: Callable[[], None]) -> None:
+        """Get the first ring ready; a node that is lost meanwhile is replaced, and the ring closed in one go.
+
+        Raises:
+            MdiError: a node is not there at all, or cannot do what it is to, or was lost and cannot be replaced.
+        """
+        try:
+            self._rings.prepare(check)
+        except NodeLostError as e:
+            if not (self._is_measured or e.node in self._rings.processes):
+                raise  # nobody has heard of it: it was not started, or has another address
+            self.keeper.after_loss(e)
+
+    def form(self) -> LoopbackRing | TcpRing:
+        """The first ring, closed. Raises RingError."""
+        if self._rings.ring is not None:
+            return self._rings.ring
+        try:
+            return self._former.form_first()
+        except NodeLostError as e:
+            return self.keeper.after_loss(e)
+
+    def begin(self, engine: StarterEngine) -> None:
+        """From here on the ring is the engine's, and blocks may move without a loss."""
+        self._former.engine = self.keeper.texts = engine
+        if not self._rings.is_shared:  # else all nodes have shares of all blocks
+            self._moves = Moves(
+                self.keeper, self._cut, self._clients, self._spares, lambda: self._rings.leaving, engine.leave
+            )
+
+    def close(self) -> None:
+        if self._moves is not None:
+            self._moves.close()
+
+    def _cut_over(self, holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
+        if self._rings.is_shared:  # those that are left get new shares
+            return (self._n_layer, *(0 for _ in holders[1:]))
+        return self._cut(holders, most)
