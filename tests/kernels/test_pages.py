@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -105,7 +106,7 @@ class Model:
                 for p in range(table.first * PAGE, len(text)):
                     assert numbers_of(pool)[table.ids[p // PAGE - table.first], p % PAGE] == text[p], (seq_id, p)
             assert pool.n_used == len(users) and pool.n_free == pool.capacity - len(users)
-            assert {page: int(pool._references[page]) for page in users} == dict(users)
+            assert {page: pool._references[page] for page in users} == dict(users)
             assert not users.keys() & set(pool._free) and len(set(pool._free)) == len(pool._free)
         assert caches.n_bytes == sum(pool.n_used for pool in caches.pools) * BYTES
 
@@ -205,6 +206,20 @@ def test_free_pages_hold_no_memory_beyond_a_few(monkeypatch: pytest.MonkeyPatch)
     assert sum(int(pool.memory[page].max()) == 7 for page in taken[:5]) == 2
     again = [pool.take() for _ in range(7)]
     assert sorted(again) == sorted({*range(8)} - {taken[5]}) and pool.n_free == 0
+
+
+def test_what_is_only_reserved_takes_no_memory() -> None:
+    """A stage prepares its caches anew for every run, and reserves as many pages as the machine's memory could hold."""
+    tracemalloc.start()
+    try:
+        pool = Pool(BYTES, 1 << 24)
+        page = pool.take()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert pool.n_used == 1 and pool.n_free == (1 << 24) - 1
+    pool.release([page])
+    assert pool.n_used == 0 and pool.take() == page
 
 
 class StingyMmap:

@@ -37,13 +37,12 @@ class Pages(ABC):
 
     def __init__(self, page_bytes: int, capacity: int) -> None:
         self.page_bytes, self.capacity = page_bytes, capacity
-        self._references = np.zeros(capacity, dtype=np.int32)
-        self._free: list[int] = []  # that were used before
-        self._next = 0  # the first page that was never used
+        self._references: list[int] = []  # of the pages that were ever used: there can be millions, and few are
+        self._free: list[int] = []  # of those, the ones that nobody uses now
 
     @property
     def n_used(self) -> int:
-        return self._next - len(self._free)
+        return len(self._references) - len(self._free)
 
     @property
     def n_free(self) -> int:
@@ -53,19 +52,19 @@ class Pages(ABC):
         """A page for one sequence, with anything in it. Raises EngineError if all are taken."""
         if self._free:
             page = self._free.pop()
-        elif self._next < self.capacity:
-            page = self._next
-            self._next += 1
+            self._references[page] = 1
+        elif len(self._references) < self.capacity:
+            page = len(self._references)
+            self._references.append(1)
         else:
             raise EngineError(f"all {self.capacity} cache pages of this node are in use")
-        self._references[page] = 1
         return page
 
     def share(self, page: int) -> None:
         self._references[page] += 1
 
     def is_shared(self, page: int) -> bool:
-        return bool(self._references[page] > 1)
+        return self._references[page] > 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One sequence less has these."""

@@ -80,7 +80,7 @@ class DevicePages(Pages):
         if not self.n_used:
             self.slabs.clear()
             self._free.clear()
-            self._next = 0
+            self._references.clear()
 
     def _row(self, page: int) -> torch.Tensor:
         return self.slabs[page // self.slab_pages][page % self.slab_pages]
