@@ -43,6 +43,7 @@ class RingFormer:
         self._nodes = {node.name: node for node in nodes}
         self._clients = {node.name: ControlClient(node, rings.cluster.keys) for node in nodes}
         self._stages = self._stages_of(self._cluster)
+        self._has_caches = True  # whether the starter's own are those of the texts
         self.restored_by = TOKENS
 
     @property
@@ -65,6 +66,7 @@ class RingFormer:
             self._weights.cut_anew(following.counts)
         plan, fresh, preparation = self._prepare(cluster, following)
         ring = self._rings.form() if self.engine is not None else self.form_first()
+        self._has_caches = True
         if (engine := self.engine) is not None:
             engine.stage, engine.memory = preparation.stage, preparation.memory
             engine.kept = None if plan is None else plan.kept
@@ -99,11 +101,12 @@ class RingFormer:
             if not lacking:
                 return plan, fresh, preparation
             fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
+        self._has_caches = False  # should this ring not be closed, the next one cannot go on with them
         return None, fresh, self._rings.prepare_another(cluster, self.check, None)
 
     def _plan_replay(self, following: Next) -> ReplayPlan | None:
         engine = self.engine
-        if engine is None or following.is_moved or self._rings.is_shared or engine.is_isolating:
+        if engine is None or following.is_moved or not self._has_caches or self._rings.is_shared or engine.is_isolating:
             return None
         return plan_replay(following, engine.sent.counts, self._clients, self._rings.run)
 

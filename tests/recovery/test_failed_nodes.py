@@ -1,0 +1,121 @@
+"""A node drops its caches and connections, and its process lives: the same ring is formed again, with little said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mdi.node.ring_former
+import mdi.node.run_rings
+from mdi.control.client import ControlClient
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import NodeLostError
+from mdi.net.hello import Fault
+from mdi.node.options import StarterOptions
+from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode
+from mdi.recovery.keeper import RingKeeper
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+PROMPT, N_TOKENS = "The ring", 24
+
+
+@contextlib.contextmanager
+def ring(folder: Path, replay_memory: int) -> Iterator[tuple[list[SecondaryNode], StarterNode]]:
+    checkpoint = write_checkpoint(folder / "tiny", 4)
+    options = StarterOptions(
+        ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2", replay_memory=replay_memory
+    )
+    with secondaries(2, folder) as nodes:
+        starter = StarterNode(cluster_of(nodes), options)
+        try:
+            starter.open()
+            starter.place(1, 80)
+            starter.prepare(80)
+            starter.start()
+            yield nodes, starter
+            starter.end()
+        finally:
+            starter.close()
+
+
+def generate(starter: StarterNode, at: dict[int, Callable[[], None]]) -> list[int]:
+    """The tokens of the one text; after so many of them, something is done."""
+    n = 0
+
+    def show(_: Any, text: str) -> None:
+        nonlocal n
+        n += 1
+        at.get(n, lambda: None)()
+
+    sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0), on_text=show)
+    starter.generate()
+    return list(sample.token_ids)
+
+
+def fail(node: SecondaryNode) -> None:
+    job, name = node._runs.latest, node.config.name
+    assert job is not None and job._ring is not None
+    job._ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
+
+
+@pytest.mark.parametrize("replay_memory", [0, 1 << 20], ids=["tokens", "replay"])
+def test_each_node_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replay_memory: int) -> None:
+    asked: list[tuple[str, str]] = []
+    is_recovering = False
+    request, after_loss = ControlClient._request, RingKeeper.after_loss
+
+    def note(self: ControlClient, method: str, path: str, *args: Any, **options: Any) -> Any:
+        if is_recovering:
+            asked.append((self.node.name, path))
+        return request(self, method, path, *args, **options)
+
+    def recover(self: RingKeeper, error: Any) -> Any:
+        nonlocal is_recovering
+        is_recovering = True
+        try:
+            return after_loss(self, error)
+        finally:
+            is_recovering = False
+
+    monkeypatch.setattr(ControlClient, "_request", note)
+    monkeypatch.setattr(RingKeeper, "after_loss", recover)
+    with ring(tmp_path, replay_memory) as (nodes, starter):
+        ids = generate(starter, {8: lambda: fail(nodes[0])})
+        recoveries = starter.metrics().recoveries
+    assert ids == list(reference(PROMPT, N_TOKENS, 4))
+    assert sorted(asked) == [("secondary0", "/init"), ("secondary1", "/init")]
+    assert [(one["node"], one["replaced_by"]) for one in recoveries] == [("secondary0", "secondary0")]
+    assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
+
+
+def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts were to be computed again, so it has let its caches go: no ring after that may replay them."""
+    plan, close = mdi.node.ring_former.plan_replay, mdi.node.run_rings.form_ring
+    n_plans = n_closed = 0
+
+    def plan_later(*args: Any) -> Any:
+        nonlocal n_plans
+        n_plans += 1
+        return None if n_plans == 1 else plan(*args)
+
+    def close_later(*args: Any) -> Any:
+        nonlocal n_closed
+        n_closed += 1
+        if n_closed == 2:
+            raise NodeLostError("secondary1", "its connection broke")
+        return close(*args)
+
+    with ring(tmp_path, 1 << 20) as (nodes, starter):
+        monkeypatch.setattr(mdi.node.ring_former, "plan_replay", plan_later)
+        monkeypatch.setattr(mdi.node.run_rings, "form_ring", close_later)
+        n_closed = 1
+        ids = generate(starter, {8: lambda: fail(nodes[0])})
+    assert n_closed == 3 and ids == list(reference(PROMPT, N_TOKENS, 4))
