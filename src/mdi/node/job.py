@@ -123,6 +123,17 @@ class Job:
         if self.is_abandoned:
             raise Abandoned(f"the starter has been silent for {LEASE_S:.0f} s: given up")
 
+    def get_ready(self, report_caches: Callable[[], CacheReport]) -> None:
+        """Everything is here, the ring is open."""
+        with self.changed:
+            self.report_caches, self.state = report_caches, "READY"
+            self.changed.notify_all()
+
+    def wait_until_known(self, timeout_s: float) -> None:
+        """Until it is READY, or over, or parts are known to be missing."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.state != "LOADING" or bool(self.missing), timeout_s)
+
     def begin(self, ring: TcpRing) -> None:
         """The ring is closed; one that was ended meanwhile is stopped at once."""
         with self.changed:
@@ -141,6 +152,7 @@ class Job:
             self.error, self.error_code = _told(error)
             self.state = "READY" if error is None else "IDLE"
             self._ring = None
+            self.changed.notify_all()
         self.over.set()
 
     def end(self) -> None:

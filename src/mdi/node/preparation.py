@@ -87,6 +87,7 @@ class Preparation:
         self._max_length = max_length
         self._n_sequences = n_sequences
         self._replays = replays
+        self._known = frozenset(() if before is None else before.processes)
         before_own = None if before is None else before.own
         self.own: OwnStage = own or before_own or OwnStage(cluster.starter.name, family, config, options)
         self.placement = ""
@@ -176,7 +177,15 @@ class Preparation:
                     **shares[index - 1],
                 },
             )
-            setups.append(SecondarySetup(client, request, self.own.weights_of(weights, index), options.wait_s))
+            setups.append(
+                SecondarySetup(
+                    client,
+                    request,
+                    self.own.weights_of(weights, index),
+                    options.wait_s,
+                    client.node.name in self._known,
+                )
+            )
         return setups
 
     def _hash_parts(self) -> list[list[PartSpec]]:
@@ -199,7 +208,9 @@ class Preparation:
         """Have the starter's own stage; `check` is called before each part, for loading may take long."""
         n_nodes = self._cluster.n_nodes
         lengths = self._max_length, self._n_sequences, self._kv_memory
+        had = self.loaded
         self.own.load(self._weights, self._computing, n_nodes, *lengths, check)
+        self._has_loaded = self.loaded is not had
 
     @property
     def stage(self) -> StarterStage | TensorStage:
@@ -212,10 +223,11 @@ class Preparation:
         return self.own.loaded if self.own.is_loaded else None
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
-        """What the caches of all nodes can hold."""
+        """What the caches of all nodes can hold. Where weights were loaded, nodes of that machine have less than they said."""
         computing, nodes = self._computing, self._cluster.nodes
         own = report_caches(self.own.loaded, computing.device, self._kv_memory)
-        reports = [own, *(setup.ask_caches() for setup in setups)]
+        is_asked = self._has_loaded or not all(setup.is_ready_at_once for setup in setups)
+        reports = [own, *(setup.caches(is_asked) for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
         memory = CacheMemory(share_out(told))
         n_sequences = memory.n_sequences(self._max_length)

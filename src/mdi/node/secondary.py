@@ -43,6 +43,7 @@ from mdi.security.keys import KeyFile
 
 HAND_OVER_S = 30.0  # for others to take over the blocks of a node that is to leave
 JOIN_S = 10.0
+READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
 
 logger = logging.getLogger("mdi")
 
@@ -198,15 +199,11 @@ class SecondaryNode:
     # What the control server calls, from its threads
 
     def status(self, run: str | None) -> dict[str, Any]:
-        own = self._runs.find(run)
-        if own is not None and not own.is_over:
-            own.touch()
         device, latest = self._stages.device, self._slots.latest
         return {
-            "name": self.config.name,
+            **self._run_status(run),
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
-            "process": self.process,
             "arithmetic": library.arithmetic(),
             "kernels": library.instruction_set(),
             "leaving": self._leaving,
@@ -221,12 +218,22 @@ class SecondaryNode:
                 "available_bytes": self._profiler.available_bytes(device),
             },
             "disk_free_bytes": self._store.free_bytes(),
-            "ring_port": self._listener.port if self._listener is not None else None,
             "clock_s": time.time(),
             "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
             "measuring": self._profiler.progress,
             "slots": [slot_status(slot, self._runs.find(slot.run), run) for slot in self._slots.listed],
+        }
+
+    def _run_status(self, run: str | None) -> dict[str, Any]:
+        """What a starter must know: `/init` answers it, and nothing that takes long to find out."""
+        own = self._runs.find(run)
+        if own is not None and not own.is_over:
+            own.touch()
+        return {
+            "name": self.config.name,
+            "process": self.process,
+            "ring_port": self._listener.port if self._listener is not None else None,
             **run_status(own or self._runs.latest, own is not None, self._store),
         }
 
@@ -239,7 +246,7 @@ class SecondaryNode:
                 raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
             self._measurement.check_idle()
             if not self._runs.replace(request):
-                return {}
+                return self._run_status(request.run)
             try:
                 slot, has_caches = self._slots.reserve(request, computing)
             except MdiError:
@@ -248,10 +255,13 @@ class SecondaryNode:
                 raise ControlError(
                     f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
                 ) from None
+            is_in_memory = slot.stage is not None
             job = Job(request, computing, slot, has_caches)
             self._runs.add(job)
             self._serve(job)
-        return {}
+        if is_in_memory:  # it is READY in a moment, and its starter need not ask again: texts may be waiting
+            job.wait_until_known(READY_S)
+        return self._run_status(request.run)
 
     def _serve(self, job: Job) -> None:
         assert self._listener is not None

@@ -188,8 +188,7 @@ class Service:
         seat = _seat_of(job, self._process, self._listener.keys)
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
-            job.report_caches = lambda: self._slots.grant(job.slot, request)
-            job.state = "READY"
+            job.get_ready(lambda: self._slots.grant(job.slot, request))
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
             while sock is None:

@@ -23,6 +23,7 @@ from mdi.periodic import Periodic
 from mdi.units import size
 
 POLL_S = 0.03  # a node that has everything is ready in a few hundredths of a second, and texts may be waiting for it
+SIGN_S = 1.0
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")
@@ -45,19 +46,28 @@ class SecondarySetup:
         request: what it is to do.
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
+        is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
+
+    Attributes:
+        is_ready_at_once: whether it had its stage in memory.
     """
 
-    def __init__(self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float) -> None:
+    def __init__(
+        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False
+    ) -> None:
         self._client = client
         self._request = request
         self._weights = weights
         self._wait_s = wait_s
+        self._is_known = is_known
+        self._answer: dict[str, Any] = {}  # what it said last of itself
+        self.is_ready_at_once = False
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
         self.ring_port: Any = None  # what the node says of itself, once it has answered
         self.process = ""
-        self.keeps_caches = False  # whether it still has those of the ring before, once `ask_caches` has returned
+        self.keeps_caches = False  # whether it still has those of the ring before, once `caches` has returned
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
@@ -81,9 +91,11 @@ class SecondarySetup:
 
     def _run(self) -> None:
         try:
-            self._reach()
+            if not self._is_known:
+                self._reach()
             self._configure()
             missing = self._ask_missing()
+            self.is_ready_at_once = self._answer["state"] == "READY"
             self._watch.start()
             self._send(missing)
             self._wait_ready()
@@ -108,7 +120,7 @@ class SecondarySetup:
     def _reach(self) -> None:
         """Wait until the node answers."""
         status = reach_node(self._client, self._wait_s, self._cancelled, self._check)
-        self.ring_port, self.process = status.get("ring_port"), str(status.get("process", ""))
+        self._note(status)
         if (version := status.get("version")) != mdi.__version__:
             logger.warning(
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they understand each other, but install "
@@ -120,16 +132,22 @@ class SecondarySetup:
                 "text may come out otherwise on other nodes", self.name, theirs, ours,
             )  # fmt: skip
 
+    def _note(self, status: dict[str, Any]) -> None:
+        self.ring_port, self.process = status.get("ring_port"), str(status.get("process", ""))
+
     def _configure(self) -> None:
-        """Send the run configuration."""
+        """Send the run configuration. A node that has its stage in memory answers that it is ready."""
         deadline = time.monotonic() + BUSY_S
         is_told = False
         while True:
             self._check()
             try:
-                self._client.init(self._request)
-                return
+                answer = self._client.init(self._request)
+                self._answer = self._checked(answer) if "state" in answer else self._loading_status()
+                return self._note(self._answer)
             except ControlError as e:
+                if e.status is None:
+                    raise self._lost(e) from None
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 if not is_told:
@@ -141,11 +159,12 @@ class SecondarySetup:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         report = Periodic()
         patience = self._patience()
-        while (missing := (status := self._loading_status()).get("missing")) is None:
-            patience.look(status, time.monotonic())
+        while (missing := self._answer.get("missing")) is None:
+            patience.look(self._answer, time.monotonic())
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
             self._cancelled.wait(POLL_S)
+            self._answer = self._loading_status()
         specs = {part.sha256: part for part in self._request.parts}
         try:
             parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
@@ -186,27 +205,30 @@ class SecondarySetup:
 
     def _wait_ready(self) -> None:
         patience = self._patience()
-        while (status := self._loading_status())["state"] != "READY":
-            patience.look(status, time.monotonic())
+        while self._answer["state"] != "READY":
+            patience.look(self._answer, time.monotonic())
             self._cancelled.wait(POLL_S)
+            self._answer = self._loading_status()
 
     def _patience(self) -> Patience:
         return Patience(self.name, len(self._request.parts), STALL_S, time.monotonic())
 
-    def ask_caches(self) -> CacheReport:
-        """How much cache the node can hold, now that it is ready.
+    def caches(self, is_asked: bool) -> CacheReport:
+        """How much cache the node can hold, now that it is ready; as it said then, or `is_asked` again.
 
         Raises:
             NodeLostError, RingError, ControlError: it is not there any more, or says it in no readable way.
         """
-        status = self._loading_status()
+        status = self._loading_status() if is_asked else self._answer
         self.keeps_caches = status.get("caches_kept") is True
         return CacheReport.from_json(status.get("caches"), self._client.where)
 
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""
         self._check()
-        status = self._status()
+        return self._checked(self._status())
+
+    def _checked(self, status: dict[str, Any]) -> dict[str, Any]:
         if status["state"] not in ("LOADING", "READY"):
             error = RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
             error.code = str(status.get("error_code") or RingError.code)
@@ -219,14 +241,13 @@ class SecondarySetup:
         A node that is ready before the others must not take its starter for dead while those still load.
         """
         report = Periodic()
-        while not self._cancelled.is_set() and self.error is None:
+        while not self._cancelled.wait(SIGN_S) and self.error is None:
             try:
                 status = self._status()
             except MdiError as e:
                 return self._fail(e)
             if report.is_due():
                 self._report(status)
-            self._cancelled.wait(1.0)
 
     def _report(self, status: dict[str, Any]) -> None:
         """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
@@ -242,7 +263,10 @@ class SecondarySetup:
         try:
             return self._client.status(self._request.run)
         except ControlError as e:
-            raise NodeLostError(self.name, f"{self.name} was lost while it got ready: {e}") from None
+            raise self._lost(e) from None
+
+    def _lost(self, error: ControlError) -> NodeLostError:
+        return NodeLostError(self.name, f"{self.name} was lost while it got ready: {error}")
 
 
 def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> NodeLostError:

@@ -163,9 +163,10 @@ class RingKeeper:
         search = _Search(error, time.monotonic())
         self._is_busy = True
         self._begin(search, error)
+        at_once = self._at_once(search)
         while True:
             self._former.check()
-            following = self._find(search)
+            following, at_once = at_once or self._find(search), None
             if following is None:
                 pause(POLL_S)
                 continue
@@ -183,6 +184,7 @@ class RingKeeper:
             self._records.end(self.texts.first_token_s)
         self._records.begin([], self.texts.last_token_s or time.perf_counter())
         search.processes_before = dict(self._former.processes)
+        search.processes = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
         common = frozenset() if error.code == "left" else self._suspects.take(self.texts.in_flight)
         if len(common) == 1:
@@ -194,6 +196,14 @@ class RingKeeper:
         logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
         if isinstance(error, NodeLostError):
             self._lose(search, error)
+
+    def _at_once(self, search: _Search) -> Next | None:
+        """The same ring again, nobody being asked, if a node has said that it failed: it lives, and so may all others."""
+        error = search.error
+        has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code == MdiError.code
+        if not has_failed or not all(self.may_use(name) for name in search.failed):
+            return None
+        return Next(tuple(self._former.stages), is_moved=False)
 
     def _lose(self, search: _Search, error: NodeLostError) -> None:
         """A node was said to be lost: it may be there all the same, if only a connection broke."""
@@ -290,6 +300,7 @@ class RingKeeper:
         return RingError(words)
 
     def _end(self, search: _Search, following: Next) -> None:
+        search.processes.update(self._former.processes)
         lost = self._replaced(search, following)
         last_s = self.texts.last_token_s or time.perf_counter()
         self._records.begin(lost, last_s)
