@@ -32,7 +32,8 @@ ALLOWED = {
     "config": {"json_fields", "security", "settings_file", "errors"},
     "disk_space": {"config", "units", "errors"},
     "net": {"json_fields", "security", "config", "errors", "terminal"},
-    "kernels": {"weight_formats", "cache_dir", "errors"},
+    "control_groups": set(),
+    "kernels": {"weight_formats", "cache_dir", "control_groups", "errors"},
     "model": {"kernels", "config", "errors"},
     "checkpoint": {
         "whole_files",

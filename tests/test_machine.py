@@ -13,11 +13,11 @@ import torch
 
 from mdi.cli import WAIT_POLICY, launch
 from mdi.config import NodeConfig, load_nodes
+from mdi.control_groups import n_cores
 from mdi.machine import neighbours as machine
 from mdi.machine import threads
 from mdi.machine.device import set_threads
 from mdi.machine.neighbours import fair_threads, threads_beside
-from mdi.machine.resources import n_cores
 from mdi.machine.threads import THREAD_VARIABLES
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mdi.machine.resources import cpu_model, device_free_bytes, free_memory_bytes, n_cores, private_bytes
+from mdi.control_groups import n_cores
+from mdi.machine.resources import cpu_model, device_free_bytes, free_memory_bytes, private_bytes
 
 GB = 1 << 30
 

@@ -54,7 +54,7 @@ def blocks_of(
     if force:
         assert loaded.mdi_force(force.encode()) == 0
     try:
-        context = Context(n_threads, spins=0)
+        context = Context(n_threads)
     finally:
         if force:
             loaded.mdi_force(b"")
@@ -281,7 +281,7 @@ def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dic
 def test_a_router_in_plain_numbers_as_files_hold_it() -> None:
     family = next(f for f in KNOWN if model_of(f).config.mlp_class_name == "LLaMAMoE")
     gpt = model_of(family)
-    config, context = asdict(gpt.config), Context(1, spins=0)
+    config, context = asdict(gpt.config), Context(1)
     plain = {"mlp.gate.weight": gpt.transformer.h[0].mlp.gate.weight.detach().numpy()}
     packed, found = (
         Blocks(config, 0, 1, lambda i, own=own: {**tensors_of(gpt, i, "float32"), **own}, "float32", context)

@@ -166,6 +166,7 @@ class Blocks:
             EngineError: a slice that fits neither the run's length nor its sequence's cache, or memory that has run out.
         """
         frame, kept = self._frame(rows, slices)
+        self.context.look_around()
         if self.context.library.mdi_forward(self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame)):
             raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
         del kept
@@ -184,6 +185,7 @@ class Blocks:
             EngineError: as `forward`; or whatever `ready` raises.
         """
         frame, kept = self._frame(rows, slices)
+        self.context.look_around()
         library, handle = self.context.library, self.context.handle
         for block in range(len(self._blocks)):
             for half in (0, 1):

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 
 from mdi.errors import EngineError, KernelError
+from mdi.kernels.free_cores import FreeCores
 from mdi.kernels.layout import Matrix
 from mdi.kernels.library import load
 from mdi.kernels.reader import check_matrix
@@ -16,13 +17,9 @@ MOST_THREADS = 256  # csrc/stage.h
 
 
 class Context:
-    """The threads and the working memory of one stage. One call computes at a time.
+    """The threads and the working memory of one stage. One call computes at a time."""
 
-    Args:
-        spins: how often an idle thread looks for work before it sleeps; 0 where cores are shared.
-    """
-
-    def __init__(self, n_threads: int = 1, spins: int = 0) -> None:
+    def __init__(self, n_threads: int = 1) -> None:
         library = load()
         if library is None:
             raise KernelError("the kernels are not there")
@@ -30,15 +27,23 @@ class Context:
         library.mdi_context_new.restype = ctypes.c_void_p
         n_threads = max(1, min(n_threads, MOST_THREADS))
         self.n_threads = n_threads
-        handle = library.mdi_context_new(n_threads, spins)
+        handle = library.mdi_context_new(n_threads, 0)
         if not handle:
             raise KernelError(f"the system refused {n_threads} threads for the kernels: ask for fewer with --threads")
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
+        self._free_cores, self._spins = FreeCores(n_threads), 0
 
     @property
     def handle(self) -> ctypes.c_void_p:
         assert self._handle is not None, "closed"
         return self._handle
+
+    def look_around(self) -> None:
+        """Let idle threads look for work, or sleep at once, as other processes leave the cores free now."""
+        spins = self._free_cores.spins()
+        if spins != self._spins:
+            self._spins = spins
+            self.library.mdi_context_spins(self.handle, spins)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -44,20 +44,19 @@ class KernelStage:
 
     Args:
         config: litgpt's Config as a plain dict, with all defaults.
-        n_threads, spins: see kernels.context.Context.
+        n_threads: see kernels.context.Context.
         cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
     """
 
     def __init__(
         self, config: Mapping[str, Any], start: int, stop: int, n_threads: int = 1, cache_type: str = "float32",
-        spins: int = 0,
     ) -> None:  # fmt: skip
         self.config = config
         self.start, self.stop = start, stop
         self.n_embd = int(config["n_embd"])
         self.cache_type = cache_type
         self.max_length = 0
-        self._n_threads, self._spins = n_threads, spins
+        self._n_threads = n_threads
         self._weights: dict[str, Weights] = {}
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
@@ -71,7 +70,7 @@ class KernelStage:
             KernelError: a tensor is missing or of another shape.
         """
         self._weights = {part: weights(part) for part in parts}
-        self._context = Context(self._n_threads, self._spins)
+        self._context = Context(self._n_threads)
         self._blocks = self._made_blocks()
 
     def _made_blocks(self) -> Blocks:
@@ -165,10 +164,8 @@ class KernelStage:
 class KernelStarterStage(KernelStage):
     """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
 
-    def __init__(
-        self, config: Mapping[str, Any], stop: int, n_threads: int = 1, cache_type: str = "float32", spins: int = 0
-    ) -> None:
-        super().__init__(config, 0, stop, n_threads, cache_type, spins)
+    def __init__(self, config: Mapping[str, Any], stop: int, n_threads: int = 1, cache_type: str = "float32") -> None:
+        super().__init__(config, 0, stop, n_threads, cache_type)
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         super().load(parts, weights)

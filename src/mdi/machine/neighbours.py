@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import psutil
 
 from mdi.config import NodeConfig
-from mdi.machine.resources import n_cores
+from mdi.control_groups import n_cores
 
 
 def host_of(addr: str) -> str:

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from mdi.errors import UsageError
 from mdi.machine.neighbours import fair_threads
-from mdi.machine.resources import n_cores
 
-SPINS = 2000
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which a user chooses for all programs
 
 
@@ -103,13 +101,3 @@ def pin_to_cores(cores: Sequence[int]) -> None:
     for thread in threads:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             os.sched_setaffinity(thread, cores)
-
-
-def n_spins() -> int:
-    """How often an idle thread of the kernels looks for work before it sleeps: for microseconds, if cores are free.
-
-    Beside other work, or under a quota that leaves less than a core for each thread, who waits takes time from who computes.
-    """
-    if n_threads() == 1 or not hasattr(os, "getloadavg"):
-        return 0
-    return SPINS if n_threads() + os.getloadavg()[0] <= n_cores() else 0

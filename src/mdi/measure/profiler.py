@@ -19,9 +19,10 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.control.messages import Slots
+from mdi.control_groups import n_cores
 from mdi.errors import CheckpointError, MdiError
 from mdi.kernels import LAYOUT_VERSION, library
-from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_bytes, n_cores, private_bytes
+from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_bytes, private_bytes
 from mdi.machine.threads import computing_threads, n_threads
 from mdi.measure.contention import machine_share
 from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject

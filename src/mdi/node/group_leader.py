@@ -15,7 +15,7 @@ from mdi.errors import EngineError, UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, WeightUse
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
-from mdi.machine.threads import n_spins, n_threads
+from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
 from mdi.model.array_stage import ArrayStage
 from mdi.model.tensor_stage import TensorStage
@@ -145,7 +145,7 @@ class GroupLeader(OwnStage):
             return kernel_weights(source, part, packing, placer, check)
 
         share = self.group.share(self._fields)
-        self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype, n_spins()))
+        self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype))
         self.loaded.load(stage_parts(*weights.blocks[0], starter=False), of_part)
         self.stage = TensorStage(self._engine_stage(computing.kv_dtype))
         self.stage.load(["embedding", "head"], of_part)
@@ -153,9 +153,9 @@ class GroupLeader(OwnStage):
     def _engine_stage(self, kv_dtype: str) -> KernelStarterStage:
         """Embedding and head, or the starter's rows of it; no blocks."""
         if not self.is_head_shared:
-            return KernelStarterStage(self._fields, 0, n_threads(), kv_dtype, n_spins())
+            return KernelStarterStage(self._fields, 0, n_threads(), kv_dtype)
         share = self.group.share(self._fields)
-        return SharedHeadStage(self._fields, share, self._mesh, n_threads(), kv_dtype, n_spins())
+        return SharedHeadStage(self._fields, share, self._mesh, n_threads(), kv_dtype)
 
     @property
     def _own_share(self) -> ShardStage:

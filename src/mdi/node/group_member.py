@@ -8,10 +8,10 @@ from typing import Any
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec
+from mdi.control_groups import n_cores
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
-from mdi.machine.resources import n_cores
-from mdi.machine.threads import n_spins, n_threads
+from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
 from mdi.model.array_stage import ArrayStage
 from mdi.net.listener import RingListener
@@ -33,7 +33,7 @@ def shard_stage(group: Group, request: InitRequest, computing: Computing) -> Arr
     if computing.packing is None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
     share = group.share(request.config)
-    return ArrayStage(ShardStage(share, *request.blocks, n_threads(), computing.kv_dtype, n_spins()))
+    return ArrayStage(ShardStage(share, *request.blocks, n_threads(), computing.kv_dtype))
 
 
 def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:

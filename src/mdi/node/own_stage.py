@@ -14,7 +14,7 @@ from mdi.errors import UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, Weights
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
-from mdi.machine.threads import n_spins, n_threads
+from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
 from mdi.model.array_stage import ArrayStage
 from mdi.model.stage import StarterStage
@@ -194,7 +194,7 @@ class OwnStage:
         weights.verify(parts, check)
         loaded: TorchStage | TensorStage
         if computing.packing is not None and self._window is not None:
-            empty = WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins())
+            empty = WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
             self.stage = self.loaded = TensorStage(
                 with_window(
                     empty, self._name, self._window, parts, source, computing.packing,
@@ -203,7 +203,7 @@ class OwnStage:
             )  # fmt: skip
         elif computing.packing is not None:
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
-            stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype, n_spins()))
+            stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype))
             stage.load(
                 parts, lambda part: shared.get(part) or kernel_weights(source(part), part, packing, placer, check)
             )

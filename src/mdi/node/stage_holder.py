@@ -22,7 +22,7 @@ from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
-from mdi.machine.threads import n_spins, n_threads
+from mdi.machine.threads import n_threads
 from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
 from mdi.node.group_member import group_in, own_shards, sent_shard, shard_stage
@@ -249,7 +249,7 @@ class StageHolder:
         stage: NodeStage
         refuse_torch(window, computing)
         if computing.packing is not None and window is not None:
-            inner = WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins())
+            inner = WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
             stage = ArrayStage(
                 with_window(
                     inner, self._name, window, list(parts), source, computing.packing, self.store.directory,
@@ -280,7 +280,7 @@ class StageHolder:
         """A stage for the kernels, without weights."""
         if (group := group_in(request)) is not None:
             return shard_stage(group, request, computing)
-        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype, n_spins()))
+        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype))
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

@@ -22,7 +22,7 @@ class ShardStage(KernelStage):
 
     Args:
         share: what this node has of each of them.
-        n_threads, cache_type, spins: see KernelStage.
+        n_threads, cache_type: see KernelStage.
 
     Attributes:
         group: the sum over all nodes; set (`join`) while these are connected.
@@ -31,10 +31,8 @@ class ShardStage(KernelStage):
 
     _blocks: ShardBlocks
 
-    def __init__(
-        self, share: Share, start: int, stop: int, n_threads: int = 1, cache_type: str = "float32", spins: int = 0
-    ) -> None:
-        super().__init__(share.shard_config(), start, stop, n_threads, cache_type, spins)
+    def __init__(self, share: Share, start: int, stop: int, n_threads: int = 1, cache_type: str = "float32") -> None:
+        super().__init__(share.shard_config(), start, stop, n_threads, cache_type)
         self.share = share
         self.group: AllReduce | None = None
         self.tally = Tally()

@@ -22,9 +22,9 @@ class SharedHeadStage(KernelStarterStage):
     """
 
     def __init__(
-        self, config: Mapping[str, Any], share: Share, mesh: Callable[[], Mesh], n_threads: int, cache_type: str, spins: int
+        self, config: Mapping[str, Any], share: Share, mesh: Callable[[], Mesh], n_threads: int, cache_type: str
     ) -> None:  # fmt: skip
-        super().__init__(config, 0, n_threads, cache_type, spins)
+        super().__init__(config, 0, n_threads, cache_type)
         self._share, self._mesh = share, mesh
 
     def _made_head(self, weights: Weights) -> Head:

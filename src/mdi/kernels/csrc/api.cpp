@@ -56,6 +56,8 @@ MDI_API void* mdi_context_new(int n_threads, int spins) {
   }
 }
 
+MDI_API void mdi_context_spins(void* context, int spins) { ((MdiContext*)context)->team.set_spins(spins); }
+
 MDI_API void mdi_context_delete(void* context) { delete (MdiContext*)context; }
 
 // 0, or -1 if there was not enough memory.

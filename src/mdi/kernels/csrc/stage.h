@@ -82,7 +82,7 @@ class Runner {
   // rows += norm(y); rows is the frame's.
   void add_normed(const MdiNorm& norm, float* y) {
     int width = model_.n_embd;
-    team_.run(n_, [&](int m, int) {
+    team_.run_rows(n_, [&](int m, int) {
       float* row = y + (int64_t)m * width;
       if (norm.weight) normalize(model_, norm, row, width, row);
       float* to = frame_.rows + (int64_t)m * width;
@@ -99,12 +99,12 @@ class Runner {
     if (wants_bytes(w)) {
       ByteRows& bytes = scratch_.bytes;
       bytes.reserve(n, w.n_in);
-      team_.run(n, [&](int m, int) { quantize_row(x + (int64_t)m * w.n_in, m, bytes); });
+      team_.run_rows(n, [&](int m, int) { quantize_row(x + (int64_t)m * w.n_in, m, bytes); });
       return {n, nullptr, &bytes};
     }
     if (n == 1) return {n, x, nullptr};
     float* floats = scratch_.floats.of((size_t)n * w.n_in);
-    team_.run(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, floats); });
+    team_.run_rows(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, floats); });
     return {n, floats, nullptr};
   }
 
@@ -121,20 +121,30 @@ class Runner {
   }
 
   void multiply_prepared(const MdiMatrix& w, const Rows& rows, float* y) {
-    int n_panels = padded(w.n_out, kPanel) / kPanel;
-    int n_tasks = team_.size() == 1 ? 1 : (n_panels + 3) / 4;  // four panels each: what a single row wants at once
-    int each = n_tasks == 1 ? n_panels : 4;
-    team_.run(n_tasks, [&](int task, int) {
-      int first = task * each, last = first + each < n_panels ? first + each : n_panels;
-      multiply_panels(w, first, last, rows, {y, w.n_out});
-    });
+    team_.run(n_pieces(w), [&](int piece, int) { multiply_piece(w, piece, rows, y); });
+  }
+
+  // The panels of a weight are cut into pieces for the team: at least four panels each, what a single row wants at once.
+  static int n_panels(const MdiMatrix& w) { return padded(w.n_out, kPanel) / kPanel; }
+
+  int panels_each(const MdiMatrix& w) const {
+    int each = n_panels(w) / (team_.size() == 1 ? 1 : 8 * team_.size()) / 4 * 4;
+    return each < 4 ? 4 : each;
+  }
+
+  int n_pieces(const MdiMatrix& w) const { return team_.size() == 1 ? 1 : (n_panels(w) + panels_each(w) - 1) / panels_each(w); }
+
+  void multiply_piece(const MdiMatrix& w, int piece, const Rows& rows, float* y) const {
+    int first = piece * panels_each(w), last = first + panels_each(w);
+    if (team_.size() == 1 || last > n_panels(w)) last = n_panels(w);
+    multiply_panels(w, first, last, rows, {y, w.n_out});
   }
 
   const float* normalized(const MdiNorm& norm, const float* x) {
     if (!norm.weight) return x;
     int width = model_.n_embd;
     float* y = scratch_.normed.of((size_t)n_ * width);
-    team_.run(n_, [&](int m, int) { normalize(model_, norm, x + (int64_t)m * width, width, y + (int64_t)m * width); });
+    team_.run_rows(n_, [&](int m, int) { normalize(model_, norm, x + (int64_t)m * width, width, y + (int64_t)m * width); });
     return y;
   }
 
@@ -146,7 +156,7 @@ class Runner {
     int row0 = 0;
     for (int s = 0; s < frame_.n_slices; row0 += frame_.slices[s].n_rows, s++) {
       const MdiSlice& slice = frame_.slices[s];
-      team_.run(slice.n_rows, [&](int r, int) {
+      team_.run_rows(slice.n_rows, [&](int r, int) {
         float* row = heads + (int64_t)(row0 + r) * width;
         int position = slice.start + r;
         if (block.norm_q.weight && model_.qk_norm_all_heads) {
@@ -231,15 +241,19 @@ class Runner {
     int width = mlp.fc_1.n_out;
     float* gate = scratch_.gate.of((size_t)n * width);
     Rows rows = prepared(mlp.fc_1, x, n);
-    multiply_prepared(mlp.fc_1, rows, gate);
-    float* up = nullptr;
-    if (mlp.fc_2.data) {
-      up = scratch_.up.of((size_t)n * width);
-      if (wants_bytes(mlp.fc_2) != wants_bytes(mlp.fc_1)) rows = prepared(mlp.fc_2, x, n);
-      multiply_prepared(mlp.fc_2, rows, up);
+    float* up = mlp.fc_2.data ? scratch_.up.of((size_t)n * width) : nullptr;
+    if (up && wants_bytes(mlp.fc_2) == wants_bytes(mlp.fc_1)) {  // in one round of the team
+      int n_first = n_pieces(mlp.fc_1);
+      team_.run(n_first + n_pieces(mlp.fc_2), [&](int piece, int) {
+        if (piece < n_first) return multiply_piece(mlp.fc_1, piece, rows, gate);
+        multiply_piece(mlp.fc_2, piece - n_first, rows, up);
+      });
+    } else {
+      multiply_prepared(mlp.fc_1, rows, gate);
+      if (up) multiply(mlp.fc_2, x, n, up);
     }
     int kind = model_.activation;
-    team_.run(n, [&](int m, int) {
+    team_.run_rows(n, [&](int m, int) {
       float* g = gate + (int64_t)m * width;
       for (int i = 0; i < width; i += 16) {
         F a = activate(load_part(g + i, width - i), kind);
