@@ -217,8 +217,12 @@ class BlockStore:
             raise CheckpointError(
                 f"the bytes of {info.name} are not the ones expected: sha256 {found}, expected {info.sha256}"
             )
+        self.take(partial, info)
+
+    def take(self, path: Path, info: Part) -> None:
+        """A whole file on the same disk, hashed just now, becomes a part of this store."""
         with self._disk(info):
-            os.replace(partial, self.path(info.sha256))
+            os.replace(path, self.path(info.sha256))
             self.checked.add(info.sha256, stamp_of(self.path(info.sha256)))
 
     def part(self, info: Part, config: dict[str, Any], config_hash: str) -> PartFile:

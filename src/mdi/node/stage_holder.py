@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
@@ -71,6 +72,7 @@ class StageHolder:
         self._name = name
         self._weights = weights
         self.store = store
+        self._kept = KeptPacked(store)
         self._default_device = self.device = choose_device(device)
         self.own = {"device": device, "threads": threads}
         self._dtype = dtype
@@ -242,9 +244,15 @@ class StageHolder:
             own = [part.name for part in request.parts if _holds(self._weights, part)]
             self._weights.verify(own, self.store.checked, check)
 
+        is_limited = window is not None and window.memory is not None  # which packs with more care
+        keep = {part.sha256 for part in request.parts}
+
         def source(name: str) -> WeightSource:
             on_part()
-            return self._source_of(parts[name], request)
+            of = self._source_of(parts[name], request)
+            if computing.packing is None or is_limited:
+                return of
+            return self._kept.part(of, parts[name], computing.packing, keep, check)
 
         stage: NodeStage
         refuse_torch(window, computing)

@@ -1,0 +1,115 @@
+"""Parts that came plain and were packed for the kernels, kept on disk so that the next start maps them and packs nothing.
+
+They lie in a node's store of parts under the sha256 of their own bytes, which are those that prepare_model.py --quantize would
+have made. A small file beside them says which of them was made of which plain part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection
+
+import mdi
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError
+from mdi.kernels import LAYOUT_VERSION
+from mdi.units import size
+from mdi.whole_files import replacing
+
+FILE = "packed.json"
+LEAST_BYTES = 1 << 20  # a smaller part is packed sooner than a file is written
+DISK_LEFT_BYTES = 1 << 30  # that stay free; less than that, and nothing is kept
+
+logger = logging.getLogger("mdi")
+
+
+class KeptPacked:
+    """Packed parts in a store. For one thread at a time; of several processes each may make the same file."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._path = store.directory / FILE
+
+    def part(
+        self, source: WeightSource, part: Part, packing: Packing, keep: set[str], check: Callable[[], None]
+    ) -> WeightSource:
+        """Where a part is to be read from: its packed form, made now if it is not here yet; `source` if that cannot be kept.
+
+        Args:
+            source: has the part.
+            keep: sha256 of parts that are not removed for it; this one is added to them.
+            check: called again and again; what it raises goes through.
+
+        Raises:
+            CheckpointError: the source cannot be read.
+        """
+        if source.packing is not None or part.n_bytes < LEAST_BYTES:
+            return source
+        key = _key(source, part, packing)
+        info = self._find(key, part.name)
+        if info is None or not self._store.has(info.sha256, check):
+            packed = PackedSource(source, packing)
+            if not self._has_space(packed.n_bytes(part.name), keep):
+                return source
+            try:
+                info = self._make(packed, part.name, key, check)
+            except CheckpointError as e:  # the source may be to blame: then whoever reads it finds that out
+                logger.warning("packed weights are not kept: %s", e)
+                return source
+        keep.add(info.sha256)
+        return self._store.part(info, source.config_dict, source.config_hash)
+
+    def _has_space(self, n_bytes: int, keep: Collection[str]) -> bool:
+        try:
+            self._store.free_space(n_bytes, keep)
+        except CheckpointError:
+            return False
+        return self._store.free_bytes() >= n_bytes + DISK_LEFT_BYTES
+
+    def _make(self, packed: PackedSource, part: str, key: str, check: Callable[[], None]) -> PartInfo:
+        digest, n_bytes = hashlib.sha256(), 0
+        path = self._store.directory / f"{key}.packed"
+        with replacing(path, makes_folder=True) as file:
+            for piece in packed.pieces(part):
+                check()
+                file.write(piece)
+                digest.update(piece)
+                n_bytes += len(piece)
+        packed.release()
+        info = PartInfo(part, digest.hexdigest(), n_bytes)
+        self._store.take(path, info)
+        self._remember(key, info)
+        logger.info("%s is packed, %s, and kept for the next start", part, size(n_bytes))
+        return info
+
+    def _find(self, key: str, part: str) -> PartInfo | None:
+        entry = self._read().get(key)
+        return PartInfo(part, *entry) if entry is not None and entry[0] in self._store.parts() else None
+
+    def _remember(self, key: str, info: PartInfo) -> None:
+        here = set(self._store.parts())
+        kept = {k: entry for k, entry in self._read().items() if entry[0] in here}
+        kept[key] = info.sha256, info.n_bytes
+        with contextlib.suppress(CheckpointError), replacing(self._path) as file:
+            file.write(json.dumps(kept).encode())
+
+    def _read(self) -> dict[str, tuple[str, int]]:
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            return {str(key): (str(sha256), int(n_bytes)) for key, (sha256, n_bytes) in data.items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}
+
+
+def _key(source: WeightSource, part: Part, packing: Packing) -> str:
+    """Of all that the packed bytes depend on."""
+    form = packing.metadata(part.name)
+    made_of = [part.sha256, source.config_hash, part.name, form, source.folds_gains, mdi.__version__, LAYOUT_VERSION]
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,151 @@
+"""Parts that came plain are packed once: the next start maps what the first one wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mdi.checkpoint.kept_packed as kept_packed
+from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
+from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
+from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
+from mdi.config import ClusterConfig
+from mdi.kernels import library
+from mdi.node.options import StarterOptions
+from mdi.node.starter import StarterNode
+from secondaries import cluster_of, secondary
+from test_node import generate
+from tiny_checkpoint import reference, write_checkpoint
+
+INT4 = Packing("int4", "int4")
+PART = "block.1"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def small_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_packed, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def source(checkpoint: Path) -> Iterator[WeightSource]:
+    found = open_source(checkpoint)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parts that are packed."""
+    made: list[str] = []
+    pieces = PackedSource.pieces
+
+    def counted(self: PackedSource, part: str) -> Any:
+        made.append(part)
+        return pieces(self, part)
+
+    monkeypatch.setattr(PackedSource, "pieces", counted)
+    return made
+
+
+def started(folder: Path, source: WeightSource, packing: Packing = INT4, limit: int | None = None) -> WeightSource:
+    """What a process that has just begun reads the part from."""
+    store = BlockStore(folder, limit)
+    return KeptPacked(store).part(source, source.info(PART), packing, set(), lambda: None)
+
+
+def is_equal(a: PartWeights, b: PartWeights) -> bool:
+    names = sorted(a)
+    pairs = zip(arrays_of({n: a[n] for n in names}), arrays_of({n: b[n] for n in names}), strict=True)
+    return names == sorted(b) and all(np.array_equal(x.reshape(-1), y.reshape(-1)) for x, y in pairs)
+
+
+def test_the_second_start_maps_what_the_first_one_packed(
+    tmp_path: Path, source: WeightSource, packings: list[str]
+) -> None:
+    expected = source.weights(PART, INT4)
+    for _ in range(2):
+        found = started(tmp_path, source).weights(PART, INT4)
+        assert is_equal(found, expected)
+        assert not any(array.flags.writeable for array in arrays_of(found)), "it lies in its file"
+    assert packings == [PART]
+    started(tmp_path, source, Packing("int8", "int8"))
+    assert packings == [PART] * 2 and not list(tmp_path.glob("*.packed*"))
+
+
+def test_it_is_what_would_have_been_sent_packed(tmp_path: Path, source: WeightSource) -> None:
+    """So weights that are stored packed later on are here already."""
+    info = PackedSource(source, INT4).info(PART)
+    started(tmp_path, source)
+    assert BlockStore(tmp_path).parts() == (info.sha256,)
+    assert BlockStore(tmp_path).path(info.sha256).stat().st_size == info.n_bytes
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "list", "words", "version"])
+def test_one_that_is_damaged_or_of_another_version_is_made_again(
+    tmp_path: Path, source: WeightSource, packings: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    started(tmp_path, source)
+    (path,) = tmp_path.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    if damage == "a bit":
+        data[-100] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-64])
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "version":
+        monkeypatch.setattr(kept_packed, "LAYOUT_VERSION", "another")
+    else:
+        (tmp_path / FILE).write_text("[1" if damage == "list" else '{"a": ["../x", 3], "b": 7}')
+    assert is_equal(started(tmp_path, source).weights(PART, INT4), source.weights(PART, INT4))
+    assert packings == [PART] * 2
+    started(tmp_path, source)
+    assert packings == [PART] * 2
+
+
+def test_where_there_is_no_space_nothing_is_kept(
+    tmp_path: Path, source: WeightSource, packings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_bytes = PackedSource(source, INT4).n_bytes(PART)
+    assert started(tmp_path, source, limit=n_bytes - 1) is source
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockStore, "free_bytes", lambda self: n_bytes + DISK_LEFT_BYTES - 1)
+        assert started(tmp_path, source) is source
+    (tmp_path / "a file").touch()
+    assert started(tmp_path / "a file", source) is source
+    assert packings in ([], [PART]) and not list(tmp_path.glob("*.safetensors"))
+    assert started(tmp_path, source, limit=n_bytes) is not source
+
+
+def test_parts_that_are_packed_already_stay_as_they_are(tmp_path: Path, source: WeightSource) -> None:
+    packed = PackedSource(source, INT4)
+    info = PartInfo(PART, "0" * 64, packed.n_bytes(PART))
+    assert KeptPacked(BlockStore(tmp_path)).part(packed, info, INT4, set(), lambda: None) is packed
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+def test_a_secondary_packs_what_it_was_sent_at_its_first_start(
+    tmp_path: Path, checkpoint: Path, packings: list[str]
+) -> None:
+    def ids(cluster: ClusterConfig) -> list[int]:
+        options = StarterOptions(ckpt=checkpoint, layers="2,3", cache_dir=tmp_path / "starter")
+        return generate(StarterNode(cluster, options))
+
+    for _ in range(2):
+        with secondary(0, tmp_path / "cache") as node:
+            assert ids(cluster_of([node])) == list(reference("The ring", 6))
+    assert packings == ["block.2", "block.3", "block.4"]
