@@ -43,6 +43,7 @@ from side_by_side.targets import SCENARIOS, grid  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 FIGURE = ROOT / "assets" / "speed.svg"
+WITHOUT_AMX = "without_amx"  # a folder within the results'
 
 
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
@@ -104,20 +105,23 @@ def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
 
 def write_documents(args: argparse.Namespace) -> None:
     """Tables of what lies in the results folder into docs/benchmarks.md, and the figure into assets/."""
-    results = [
-        r
-        for path in sorted(args.results.glob("*.json"))
-        if (r := json.loads(path.read_text())).get("name") in SCENARIOS
-    ]
-    results.sort(key=lambda r: list(SCENARIOS).index(r["name"]))
+    results = results_in(args.results)
     if not results:
         raise SystemExit(f"error: no results in {args.results}: run some scenarios first")
     text = DOCUMENT.read_text(encoding="utf-8")
     text = fill(text, "overview", f"{overview(results)}\n\n{conditions(results)}")
     for result in results:
         text = fill(text, result["name"], scenario_table(result))
+    if others := results_in(args.results / WITHOUT_AMX):
+        text = fill(text, WITHOUT_AMX, f"{overview(others)}\n\n{conditions(others)}")
     DOCUMENT.write_text(text, encoding="utf-8")
     draw(results, FIGURE)
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    """Those of scenarios, in the order of their weight."""
+    found = [r for path in folder.glob("*.json") if (r := json.loads(path.read_text())).get("name") in SCENARIOS]
+    return sorted(found, key=lambda r: list(SCENARIOS).index(r["name"]))
 
 
 def conditions(results: list[dict[str, Any]]) -> str:
