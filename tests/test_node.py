@@ -174,8 +174,10 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
     check_format(None, "cuda")
     with pytest.raises(UsageError, match="expected one of float32, bf16"):
         check_format("int3", "cpu")
-    with pytest.raises(UsageError, match="CPU"):
-        check_format("int8", "cuda")
+    check_format("int8", "cuda:1")
+    for form, device in (("int4", "mps"), ("fp16", "cuda"), ("float32", "cuda:0")):
+        with pytest.raises(UsageError, match="CPU"):
+            check_format(form, device)
 
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
 from mdi.kernels import library
-from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, why_torch
+from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, stays_packed, why_torch
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def choose_computing(
     Raises:
         UsageError: the device cannot do that.
     """
-    check_format(quantize, device)
+    check_format(None if quantize == stored_format else quantize, device)
+    quantize, quantize_head = (form if stays_packed(form, device) else None for form in (quantize, quantize_head))
     why = why_torch(config, device, dtype)
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, quantize_head)
     chosen = choose_dtype(dtype, stored, device, quantize is not None or packing is not None)

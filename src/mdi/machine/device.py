@@ -15,14 +15,24 @@ from mdi.kernels.page_sizes import cache_type_named
 from mdi.machine.processor import warn_of_processor
 from mdi.machine.threads import choose_threads
 from mdi.machine.torch_use import load_torch, may_have_gpu
-from mdi.weight_formats import check_packed
+from mdi.weight_formats import ROUNDED, check_packed
 
 
 def check_format(name: str | None, device: str) -> None:
     """Raises UsageError if a weight format is unknown or not for this device."""
     check_packed(name)
-    if name is not None and device != "cpu":
-        raise UsageError(f"the weight format {name} needs the CPU's kernels; on {device} use --dtype instead")
+    if name is None or stays_packed(name, device):
+        return
+    if name in ROUNDED:
+        raise UsageError(
+            f"the weight format {name} is for the CPU and for GPUs of NVIDIA; on {device} use --dtype instead"
+        )
+    raise UsageError(f"the weight format {name} is for the CPU's kernels; on {device} use --dtype instead")
+
+
+def stays_packed(name: str | None, device: str) -> bool:
+    """Whether weights of a format are held in it on this device; else they become plain numbers as they are loaded."""
+    return device == "cpu" or (name in ROUNDED and device.startswith("cuda"))
 
 
 def choose_device(wanted: str | None) -> str:

@@ -26,7 +26,9 @@ def device_free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         import torch  # only here: a local ring counts its cores before it loads what is slow
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What was freed stays with torch, and is there for what comes next.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
     return free_memory_bytes()
 
 

@@ -69,7 +69,7 @@ class Profiler:
         if device.startswith("cuda"):
             import torch
 
-            return int(torch.cuda.memory_reserved(device))
+            return int(torch.cuda.memory_allocated(device))
         return max(0, private_bytes() - self._process_bytes)
 
     def available_bytes(self, device: str) -> int:

@@ -14,8 +14,9 @@ from mdi.checkpoint.parts import part_of
 from mdi.engine.tensors import DTYPES
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights
+from mdi.model.device_layers import layers_for
 from mdi.model.few_rows import pad_few_rows
-from mdi.model.packed_linear import Weights, install, kernel_context
+from mdi.model.packed_linear import Weights, install
 from mdi.model.stage import Stage, StarterStage
 
 
@@ -49,9 +50,7 @@ class TorchBench(Bench):
 
     def head(self) -> Callable[[torch.Tensor], object]:
         stage = StarterStage(self._config, 0)
-        given = install(
-            stage, self._weights("head"), kernel_context() if self._subject.computing.quantize_head else None
-        )
+        given = install(stage, self._weights("head"), lambda: layers_for(self._device, self._dtype))
         stage.load_state_dict({name: t.to(self._device) for name, t in given.items()}, strict=False, assign=True)
         stage.requires_grad_(False)
         pad_few_rows(stage)

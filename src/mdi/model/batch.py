@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,11 +119,15 @@ class Batch:
             n += n_rows
         ranges = [np.arange(rows.start, rows.end) for rows in self.rows]
         self._numbers = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
-        self.positions = torch.from_numpy(self._numbers).to(caches.device)  # (N,)
         self._places: dict[int, Selection] = {}
         self._alone: dict[tuple[int, int], Alone] = {}
         self._parts: dict[int, tuple[list[Together], list[Alone]]] = {}
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+
+    @functools.cached_property
+    def positions(self) -> torch.Tensor:
+        """(N,)"""
+        return torch.from_numpy(self._numbers).to(self.caches.device)
 
     def places(self, cache_class: int) -> Selection:
         """Where the keys and values of all rows are written."""

@@ -7,7 +7,7 @@ each other are a sequence's keys in their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,19 @@ from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CACHE_TYPE_OF = {dtype: name for name, dtype in TORCH_TYPES.items()}
 SLAB_BYTES = 32 << 20  # of a GPU's memory, taken at once
+# The first slab is larger, for steps are recorded for it alone (model.decode_graphs): enough for so many sequences of full
+# length, up to this share of what is free. Several nodes may share a GPU.
+FIRST_SEQUENCES = 32
+FIRST_SHARE = 1 / 8
 
 
 class TorchPages(Protocol):
-    """Pages as tensors: page p is row p % slab_pages of slab p // slab_pages, which is (slab_pages, numbers of a page)."""
+    """Pages as tensors: rows of slabs, which are (pages, numbers of a page)."""
 
-    slab_pages: int
     slabs: list[torch.Tensor]
+
+    def where(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The slab of each page, and its row there."""
 
 
 class HostPages(Pool):
@@ -38,8 +44,10 @@ class HostPages(Pool):
 
     def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype) -> None:
         super().__init__(page_bytes, capacity)
-        self.slab_pages = max(1, self.capacity)
         self.slabs = [torch.from_numpy(self.memory).view(dtype)]
+
+    def where(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros_like(pages), pages
 
     def take(self) -> int:
         page = super().take()
@@ -48,25 +56,37 @@ class HostPages(Pool):
 
 
 class DevicePages(Pages):
-    """In the memory of a GPU, slab after slab; all of it is given back when no page is in use. A new page is zeros."""
+    """In the memory of a GPU, slab after slab; all of it is given back when no page is in use. A new page is zeros.
 
-    def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        first_bytes: of the first slab; the others have SLAB_BYTES.
+    """
+
+    def __init__(
+        self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device, first_bytes: int = 0
+    ) -> None:
         super().__init__(page_bytes, capacity)
         self._dtype, self._device = dtype, device
         self.slab_pages = max(1, SLAB_BYTES // page_bytes)
+        self.first_pages = max(self.slab_pages, min(capacity, first_bytes // page_bytes))
         self.slabs: list[torch.Tensor] = []
+
+    def where(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        slabs, rows = np.divmod(pages - self.first_pages, self.slab_pages)
+        is_first = pages < self.first_pages
+        return np.where(is_first, 0, slabs + 1), np.where(is_first, pages, rows)
 
     def take(self) -> int:
         page = super().take()
-        if page // self.slab_pages == len(self.slabs):
+        if int(self.where(np.array(page))[0]) == len(self.slabs):
+            n_pages = self.slab_pages if self.slabs else self.first_pages
             try:
-                shape = self.slab_pages, self.page_bytes // self._dtype.itemsize
+                shape = n_pages, self.page_bytes // self._dtype.itemsize
                 self.slabs.append(torch.empty(shape, dtype=self._dtype, device=self._device))
             except RuntimeError:  # of several types, by device
                 super().release([page])
-                raise EngineError(
-                    f"no memory is left on {self._device} for another {SLAB_BYTES >> 20} MB of caches"
-                ) from None
+                taken = n_pages * self.page_bytes >> 20
+                raise EngineError(f"no memory is left on {self._device} for another {taken} MB of caches") from None
         self._row(page).zero_()
         return page
 
@@ -83,7 +103,8 @@ class DevicePages(Pages):
             self._references.clear()
 
     def _row(self, page: int) -> torch.Tensor:
-        return self.slabs[page // self.slab_pages][page % self.slab_pages]
+        slab, row = self.where(np.array(page))
+        return self.slabs[int(slab)][int(row)]
 
 
 @dataclass(frozen=True)
@@ -172,7 +193,10 @@ class TorchCaches(CachePages):
 
     Attributes:
         blocks: in order.
+        on_clear: called when all sequences are forgotten, before their pages are.
     """
+
+    on_clear: Callable[[], None] | None = None
 
     def __init__(
         self, config: Mapping[str, Any], start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
@@ -185,7 +209,9 @@ class TorchCaches(CachePages):
                 pools.append(HostPages(c.page_bytes, capacity_of(c, max_length, limit_bytes), dtype))
             else:
                 limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
-                pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
+                capacity = capacity_of(c, max_length, limit) + 1  # a scratch page, see model.decode_graphs
+                first_bytes = min(FIRST_SEQUENCES * c.n_bytes(max_length), _first_limit(device) // len(classes))
+                pools.append(DevicePages(c.page_bytes, capacity, dtype, device, first_bytes))
         super().__init__(classes, pools)
         self.device = device
         shape = cache_shape(config)
@@ -196,7 +222,7 @@ class TorchCaches(CachePages):
         """Pages by their numbers; with `positions`, one position in each."""
         pool = self.pools[cache_class]
         assert isinstance(pool, HostPages | DevicePages)
-        slabs, rows = np.divmod(pages, pool.slab_pages)
+        slabs, rows = pool.where(pages)
         parts = []
         distinct = np.unique(slabs)
         for slab in distinct.tolist():
@@ -207,8 +233,24 @@ class TorchCaches(CachePages):
             parts.append((slab, index, where, None if at is None else self._tensor(at)))
         return Selection(len(pages), tuple(parts))
 
+    def are_fixed(self, cache_class: int, pages: np.ndarray | Sequence[int]) -> bool:
+        """Whether all these pages lie in the first slab, which stays where it is while one of them is in use."""
+        pool = self.pools[cache_class]
+        assert isinstance(pool, HostPages | DevicePages)
+        return not pool.where(np.asarray(pages))[0].any()
+
+    def clear(self) -> None:
+        if self.on_clear is not None:
+            self.on_clear()
+        super().clear()
+
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+
+
+def _first_limit(device: torch.device) -> int:
+    """What the first slabs of all classes may take."""
+    return int(FIRST_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _memory_bytes(device: torch.device) -> int | None:

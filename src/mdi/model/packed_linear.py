@@ -6,7 +6,8 @@ of int8 and int4 are then not rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from mdi.kernels.library import load
 from mdi.kernels.structures import MdiModel
 
 Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]
+
+
+class Layers(Protocol):
+    """Makes what packed weights become: on the CPU (`HostLayers`), or on a GPU (model.device_layers)."""
+
+    def linear(self, matrix: Matrix, bias: np.ndarray | None) -> nn.Module:
+        """A linear layer; bias float32 (n_out)."""
+
+    def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
+        """int8 (vocabulary, n_embd) with a scale per token, float32 (vocabulary)"""
 
 
 def kernel_context() -> Context | None:
@@ -71,11 +82,28 @@ class PackedEmbedding(nn.Module):
         return torch.from_numpy(self._table[rows].astype(np.float32) * self._scale[rows, None])
 
 
-def install(root: nn.Module, weights: Weights, context: Context | None) -> dict[str, torch.Tensor]:
+class HostLayers:
+    """Those of the CPU, which share what the kernels need once for a stage."""
+
+    def __init__(self) -> None:
+        self._context = kernel_context()
+
+    def linear(self, matrix: Matrix, bias: np.ndarray | None) -> nn.Module:
+        return PackedLinear(matrix, bias, self._context)
+
+    def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
+        return PackedEmbedding(table, scale)
+
+
+def is_packed(weights: Weights) -> bool:
+    return any(isinstance(weight, Matrix) for weight in weights.values())
+
+
+def install(root: nn.Module, weights: Weights, layers: Callable[[], Layers]) -> dict[str, torch.Tensor]:
     """Put the packed ones of some weights into the places of the layers below `root`; the rest, as tensors.
 
     Args:
-        context: of the kernels; None without them.
+        layers: what makes them; not called if nothing is packed.
 
     Raises:
         CheckpointError: there is no such layer, or it is of another shape.
@@ -85,19 +113,19 @@ def install(root: nn.Module, weights: Weights, context: Context | None) -> dict[
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, Matrix)}
     for name, matrix in packed.items():
         path = name.removesuffix(".weight")
-        _replace(
-            root, path, (matrix.n_out, matrix.n_in), PackedLinear(matrix, arrays.pop(f"{path}.bias", None), context)
-        )
+        _check(root, path, (matrix.n_out, matrix.n_in))
+        _replace(root, path, layers().linear(matrix, arrays.pop(f"{path}.bias", None)))
     for name in [name for name, array in arrays.items() if array.dtype == np.int8]:
         table, scale = arrays.pop(name), arrays.pop(f"{name}_scale")
-        _replace(root, name.removesuffix(".weight"), table.shape, PackedEmbedding(table, scale))
+        path = name.removesuffix(".weight")
+        _check(root, path, table.shape)
+        _replace(root, path, layers().embedding(table, scale))
     rest.update({name: torch.from_numpy(floats(array).copy()) for name, array in arrays.items()})
     rest.update({name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)})
     return rest
 
 
-def _replace(root: nn.Module, path: str, shape: tuple[int, ...], module: nn.Module) -> None:
-    parent, _, child = path.rpartition(".")
+def _check(root: nn.Module, path: str, shape: tuple[int, ...]) -> None:
     try:
         layer = root.get_submodule(path)
         found = tuple(layer.weight.shape)  # type: ignore[arg-type]
@@ -105,4 +133,8 @@ def _replace(root: nn.Module, path: str, shape: tuple[int, ...], module: nn.Modu
         raise CheckpointError(f"the weights bring {path}.weight, which this model does not have") from None
     if not isinstance(layer, (nn.Linear, nn.Embedding)) or found != shape:
         raise CheckpointError(f"{path}.weight is of shape {list(shape)}, expected {list(found)}")
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, child = path.rpartition(".")
     setattr(root.get_submodule(parent), child, module)

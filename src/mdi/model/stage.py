@@ -7,6 +7,7 @@ no text, and not what comes before or after it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
@@ -16,14 +17,15 @@ from litgpt.config import Config
 from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.errors import CheckpointError, EngineError
-from mdi.kernels.context import Context
-from mdi.kernels.layout import Matrix
 from mdi.kernels.page_sizes import cache_classes
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
+from mdi.model.decode_graphs import decode_graphs
+from mdi.model.device_layers import layers_for
 from mdi.model.few_rows import pad_few_rows
-from mdi.model.packed_linear import Weights, install, kernel_context
+from mdi.model.fixed_batch import FixedBatch
+from mdi.model.packed_linear import Weights, install, is_packed
 from mdi.model.tiles import keep_rows_apart
 
 # Of modules, measured: of a block without experts, of one expert.
@@ -79,19 +81,19 @@ class Stage(nn.Module):
 
         Args:
             parts: names of the parts that make up this stage.
-            weights: gives those of a part, by their names in the full model; packed ones are for the CPU only.
+            weights: gives those of a part, by their names in the full model; on a GPU int8 and int4 can stay packed.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
         """
-        context: Context | None = None
+        layers = functools.cache(lambda: layers_for(device, dtype))
+        is_any_packed = False
         for part in parts:
             stored = weights(part)
-            if context is None and any(isinstance(weight, Matrix) for weight in stored.values()):
-                context = kernel_context()
+            is_any_packed |= is_packed(stored)
             given = {
                 name: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
-                for name, t in install(self, stored, context).items()
+                for name, t in install(self, stored, layers).items()
             }
             self._check(part, given)
             self.load_state_dict(given, strict=False, assign=True)
@@ -100,7 +102,7 @@ class Stage(nn.Module):
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
         self.requires_grad_(False)
         pad_few_rows(self)
-        if context is not None:  # packed layers round their rows to 8 bits, which makes last bits visible
+        if is_any_packed and device.type == "cpu":  # these round their rows to 8 bits, which makes last bits visible
             keep_rows_apart(self)
 
     def _check(self, part: str, given: Tensors) -> None:
@@ -135,6 +137,7 @@ class Stage(nn.Module):
         self.sin[:, : size - size // 2].neg_()  # as `rotate` wants it
         config = vars(self.config)
         self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
+        self.graphs = decode_graphs(self, self.blocks)
 
     @property
     def gathered_share(self) -> float:
@@ -166,6 +169,11 @@ class Stage(nn.Module):
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
         batch = Batch(slices, self.caches)
+        recorded = None if self.graphs is None else self.graphs(x, batch.rows)
+        return self.through_blocks(x, batch) if recorded is None else recorded
+
+    def through_blocks(self, x: torch.Tensor, batch: Batch | FixedBatch) -> torch.Tensor:
+        """The rows (N, n_embd) after the blocks, whose caches have pages for them."""
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]  # (N, 1, rope_n_elem[, 2])
         rope_indices = self.config.rope_indices
         x = x[None]  # litgpt's blocks want a batch dimension
