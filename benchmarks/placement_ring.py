@@ -93,6 +93,7 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
+    from mdi.control.requested import Requested
     from mdi.machine.computing import choose_computing
     from mdi.machine.threads import choose_threads
     from mdi.measure.profiler import bench_of
@@ -100,7 +101,7 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
 
     choose_threads(1)
     config = read_config(ckpt / "model_config.yaml")
-    computing = choose_computing(config, "cpu", "float32", "float32", None)
+    computing = choose_computing(config, Requested(device="cpu", dtype="float32"), "float32")
     bench = bench_of(Subject(config, "", computing), 0.6, lambda *told: None)
     print("ready", flush=True)
     for _ in sys.stdin:

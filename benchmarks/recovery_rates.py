@@ -40,6 +40,7 @@ class Ring:
         self, ckpt: Path, n_tokens: int, rate: float, seed: int, replay_bytes: int, stack: contextlib.ExitStack
     ) -> None:
         from mdi.config import ClusterConfig, NodeConfig
+        from mdi.control.requested import Requested
         from mdi.node.options import StarterOptions
         from mdi.node.secondary import SecondaryNode
         from mdi.node.starter import StarterNode
@@ -47,7 +48,9 @@ class Ring:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.nodes = []
         for i in range(N_NODES - 1):
-            node = SecondaryNode(NodeConfig(f"secondary{i}", "127.0.0.1", 0, 0), None, folder / str(i), device="cpu")
+            node = SecondaryNode(
+                NodeConfig(f"secondary{i}", "127.0.0.1", 0, 0), None, folder / str(i), Requested(device="cpu")
+            )
             node.open()
             thread = threading.Thread(target=node.run)
             thread.start()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.requested import Requested
 from mdi.node.secondary import SecondaryNode
 
 
@@ -16,7 +18,9 @@ from mdi.node.secondary import SecondaryNode
 def secondary(index: int, cache_dir: Path, **options: Any) -> Iterator[SecondaryNode]:
     """One that waits for its starter on free ports of loopback."""
     config = NodeConfig(f"secondary{index}", "127.0.0.1", 0, 0)
-    node = SecondaryNode(config, options.pop("weights", None), cache_dir, **{"device": "cpu", **options})
+    options = {"device": "cpu", **options}
+    asked = Requested(**{f.name: options.pop(f.name) for f in fields(Requested) if f.name in options})
+    node = SecondaryNode(config, options.pop("weights", None), cache_dir, asked, **options)
     thread = threading.Thread(target=node.run, name=f"secondary{index}")
     try:
         node.open()

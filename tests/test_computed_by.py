@@ -15,6 +15,7 @@ from mdi.cli import launch
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
+from mdi.control.requested import Requested
 from mdi.errors import PlacementError
 from mdi.kernels import library
 from mdi.machine.computing import choose_computing
@@ -63,7 +64,7 @@ def test_a_secondary_says_what_computes(tmp_path: Path, monkeypatch: pytest.Monk
     )
     with secondary(0, tmp_path / "cache") as one:
         for config, dtype, path in asked:
-            request = ProfileRequest(config, "h" * 64, "float32", dtype)
+            request = ProfileRequest(config, "h" * 64, "float32", dtype=dtype)
             found = NodeProfile.from_json(ControlClient(entry_of(one)).profile(request)["profile"])
             assert found.computed_by == path
 
@@ -113,7 +114,7 @@ def test_a_run_is_placed_by_what_its_caches_hold(monkeypatch: pytest.MonkeyPatch
     here = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0))
 
     def place(kv_dtype: str) -> Any:
-        computing = choose_computing(CONFIG, "cpu", None, "float32", None, kv_dtype=kv_dtype)
+        computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
         work = Workload(16, CONFIG["block_size"])
         return placing.measured_placement(
             here, weights, StarterOptions(ckpt=Path()), computing, work, "throughput", "r", lambda: None

@@ -360,7 +360,17 @@ def test_headers_without_end_are_refused(served: tuple[FakeNode, ControlServer])
 
 
 FIELDS = sorted(REQUEST.to_json())
-OPTIONAL = {"dtype", "quantize", "stored_format", "n_frames", "device", "threads", "n_sequences", "silence_s"}
+OPTIONAL = {
+    "dtype",
+    "quantize",
+    "quantize_head",
+    "stored_format",
+    "n_frames",
+    "device",
+    "threads",
+    "n_sequences",
+    "silence_s",
+}
 
 
 # What a node of each version takes, that one of another may not know: raise CONTROL_VERSION with every change.
@@ -370,7 +380,14 @@ FIELDS_OF_VERSION = {
         "keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts placement "
         "quantize replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
         "config config_hash device dtype fresh quantize run slots stored_dtype threads",
-    )
+    ),
+    4: (
+        "blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over index "
+        "keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts placement "
+        "quantize quantize_head replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+        "compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype threads "
+        "wire_dtype",
+    ),
 }
 
 
@@ -456,7 +473,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, r"request.parts\[0\]: expected an object, found 7"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "sha256: expected 64 hex digits"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "n_bytes: expected a whole number from 1"),
-        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 3"),
+        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 4"),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from families import FAMILIES, config_of, greedy, model_of, prompt
+from mdi.control.requested import Requested
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
 from mdi.machine.computing import choose_computing
@@ -83,7 +84,7 @@ def test_a_ring_with_a_gpu_gives_the_same_text(tmp_path: Path, starters: str, se
 
 def test_a_gpu_measures_itself(tmp_path: Path) -> None:
     config = plain(asdict(config_of("Llama-3.1-8B")))
-    computing = choose_computing(config, "cuda:0", "float32", "float32", None)
+    computing = choose_computing(config, Requested(device="cuda:0", dtype="float32"), "float32")
     assert computing.packing is None and computing.format == "float32"
     profile = Profiler("node", tmp_path, span_s=0.005).profile(
         Subject(config, "h" * 64, computing, with_head=True), None

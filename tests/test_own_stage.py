@@ -22,7 +22,7 @@ def test_another_ring_loads_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
     source_of = StarterWeights.source_of
     monkeypatch.setattr(StarterWeights, "source_of", lambda self, part: (loaded.append(part), source_of(self, part))[1])
     try:
-        computing = starter_computing(family, weights, options, "cpu", None)
+        computing = starter_computing(family, weights, options)
         own = OwnStage("starter", family, family.config(weights.config), options)
 
         def load(max_length: int) -> TensorStage:

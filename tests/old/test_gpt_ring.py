@@ -19,6 +19,7 @@ from gpt.nodes_file import arrange, load_nano_cluster
 from gpt.stage import WholeTextStage
 from gpt.weights import open_gpt2
 from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.requested import Requested
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.node.options import StarterOptions
@@ -49,7 +50,11 @@ def cluster_of(families: list[tuple[str, WholeTextFamily]], folder: Path) -> Ite
         entries = []
         for name, family in families:
             node = SecondaryNode(
-                NodeConfig(name, "127.0.0.1", 0, 0), None, folder / f"cache-{name}", "cpu", family=family
+                NodeConfig(name, "127.0.0.1", 0, 0),
+                None,
+                folder / f"cache-{name}",
+                Requested(device="cpu"),
+                family=family,
             )
             stack.enter_context(running(node))
             entries.append(NodeConfig(name, "127.0.0.1", node.control_port, node.ring_port))

@@ -53,7 +53,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
 
 
 def add_kv_dtype(group: argparse._ArgumentGroup) -> None:
-    from mdi.control.messages import KV_DTYPES
+    from mdi.control.requested import KV_DTYPES
     from mdi.kernels.page_sizes import cache_type_named
 
     group.add_argument(

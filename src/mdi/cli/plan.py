@@ -200,6 +200,7 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
 
     from mdi.checkpoint.manifest import config_hash
+    from mdi.control.requested import Requested
     from mdi.machine.device import set_threads
     from mdi.machine.neighbours import threads_beside
     from mdi.measure.planning import Model, measure_live
@@ -207,9 +208,8 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
     set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
-    return measure_live(
-        cluster, model, args.dtype, args.quantize, default_cache_dir(), args.wait, args.fresh, args.kv_dtype
-    )
+    asked = Requested(dtype=args.dtype, quantize=args.quantize, quantize_head=args.quantize, kv_dtype=args.kv_dtype)
+    return measure_live(cluster, model, asked, default_cache_dir(), args.wait, args.fresh)
 
 
 def _stored_dtype(ckpt: Path | None) -> str:

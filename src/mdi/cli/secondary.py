@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,20 +132,19 @@ def serve(
     kv_memory, cache_bytes = parsed_bytes(args, "kv_memory"), parsed_bytes(args, "cache_size")
     cores = cores_of(args) or config.cores
 
+    from mdi.control.requested import Requested
     from mdi.machine.neighbours import threads_beside
     from mdi.machine.threads import choose_threads
     from mdi.node.model_family import ModelFamily
     from mdi.node.secondary import SecondaryNode
     from mdi.node.temporary import sweep
 
+    asked = replace(Requested.of(args), threads=args.threads or config.threads or (len(cores) if cores else None))
     choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
     model = ModelFamily() if family is None else family()
     weights = model.open_source(path) if path is not None else None
     cache_dir = args.cache_dir or default_cache_dir()
-    node = SecondaryNode(
-        config, weights, cache_dir, args.device, args.dtype, args.compile, args.quantize, kv_memory, model, cache_bytes,
-        args.threads or config.threads or (len(cores) if cores else None), weight_memory(args), keys,
-    )  # fmt: skip
+    node = SecondaryNode(config, weights, cache_dir, asked, kv_memory, model, cache_bytes, weight_memory(args), keys)
     try:
         node.open()
         _hand_over_when_terminated(node)

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
     from mdi.cli.parallel_flags import parallel_options
     from mdi.cli.window_flags import weight_memory
     from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
+    from mdi.control.requested import Requested
     from mdi.engine.sent_rows import REPLAY_BYTES
     from mdi.errors import UsageError
     from mdi.net.wire import SILENCE_S
@@ -123,16 +125,9 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
         placement=chosen_placement(args),
         prefer_memory=getattr(args, "prefer_memory", None),
         cache_dir=default_cache_dir(),
-        device=args.device,
-        dtype=args.dtype,
         sequence_length=args.sequence_length,
-        compile=args.compile,
-        quantize=args.quantize,
-        quantize_head=args.quantize_head or args.quantize,
         prompt_style=args.prompt_style,
         wait_s=wait_s,
-        wire_dtype=getattr(args, "wire_dtype", "auto"),
-        kv_dtype=args.kv_dtype,
         weight_memory=weight_memory(args),
         kv_memory=parsed_bytes(args, "kv_memory"),
         n_frames=n_frames,
@@ -141,6 +136,7 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
         silence_s=silence_s,
         replay_memory=REPLAY_BYTES if replay_memory is None else replay_memory,
         n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
+        **vars(replace(Requested.of(args), quantize_head=args.quantize_head or args.quantize)),
     )
 
 

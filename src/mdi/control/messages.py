@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.block_ranges import block_span
+from mdi.control.requested import Requested
 from mdi.engine.sent_rows import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.json_fields import Fields, shown
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.page_sizes import CACHE_TYPES
 from mdi.limits import excess
-from mdi.net.wire import SILENCE_S, WIRE_DTYPES
+from mdi.net.wire import SILENCE_S
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 3
+CONTROL_VERSION = 4
 # What a node may answer as "code" beside the words of an error; a peer's may be others.
 CODES = {
     "busy": "with another run that does not share the node, or measuring itself: ask again in a moment",
@@ -37,12 +37,10 @@ CODES = {
     "nonce": "the request was signed with a nonce that is not good any more",
     "failed": "anything else",
 }
-KV_DTYPES = ("auto", *CACHE_TYPES)
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096
 SILENCE_LIMITS_S = (0.5, 600.0)
-N_THREADS_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class PartSpec:
 
 
 @dataclass(frozen=True)
-class InitRequest:
-    """Body of `POST /init`: everything that a secondary has to know about a run.
+class InitRequest(Requested):
+    """Body of `POST /init`: everything that a secondary has to know about a run; see also Requested.
 
     Attributes:
         run: random 64-bit id of the run, as 16 hex digits; whoever knows it may end it.
@@ -70,16 +68,11 @@ class InitRequest:
         next_addr, next_port: ring port of the next node.
         config: litgpt Config as a plain object; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
-        dtype: what the starter asks it to compute in; the node's own setting goes first. None: the node chooses.
         max_length: tokens that a sequence may reach.
-        quantize: weight format that the starter requested, see kernels.layout.
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
-        wire_dtype: what rows travel as, see net.wire; every node of a ring does the same.
-        kv_dtype: what the caches hold; "auto" is what the node computes in.
         n_frames: frames in flight at most; None is as many as nodes.
         silence_s: after so long without a sign of life a neighbour is lost.
-        device, threads: what the starter's nodes file says of the receiver; what it was started with goes first.
         n_sequences: of the run at the same time, at most: the receiver's caches need hold no more. None: as many as fit.
         exclusive: no other run is to be there.
         replay: the receiver's part in replays, see engine.secondary_loop; replay_bytes: for rows that it has sent.
@@ -101,16 +94,9 @@ class InitRequest:
     blocks: tuple[int, int]
     parts: tuple[PartSpec, ...]
     max_length: int
-    dtype: str | None = None
-    compile: bool = False
-    quantize: str | None = None
     stored_format: str | None = None
-    wire_dtype: str = "auto"
-    kv_dtype: str = "auto"
     n_frames: int | None = None
     silence_s: float = SILENCE_S
-    device: str | None = None
-    threads: int | None = None
     n_sequences: int | None = None
     exclusive: bool = False
     keep_caches: bool = False
@@ -162,16 +148,9 @@ class InitRequest:
             blocks=(start, stop),
             parts=tuple(map(PartSpec.of, get.items("parts"))),
             max_length=get.integer("max_length", 1, 1 << 30),
-            dtype=get.optional("dtype", get.text),
-            compile=get.boolean("compile"),
-            quantize=get.optional("quantize", get.text),
             stored_format=get.optional("stored_format", get.text),
-            wire_dtype=get.choice("wire_dtype", WIRE_DTYPES),
-            kv_dtype=get.choice("kv_dtype", KV_DTYPES),
             n_frames=get.optional("n_frames", lambda key: get.integer(key, 1, N_FRAMES_LIMIT)),
             silence_s=get.number("silence_s", *SILENCE_LIMITS_S) if "silence_s" in data else SILENCE_S,
-            device=get.optional("device", get.text),
-            threads=get.optional("threads", lambda key: get.integer(key, 1, N_THREADS_LIMIT)),
             n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)),
             exclusive=get.boolean("exclusive"),
             keep_caches=get.boolean("keep_caches"),
@@ -179,6 +158,7 @@ class InitRequest:
             replay_bytes=get.integer("replay_bytes", 0, 1 << 45),
             hand_over=get.boolean("hand_over"),
             extensions=get.object("extensions"),
+            **Requested.read(get),
         )
         _check_counts(request.config)
         n_layer = data["config"].get("n_layer")
@@ -214,12 +194,12 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class ProfileRequest:
-    """Body of `POST /profile`: which model the node is to measure itself with.
+class ProfileRequest(Requested):
+    """Body of `POST /profile`: which model the node is to measure itself with, computed as it would be in a run.
 
     Attributes:
         config: litgpt Config as a plain object; `config_hash` is its hash.
-        stored_dtype, dtype, quantize, device, threads: as in `InitRequest`: the node measures itself as it would run.
+        stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
         run: id of the run that is to be placed, if there is one: its starter may end the node's process, part or no part.
         slots: the node is to measure nothing but what it takes of its machine, at these times.
@@ -228,11 +208,7 @@ class ProfileRequest:
     config: dict[str, Any]
     config_hash: str
     stored_dtype: str
-    dtype: str | None = None
-    quantize: str | None = None
     fresh: bool = False
-    device: str | None = None
-    threads: int | None = None
     run: str | None = None
     slots: Slots | None = None
 
@@ -248,13 +224,10 @@ class ProfileRequest:
             config=get.object("config"),
             config_hash=get.text("config_hash"),
             stored_dtype=get.text("stored_dtype"),
-            dtype=get.optional("dtype", get.text),
-            quantize=get.optional("quantize", get.text),
             fresh=get.boolean("fresh") if "fresh" in data else False,
-            device=get.optional("device", get.text),
-            threads=get.optional("threads", lambda key: get.integer(key, 1, N_THREADS_LIMIT)),
             run=get.optional("run", lambda key: get.hex(key, 16)),
             slots=None if data.get("slots") is None else Slots.from_json(data["slots"]),
+            **Requested.read(get),
         )
 
 

@@ -8,8 +8,17 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
+from mdi.control.requested import Requested
 from mdi.kernels import library
-from mdi.machine.device import check_format, choose_dtype, choose_kv_dtype, choose_packing, stays_packed, why_torch
+from mdi.machine.device import (
+    check_format,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_packing,
+    stays_packed,
+    why_torch,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,7 @@ class Computing:
         kv_dtype: what caches hold.
         quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
         threads: of the CPU; None leaves them as they are.
+        compile: whether torch compiles the blocks' MLPs.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
@@ -31,6 +41,7 @@ class Computing:
     threads: int | None = None
     packing: Packing | None = None
     quantize_head: str | None = None
+    compile: bool = False
     why_torch: str | None = None
 
     @property
@@ -56,30 +67,22 @@ class Computing:
 
 
 def choose_computing(
-    config: Mapping[str, Any] | None,
-    device: str,
-    dtype: str | None,
-    stored: str,
-    quantize: str | None,
-    quantize_head: str | None = None,
-    kv_dtype: str = "auto",
-    stored_format: str | None = None,
-    threads: int | None = None,
+    config: Mapping[str, Any] | None, asked: Requested, stored: str, stored_format: str | None = None
 ) -> Computing:
     """What a node computes with, from what was asked for.
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
-        dtype: what the user wants to compute in; None leaves the choice.
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
     Raises:
-        UsageError: the device cannot do that.
+        UsageError: there is no such device here, or it cannot do that.
     """
+    device, quantize = choose_device(asked.device), asked.quantize
     check_format(None if quantize == stored_format else quantize, device)
-    quantize, quantize_head = (form if stays_packed(form, device) else None for form in (quantize, quantize_head))
-    why = why_torch(config, device, dtype)
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, quantize_head)
-    chosen = choose_dtype(dtype, stored, device, quantize is not None or packing is not None)
-    kv_chosen = choose_kv_dtype(kv_dtype, chosen, device, why)
-    return Computing(device, chosen, kv_chosen, quantize, threads, packing, quantize_head, why)
+    quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
+    why = why_torch(config, device, asked.dtype)
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head)
+    dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
+    kv_dtype = choose_kv_dtype(asked.kv_dtype, dtype, device, why)
+    return Computing(device, dtype, kv_dtype, quantize, asked.threads, packing, head, asked.compile, why)

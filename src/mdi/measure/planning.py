@@ -15,9 +15,9 @@ from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
+from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
 from mdi.machine.computing import Computing, choose_computing
-from mdi.machine.device import choose_device
 from mdi.measure.cluster_measurement import ClusterMeasurement
 from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler, share_of
@@ -47,7 +47,7 @@ def profile_cluster(
     cluster: ClusterConfig,
     model: Model,
     computing: Computing,
-    dtype: str | None,
+    asked: Requested,
     cache_dir: Path | None,
     wait_s: float,
     fresh: bool = False,
@@ -58,7 +58,7 @@ def profile_cluster(
 
     Args:
         cluster: with the ports that are really listened on, the starter's too.
-        computing: of the starter; `dtype` is what the others are asked to compute in.
+        computing: of the starter; `asked` is what the others are to compute with, in its format.
         cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
         fresh: measure again, whatever is kept.
         run: id of the run that is to be placed; None is only a plan.
@@ -73,15 +73,9 @@ def profile_cluster(
         except CheckpointError as e:
             raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
-    request = ProfileRequest(
-        model.config,
-        model.config_hash,
-        model.stored_dtype,
-        dtype,
-        computing.quantize,
-        fresh,
-        run=run,
-    )
+    # What caches hold has no part in what is measured, and must not be in its way.
+    asked = replace(Requested.of(asked), quantize=computing.quantize, quantize_head=None, kv_dtype="auto")
+    request = ProfileRequest(model.config, model.config_hash, model.stored_dtype, fresh, run=run, **vars(asked))
     measurement = ClusterMeasurement(
         cluster, request, own, wait_s, check, partial(share_of, subject), subject.computing.format
     )
@@ -95,24 +89,20 @@ def profile_cluster(
 def measure_live(
     cluster: ClusterConfig,
     model: Model,
-    requested_dtype: str | None,
-    quantize: str | None,
+    asked: Requested,
     cache_dir: Path,
     wait_s: float,
     fresh: bool,
-    kv_dtype: str,
 ) -> ClusterProfile:
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
-    device = choose_device(node.device)
-    computing = choose_computing(
-        model.config, device, requested_dtype or node.dtype, model.stored_dtype, quantize, quantize, kv_dtype
-    )
+    own = replace(asked, device=node.device, dtype=asked.dtype or node.dtype)
+    computing = choose_computing(model.config, own, model.stored_dtype)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             port, port_in = stack.enter_context(open_ports(node, cluster.keys))
             cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
-        return profile_cluster(cluster, model, computing, requested_dtype, cache_dir, wait_s, fresh)
+        return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, fresh)
 
 
 def choose(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
+from mdi.control.requested import Requested
 from mdi.errors import PlacementError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.resources import device_free_bytes
@@ -19,14 +20,12 @@ from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 logger = logging.getLogger("mdi")
 
 
-def starter_computing(
-    family: ModelFamily, weights: StarterWeights, options: StarterOptions, device: str, dtype: str | None
-) -> Computing:
+def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Requested) -> Computing:
     """What the starter computes with. Raises UsageError if the device cannot do what was asked for."""
+    formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     return choose_computing(
-        family.kernel_config(weights.config), device, dtype, weights.dtype, options.quantize or weights.quantize,
-        options.quantize_head or weights.quantize_head, options.kv_dtype, weights.stored_format,
-    )  # fmt: skip
+        family.kernel_config(weights.config), asked.over(formats), weights.dtype, weights.stored_format
+    )
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:

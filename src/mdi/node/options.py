@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdi.config import WeightMemory
+from mdi.control.requested import Requested
 from mdi.engine.sent_rows import REPLAY_BYTES
 from mdi.net.wire import SILENCE_S
 
@@ -29,8 +30,8 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True)
-class StarterOptions:
-    """See the flags of starter.py.
+class StarterOptions(Requested):
+    """See the flags of starter.py, and Requested.
 
     `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
     keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing;
@@ -44,16 +45,9 @@ class StarterOptions:
     placement: str | None = None
     prefer_memory: float | None = None
     cache_dir: Path | None = None
-    device: str | None = None
-    dtype: str | None = None
     sequence_length: int | None = None
-    compile: bool = False
-    quantize: str | None = None
-    quantize_head: str | None = None
     prompt_style: str = "auto"
     wait_s: float = 30.0
-    wire_dtype: str = "auto"
-    kv_dtype: str = "auto"
     weight_memory: WeightMemory = WeightMemory()
     kv_memory: int | None = None
     n_frames: int | None = None

@@ -131,7 +131,7 @@ class OwnStage:
             return
         check_capacity(self._name, self.loaded, max_length, computing.device)
         self.loaded.prepare(max_length, kv_memory)
-        if self._options.compile:
+        if computing.compile:
             self.loaded.compile()
 
     def check_memory(self, weights: StarterWeights, computing: Computing, n_nodes: int) -> None:

@@ -41,6 +41,4 @@ def measured_cluster(
 ) -> ClusterProfile:  # fmt: skip
     """What the nodes are, and the links between them; see `measured_placement`."""
     model = Model(weights.model, weights.config, weights.config_hash, weights.dtype)
-    return profile_cluster(
-        cluster, model, computing, options.dtype, options.cache_dir, options.wait_s, check=check, run=run
-    )
+    return profile_cluster(cluster, model, computing, options, options.cache_dir, options.wait_s, check=check, run=run)

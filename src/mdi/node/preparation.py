@@ -6,11 +6,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.requested import Requested
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sent_rows import COMPUTE
 from mdi.machine.computing import Computing
@@ -140,6 +142,14 @@ class Preparation:
             if index == len(nodes) - 1:
                 assert self._ring_port is not None
                 port_in = self._ring_port
+            node = client.node
+            asked = replace(
+                Requested.of(options),
+                device=node.device,
+                threads=node.threads,
+                quantize=self._computing.quantize,
+                quantize_head=None,
+            )
             request = InitRequest(
                 run=self._run_id,
                 epoch=self._epoch,
@@ -156,26 +166,20 @@ class Preparation:
                 parts=tuple(parts[index - 1]),
                 max_length=self._max_length,
                 n_sequences=self._n_sequences,
-                dtype=options.dtype,
-                compile=options.compile,
-                quantize=self._computing.quantize,
                 stored_format=weights.stored_format,
-                wire_dtype=options.wire_dtype,
-                kv_dtype=options.kv_dtype,
                 n_frames=options.n_frames,
                 silence_s=options.silence_s,
                 hand_over=not (options.fixed or self.own.is_shared),
                 keep_caches=self._replays is not None,
                 replay=(self._replays or {}).get(client.node.name, COMPUTE),
                 replay_bytes=0 if self.own.is_shared else options.replay_bytes,
-                device=client.node.device,
-                threads=client.node.threads,
                 exclusive=self.own.is_shared,
                 extensions={
                     **extensions_of(options.n_spans),
                     **window_extensions(options.weight_memory),
                     **shares[index - 1],
                 },
+                **vars(asked),
             )
             setups.append(
                 SecondarySetup(

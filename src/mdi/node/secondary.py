@@ -22,6 +22,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError
 from mdi.kernels import library
@@ -55,10 +56,9 @@ class SecondaryNode:
         config: this node's entry of the nodes file.
         weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
         cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
-        device, dtype, quantize: what the user asked for; None leaves it to the nodes file, then to the starter.
+        asked: what the user wants it to compute with; what is left open the nodes file says, then the starter.
         kv_memory: bytes that caches may take, in the same way; else it is what is free.
         family: of the models that it can run; None is litgpt's.
-        threads: that this process was told to compute with; None leaves it to the starter.
         keys: of the cluster; without, whoever reaches the ports can use the node.
     """
 
@@ -67,30 +67,18 @@ class SecondaryNode:
         config: NodeConfig,
         weights: WeightSource | None,
         cache_dir: Path,
-        device: str | None = None,
-        dtype: str | None = None,
-        compile_stage: bool = False,
-        quantize: str | None = None,
+        asked: Requested = ANYTHING,
         kv_memory: int | None = None,
         family: ModelFamily | None = None,
         cache_bytes: int | None = None,
-        threads: int | None = None,
         weight_memory: WeightMemory | None = None,
         keys: KeyFile | None = None,
     ) -> None:
         self.config, self._keys = config, keys
         self._store = BlockStore(cache_dir, cache_bytes)
+        own = asked.over(Requested.of(config))
         self._stages = StageHolder(
-            config.name,
-            weights,
-            self._store,
-            device or config.device,
-            dtype or config.dtype,
-            quantize,
-            config.threads if threads is None else threads,
-            compile_stage,
-            family or ModelFamily(),
-            weight_memory or WeightMemory(),
+            config.name, weights, self._store, own, family or ModelFamily(), weight_memory or WeightMemory()
         )
         kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._kv_memory = kv_memory
@@ -211,7 +199,7 @@ class SecondaryNode:
             "blocks": latest.blocks if latest is not None else None,
             "device": str(device),
             "devices": devices(),
-            "own": self._stages.own,
+            "own": {"device": self._stages.own.device, "threads": self._stages.own.threads},
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),

@@ -18,6 +18,7 @@ from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.control.requested import Requested
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
@@ -50,8 +51,7 @@ class StageHolder:
         name: of the node.
         weights: a chunk or checkpoint on this machine, or None.
         store: parts that were received.
-        device, dtype, quantize, threads: what the user asked for; None leaves it to the starter, or to this machine.
-        compile_stage: compile stages, whatever the starter asks for.
+        own: what the node was started with, which goes before what a starter asks for.
         family: of the models.
         weight_memory: where weights that lie in files are read from.
     """
@@ -61,11 +61,7 @@ class StageHolder:
         name: str,
         weights: WeightSource | None,
         store: BlockStore,
-        device: str | None,
-        dtype: str | None,
-        quantize: str | None,
-        threads: int | None,
-        compile_stage: bool,
+        own: Requested,
         family: ModelFamily,
         weight_memory: WeightMemory,
     ) -> None:
@@ -73,15 +69,12 @@ class StageHolder:
         self._weights = weights
         self.store = store
         self._kept = KeptPacked(store)
-        self._default_device = self.device = choose_device(device)
-        self.own = {"device": device, "threads": threads}
-        self._dtype = dtype
-        self._quantize = quantize
-        self._compile = compile_stage
+        self.own = own
+        self.device = choose_device(own.device)
         self._weight_memory = weight_memory
         self.family = family
-        check_format(quantize, self.device)
-        choose_dtype(dtype, "float32", self.device)  # what cannot be is told before anything is bound
+        check_format(own.quantize, self.device)
+        choose_dtype(own.dtype, "float32", self.device)  # what cannot be is told before anything is bound
         self._reading = threading.Lock()  # of weights: a source is for one reader at a time
         self._shards: tuple[str, WeightSource | None] | None = None  # of the latest group's run, by its placement
 
@@ -102,34 +95,21 @@ class StageHolder:
         Raises:
             UsageError: there is no such device here, or it cannot do that, or it takes torch, which is not here.
         """
-        device = self._default_device
-        if self.own["device"] is None and request.device is not None:
-            device = choose_device(request.device)
-        quantize = self._format(request.quantize, device)
-        wanted = self._dtype or request.dtype
+        asked = self.own.over(request)
+        device = choose_device(asked.device)
+        if self.own.threads is not None:  # they are set already
+            asked = replace(asked, threads=None)
+        if asked.quantize is not None and self.own.quantize is None:
+            try:
+                check_format(asked.quantize, device)
+            except UsageError as e:  # the starter need not know of this device
+                logger.warning("%s: %s", self._name, e)
+                asked = replace(asked, quantize=None)
         config = self.family.kernel_config(request.config)
-        if (reason := why_torch(config, device, wanted)) is not None:
+        if (reason := why_torch(config, device, asked.dtype)) is not None:
             load_torch(f"{self._name}: {reason}")
-        kv_dtype, stored_format = "auto", None
-        if isinstance(request, InitRequest):
-            kv_dtype, stored_format = request.kv_dtype, request.stored_format
-        return choose_computing(
-            config, device, wanted, request.stored_dtype, quantize, kv_dtype=kv_dtype, stored_format=stored_format,
-            threads=request.threads if self.own["threads"] is None else None,  # its own are set already
-        )  # fmt: skip
-
-    def _format(self, wanted: str | None, device: str) -> str | None:
-        """The weight format of a run: this node's own choice, else the starter's if the device has kernels for it."""
-        if self._quantize is not None:
-            check_format(self._quantize, device)
-        if self._quantize is not None or wanted is None:
-            return self._quantize
-        try:
-            check_format(wanted, device)
-        except UsageError as e:
-            logger.warning("%s: %s", self._name, e)
-            return None
-        return wanted
+        stored_format = request.stored_format if isinstance(request, InitRequest) else None
+        return choose_computing(config, asked, request.stored_dtype, stored_format)
 
     def refuse_misfit_chunk(self, request: InitRequest) -> None:
         """A chunk that was named on the command line is a promise for its own weights. ControlError if it has other blocks.
@@ -205,8 +185,8 @@ class StageHolder:
         """Two requests with the same key have the same stage."""
         window = window_of(self._weight_memory, request.extensions)
         return (
-            request.config_hash, request.blocks, request.parts, self._compile or request.compile,
-            computing.threads or n_threads(), replace(computing, threads=None), request.stored_format, window,
+            request.config_hash, request.blocks, request.parts, computing.threads or n_threads(),
+            replace(computing, threads=None), request.stored_format, window,
             None if window is None else (request.max_length, request.n_sequences),
         )  # fmt: skip
 
@@ -279,7 +259,7 @@ class StageHolder:
             stage = TorchStage(self.family.secondary_stage(request, check), computing, stored)
             stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
         logger.debug("%s", computing.told(self._name, *request.blocks))
-        if self._compile or request.compile:
+        if computing.compile:
             stage.compile()
         self.device = computing.device
         return stage

@@ -52,7 +52,7 @@ class Slot:
     owner: str
     model: str
     blocks: tuple[int, int]
-    device: str
+    computing: Computing
     weights: dict[Any, int]
     shas: dict[str, str]
     cache_bytes: int = 0
@@ -64,6 +64,10 @@ class Slot:
 
     def turn(self, use: str) -> None:
         self.use, self.since = use, time.monotonic()
+
+    @property
+    def device(self) -> str:
+        return self.computing.device
 
     @property
     def weight_bytes(self) -> int:
@@ -117,7 +121,7 @@ class StageSlots:
             self._admit(request, computing, needed)
             shas = {part.name: part.sha256 for part in request.parts}
             slot = Slot(
-                key, request.run, request.epoch, request.model, request.blocks, computing.device, {request.epoch: needed}, shas,
+                key, request.run, request.epoch, request.model, request.blocks, computing, {request.epoch: needed}, shas,
                 loaded=loaded,
             )  # fmt: skip
             self._slots.append(slot)
@@ -132,7 +136,7 @@ class StageSlots:
             if isinstance(stage, ArrayStage) and isinstance(stage.inner, WindowStage):
                 slot.weights = {slot.owner: stage.inner.weight_bytes}
             elif isinstance(stage, ArrayStage):
-                packing = slot.key[5].packing
+                packing = slot.computing.packing
                 slot.weights = {(sha, packing): stage.inner.part_bytes(part) for part, sha in slot.shas.items()}
 
     def grant(self, slot: Slot, request: InitRequest) -> CacheReport:
@@ -226,7 +230,7 @@ class StageSlots:
         for slot in self._slots:
             if slot.use == "KEPT" and slot.run == request.run:
                 self._free_caches(slot)
-            is_alike = slot.device == computing.device and slot.key[5].packing == computing.packing
+            is_alike = slot.device == computing.device and slot.computing.packing == computing.packing
             is_plain = isinstance(slot.stage, ArrayStage) and not isinstance(slot.stage.inner, WindowStage)
             if computing.packing is None or not is_alike or not is_plain:
                 continue

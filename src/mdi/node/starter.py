@@ -16,6 +16,7 @@ import torch
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
+from mdi.control.requested import Requested
 from mdi.control.server import ControlServer
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
@@ -54,8 +55,8 @@ class StarterNode(StarterReport):
 
     def __init__(self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None) -> None:
         device = choose_device(options.device or cluster.starter.device)
-        self._requested_dtype = options.dtype or cluster.starter.dtype
-        choose_dtype(self._requested_dtype, "float32", device)
+        self._own = Requested(device=device, dtype=options.dtype or cluster.starter.dtype)
+        choose_dtype(self._own.dtype, "float32", device)
         if window_of(options.weight_memory) is not None and options.n_frames is None:
             options = replace(options, n_frames=1)  # a frame is a pass over the weights: one carries all texts
         self._is_auto = options.quantize == AUTO
@@ -115,9 +116,7 @@ class StarterNode(StarterReport):
     def _take_format(self, form: str | None) -> None:
         if self._is_auto:
             self._options = with_format(self._options, form)
-        self._computing = starter_computing(
-            self._family, self.weights, self._options, self._device, self._requested_dtype
-        )
+        self._computing = starter_computing(self._family, self.weights, self._own.over(self._options))
 
     @property
     def context_length(self) -> int:
