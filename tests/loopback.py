@@ -221,7 +221,7 @@ class InProcessRing:
         starter = self.stages[0]
         assert isinstance(starter, StarterStage)
         scheduler = Scheduler(chunk_rows=chunk_rows, memory=memory, decode_rows=decode_rows)
-        self.engine = StarterEngine(starter, scheduler, max_length, CPU, torch.float32, wire)
+        self.engine = StarterEngine(starter, scheduler, max_length, TensorRows(CPU, torch.float32), wire)
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, then: Callable[[], object] | None = None) -> Text:
         """`then` is called by the engine's thread for each token; True ends the text."""

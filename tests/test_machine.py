@@ -16,9 +16,8 @@ from mdi.config import NodeConfig, load_nodes
 from mdi.control_groups import n_cores
 from mdi.machine import neighbours as machine
 from mdi.machine import threads
-from mdi.machine.device import set_threads
 from mdi.machine.neighbours import fair_threads, threads_beside
-from mdi.machine.threads import THREAD_VARIABLES
+from mdi.machine.threads import THREAD_VARIABLES, choose_threads
 
 
 def node(name: str, addr: str = "127.0.0.1", **more: object) -> NodeConfig:
@@ -94,12 +93,12 @@ def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(threads, "_of_process", None)
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    set_threads(None)
-    set_threads(None, beside=[None, None])
-    set_threads(5, beside=[None])
+    choose_threads(None)
+    choose_threads(None, beside=[None, None])
+    choose_threads(5, beside=[None])
     assert chosen == [8, 2, 5]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    set_threads(None)
+    choose_threads(None)
     assert chosen == [8, 2, 5, 3], "what a user set for all programs holds"
     assert threads.n_threads() == 3
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mdi.model.tensor_stage import TensorStage
+from mdi.model.array_stage import ArrayStarterStage
 from mdi.node.format_choice import starter_computing
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
@@ -25,10 +25,10 @@ def test_another_ring_loads_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
         computing = starter_computing(family, weights, options)
         own = OwnStage("starter", family, family.config(weights.config), options)
 
-        def load(max_length: int) -> TensorStage:
+        def load(max_length: int) -> ArrayStarterStage:
             loaded.clear()
             own.load(weights, computing, 2, max_length, 1, None, lambda: None)
-            assert isinstance(own.loaded, TensorStage) and own.loaded.max_length >= max_length
+            assert isinstance(own.loaded, ArrayStarterStage) and own.loaded.max_length >= max_length
             return own.loaded
 
         first = load(40)

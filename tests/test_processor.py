@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdi.machine import device, processor
+from mdi.machine import processor
 from mdi.machine.processor import processor_notice
 
 PI_4 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
@@ -35,7 +35,7 @@ def test_it_is_told_as_a_node_starts(
     monkeypatch.setattr(processor.sys, "platform", "linux")
     monkeypatch.setattr(torch.__config__, "show", lambda: NVPL)
     with caplog.at_level(logging.WARNING, logger="mdi"):
-        device.set_threads(None)
+        processor.warn_of_processor()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "none")
-    device.set_threads(None)
+    processor.warn_of_processor()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,7 +149,7 @@ def test_penalties_biases_and_what_is_allowed_change_one_row_alone() -> None:
     repeated = Row(params(temperature=0, repetition_penalty=1e6), 0, (best[0],), 1)
     assert sample(logits, [repeated, (greedy, 0)])[0] != best[0]
     assert sample(logits, [(params(logit_bias=((3, 100.0),)), 0), (greedy, 0)]) == [3, best[1]]
-    allowed = torch.zeros(VOCAB, dtype=torch.bool)
+    allowed = np.zeros(VOCAB, dtype=bool)
     allowed[[2, 5]] = True
     rows = [Row(params(), i, allowed=allowed) for i in range(2)]
     assert {token for _ in range(20) for token in sample(logits, rows)} <= {2, 5}
@@ -160,3 +161,16 @@ def test_log_probabilities_are_the_models_own() -> None:
     own, best = log_probs(logits, 4, 3)
     assert own == pytest.approx(float(expected[4]))
     assert best == [(i, pytest.approx(float(expected[i]))) for i in expected.argsort(descending=True)[:3].tolist()]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.5, "min_p": 0.01}, {"temperature": 0}]
+)
+@pytest.mark.parametrize("n", [VOCAB, 3000])
+def test_an_array_and_a_tensor_are_drawn_alike(fields: dict[str, float], n: int) -> None:
+    logits = torch.randn(4, n, generator=torch.Generator().manual_seed(12)) * 3
+    for i in range(20):
+        rows = [(params(seed=seed, **fields), i) for seed in range(4)]
+        assert sample(logits.numpy(), rows) == sample(logits, rows)
+    assert log_probs(logits[0].numpy(), 3, 4) == log_probs(logits[0], 3, 4)
+    assert log_probs(logits[0].numpy(), 3, 0)[1] == []

@@ -1,6 +1,6 @@
 """Between words and token ids: the tokenizer of a checkpoint, and prompt styles.
 
-It knows nothing of models, sockets or who generates the ids. litgpt (and with it torch) is imported only in functions.
+It knows nothing of models, sockets or who generates the ids. Of litgpt it has the prompt styles, and torch is not loaded.
 Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
+from mdi.litgpt_module import litgpt_module
 from mdi.prompts import refuse_surrogates
 from mdi.settings_file import parse_json, read_yaml
+from mdi.tokenizer_file import id_list, read_tokenizer
 
-TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
 # Names that litgpt's table takes for chat models although they are (also) those of base models.
 _BASE_MODEL = re.compile(
     r"Qwen2\.5-(?!.*Instruct)|Qwen3-.*-Base$|OLMo-.*(?<!Instruct)-hf$|CodeLlama-\d+b-(Python-)?hf$"
@@ -40,7 +39,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: Any = None) -> None:
-        """Use `from_checkpoint`; this takes a litgpt Tokenizer that has been read already."""
+        """Use `from_checkpoint`; this takes what `read_tokenizer` gives."""
         self._tokenizer = tokenizer
         self._processor = tokenizer.processor
         self.vocab_size, self._silent_ids, self.byte_ids = _special_ids(tokenizer)
@@ -66,10 +65,9 @@ class TextCodec:
             UsageError: the prompt style is not known.
         """
         ckpt_dir = Path(ckpt_dir)
-        eos_ids = _id_list(_read_object(ckpt_dir / "generation_config.json").get("eos_token_id"))
-        tokenizer = _load_tokenizer(ckpt_dir)
-        if isinstance(tokenizer.eos_id, list):  # litgpt hands on generation_config.json's as it is
-            tokenizer.eos_id = next(iter(_id_list(tokenizer.eos_id)), None)
+        generation = _read_object(ckpt_dir / "generation_config.json")
+        eos_ids = id_list(generation.get("eos_token_id"))
+        tokenizer = read_tokenizer(ckpt_dir, _read_object(ckpt_dir / "tokenizer_config.json"), generation)
         name = config_name if config_name is not None else _config_name(ckpt_dir)
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
 
@@ -182,16 +180,14 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
         return _style_from_file(path)
     if _BASE_MODEL.search(config_name):
         return None
-    from litgpt.prompts import Default, model_name_to_prompt_style
-
-    style = model_name_to_prompt_style(config_name)
-    return None if isinstance(style, Default) else style
+    prompts = litgpt_module("prompts")
+    style = prompts.model_name_to_prompt_style(config_name)
+    return None if isinstance(style, prompts.Default) else style
 
 
 def _known_styles() -> dict[str, Callable[[], Any]]:
     """litgpt's styles by lower-case name: those of its table and, for styles that it has no name for, of the class."""
-    from litgpt import prompts
-
+    prompts = litgpt_module("prompts")
     classes = {
         key.lower(): value
         for key, value in vars(prompts).items()
@@ -201,8 +197,7 @@ def _known_styles() -> dict[str, Callable[[], Any]]:
 
 
 def _style_names() -> str:
-    from litgpt import prompts
-
+    prompts = litgpt_module("prompts")
     named = set(prompts.prompt_styles.values())
     unnamed = {key for key, style in _known_styles().items() if style not in named} - {"default", "chatml"}
     return ", ".join(sorted({*prompts.prompt_styles, *unnamed}))
@@ -210,8 +205,6 @@ def _style_names() -> str:
 
 def _style_from_file(path: Path) -> Any:
     """The style that prompt_style.yaml names as `class_path: litgpt.prompts.<class>`."""
-    from litgpt.prompts import Default
-
     data = read_yaml(path)
     class_path = data.get("class_path") if isinstance(data, dict) else None
     if not isinstance(class_path, str):
@@ -223,39 +216,7 @@ def _style_from_file(path: Path) -> Any:
             f"{path} names the prompt style {class_path!r}, which is not one of litgpt's and is not imported: give "
             f"--prompt-style none, or one of {_style_names()}"
         )
-    return None if style is Default else style()
-
-
-def _load_tokenizer(ckpt_dir: Path) -> Any:
-    """litgpt's Tokenizer, with what it stumbles over put right."""
-    name = next((n for n in TOKENIZER_NAMES if (ckpt_dir / n).is_file()), None)
-    if name is None:
-        found = (
-            "nothing of the kind" if ckpt_dir.is_dir() else f"no such directory; {nearest_existing(ckpt_dir)} exists"
-        )
-        raise CheckpointError(f"no tokenizer in {ckpt_dir}: expected {' or '.join(TOKENIZER_NAMES)}, found {found}")
-    config = _read_object(ckpt_dir / "tokenizer_config.json")
-    from litgpt.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.__new__(Tokenizer)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a generation_config.json that litgpt then repairs
-            tokenizer.__init__(ckpt_dir)
-    except Exception as e:  # tokenizers raises bare Exception
-        # The last thing that the constructor does is to look up a class name, which need not be there.
-        if config.get("tokenizer_class") is not None or not hasattr(tokenizer, "apply_decoding_fix"):
-            raise CheckpointError(f"the tokenizer {ckpt_dir / name} cannot be used: {' '.join(str(e).split())}") from e
-    if tokenizer.backend == "sentencepiece":  # which says -1 for "none"
-        tokenizer.bos_id, tokenizer.eos_id = (i if i >= 0 else None for i in (tokenizer.bos_id, tokenizer.eos_id))
-    elif "add_bos_token" not in config and tokenizer.bos_id is not None:
-        # litgpt goes by the directory's name; a tokenizer that puts the id there by itself says it better.
-        tokenizer.use_bos = tokenizer.use_bos or tokenizer.processor.encode("").ids[:1] == [tokenizer.bos_id]
-    if tokenizer.backend == "huggingface":  # settings left over from training would cut or fill up prompts in silence
-        tokenizer.processor.no_truncation()
-        tokenizer.processor.no_padding()
-    tokenizer.use_bos = bool(tokenizer.use_bos) and tokenizer.bos_id is not None
-    return tokenizer
+    return None if style is litgpt_module("prompts").Default else style()
 
 
 def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
@@ -283,12 +244,6 @@ def _stop_sequences(style: Any, tokenizer: Any, eos_ids: frozenset[int]) -> list
     unknown = tokenizer.processor.unk_id() if tokenizer.backend == "sentencepiece" else None
     usable = [list(s) for s in stops if s and not any(i is None or i == unknown for i in s)]
     return [s for s in usable if not (len(s) == 1 and s[0] in eos_ids)]
-
-
-def _id_list(value: Any) -> list[int]:
-    """The ids of a field that may be absent, a number or a list of numbers."""
-    values = value if isinstance(value, list) else [value]
-    return [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +16,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
 from mdi.limits import excess
+from mdi.litgpt_module import litgpt_module
 from mdi.settings_file import check_counts, read_yaml
 
 
@@ -35,7 +34,7 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: an unknown setting, one of the wrong kind, or ones that do not fit each other.
     """
-    make = _config_class()
+    make = litgpt_module("config").Config
     defaults = asdict(make())
     for key, value in settings.items():
         if isinstance(defaults.get(key), (int, float)) and not isinstance(value, (int, float)):
@@ -50,23 +49,6 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     if config["n_layer"] < 1:
         raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")
     return config
-
-
-@functools.cache
-def _config_class() -> Any:
-    """litgpt's Config, without the rest of litgpt: that loads torch and lightning, which take seconds and 300 MB."""
-    if "litgpt" not in sys.modules:
-        found = importlib.util.find_spec("litgpt")
-        for folder in (found.submodule_search_locations or ()) if found is not None else ():
-            spec = importlib.util.spec_from_file_location("mdi.checkpoint.litgpt_config", Path(folder) / "config.py")
-            if spec is not None and spec.loader is not None:
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[spec.name] = module  # dataclasses look there
-                spec.loader.exec_module(module)
-                return module.Config
-    from litgpt.config import Config
-
-    return Config
 
 
 def check_tensors(

@@ -201,13 +201,13 @@ def _live(args: argparse.Namespace) -> ClusterProfile:
 
     from mdi.checkpoint.manifest import config_hash
     from mdi.control.requested import Requested
-    from mdi.machine.device import set_threads
     from mdi.machine.neighbours import threads_beside
+    from mdi.machine.threads import choose_threads
     from mdi.measure.planning import Model, measure_live
 
     config = _config(args, None)
     model = Model(config["name"] or "", config, config_hash(config), args.dtype or _stored_dtype(args.ckpt))
-    set_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
+    choose_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
     asked = Requested(dtype=args.dtype, quantize=args.quantize, quantize_head=args.quantize, kv_dtype=args.kv_dtype)
     return measure_live(cluster, model, asked, default_cache_dir(), args.wait, args.fresh)
 
@@ -314,17 +314,18 @@ def _config(args: argparse.Namespace, profile: ClusterProfile | None) -> dict[st
 def _named(name: str) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from litgpt.config import Config, name_to_config
-
     from mdi.checkpoint.shapes import full_config
+    from mdi.litgpt_module import litgpt_module
 
+    litgpt = litgpt_module("config")
+    name_to_config = litgpt.name_to_config
     by_hub_name = {f"{c['hf_config']['org']}/{c['hf_config']['name']}": n for n, c in name_to_config.items()}
     name = by_hub_name.get(name, name)
     if name not in name_to_config:
         near = [n for n in name_to_config if name.lower() in n.lower()][:5]
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise UsageError(f"litgpt knows no model {name!r}, and there is no such file or directory{hint}")
-    return full_config(asdict(Config.from_name(name)), name)
+    return full_config(asdict(litgpt.Config.from_name(name)), name)
 
 
 def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:

@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, begin: Begin) -> int:
     """A session of training from where `begin` says; for models of other kinds, too."""
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
+    from mdi.machine.torch_use import load_torch
     from mdi.training.interrupt import StopRequest
     from mdi.training.processes import Processes, joined
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: expected at least 1")
     processes = Processes.from_environment()
-    set_threads(args.threads, beside=[None] * (processes.local_count - 1))
+    choose_threads(args.threads, beside=[None] * (processes.local_count - 1))
+    load_torch("training")
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest() as stop:
         _run(args, device, processes, begin, lambda: bool(stop))

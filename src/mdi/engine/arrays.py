@@ -15,7 +15,16 @@ _PLAIN = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "
 
 
 class ArrayRows:
-    """Rows as a stage in the kernels has them, for engine.secondary: float32 arrays."""
+    """Rows as a stage in the kernels has them, for both loops: float32 arrays."""
+
+    def ids(self, ids: list[int]) -> np.ndarray:
+        return np.array(ids, dtype=np.int64)
+
+    def none(self, n_cols: int) -> Floats:
+        return np.empty((0, n_cols), dtype=np.float32)
+
+    def are_finite(self, x: Floats) -> bool:
+        return bool(np.isfinite(x).all())
 
     def read(self, frame: Frame, n_cols: int) -> Floats:
         return rows_of(frame, n_cols)

@@ -30,7 +30,7 @@ class Constraint(Protocol):
     """What a sequence's next token may be. Asked in the loop's thread, and told each token before it is asked again."""
 
     def allowed(self) -> Any:
-        """bool tensor (vocabulary). What it raises ends the sequence with the reason FAILED."""
+        """bool array (vocabulary). What it raises ends the sequence with the reason FAILED."""
 
     def take(self, token: int) -> bool:
         """The next token; True if nothing may follow it."""

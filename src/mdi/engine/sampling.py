@@ -1,15 +1,15 @@
 """From logits to one token id per row. No state: draw number n of a sequence follows from its seed and n alone.
 
-Rows that are drawn in the same way are drawn together. What comes of a row does not depend on which others those are: nothing
-is summed over more than the row's own numbers, in their own order.
+Logits are an array, or a tensor of torch on any device, of which only the best leave it where those are enough. What comes of a
+row does not depend on the others: nothing is summed over more than the row's own numbers, in their own order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from mdi.engine.seeds import uniform
 from mdi.engine.sequence import SamplingParams
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     n_drawn: int
     ids: Sequence[int] = ()
     n_prompt: int = 0
-    allowed: torch.Tensor | None = None
+    allowed: np.ndarray | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -40,146 +40,143 @@ class Row(NamedTuple):
         return self.allowed is None and not self.params.changes_logits
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[Row | tuple[SamplingParams, int]]) -> list[int]:
+def sample(logits: Any, rows: Sequence[Row | tuple[SamplingParams, int]]) -> list[int]:
     """One token per row.
 
     Args:
-        logits: (M, vocabulary), on any device.
+        logits: (M, vocabulary).
         rows: M of them.
     """
     asked = [Row(*row) for row in rows]
     logits = adjusted(logits, asked)
     tokens = [0] * len(asked)
-    groups: dict[tuple[int | None, bool], list[int]] = {}
+    groups: dict[int | None, list[int]] = {}
     for i, row in enumerate(asked):
         if row.params.temperature > 0:
             top_k = row.params.top_k
-            is_all = top_k is None or top_k >= logits.size(1)
-            groups.setdefault((None if is_all else top_k, row.params.top_p < 1), []).append(i)
+            groups.setdefault(None if top_k is None or top_k >= logits.shape[1] else top_k, []).append(i)
     if sum(map(len, groups.values())) < len(asked):
-        tokens = logits.argmax(dim=-1).tolist()
-    for (top_k, is_cut), members in groups.items():
+        tokens = logits.argmax(-1).tolist()
+    for k, members in groups.items():
         own = logits if len(members) == len(asked) else logits[members]
-        drawn = _draw(own.float(), [asked[i] for i in members], top_k, is_cut)
-        for i, token in zip(members, drawn, strict=True):
-            tokens[i] = token
+        every, ids = (on_host(own), None) if k is None else best_of(own, k)
+        for place, i in enumerate(members):
+            if ids is None:
+                tokens[i] = _draw_of_all(every[place], asked[i])
+            else:
+                tokens[i] = _choose(_weights(every[place], every[place, 0], asked[i].params), ids[place], asked[i])
     return tokens
 
 
-def adjusted(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def on_host(logits: Any) -> np.ndarray:
+    """float32, in the machine's memory."""
+    if not isinstance(logits, np.ndarray):
+        logits = logits.float().cpu().numpy()
+    return np.asarray(logits, dtype=np.float32)
+
+
+def best_of(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of each row: float32 values and token ids, (M, k) in the machine's memory, the best first."""
+    if not isinstance(logits, np.ndarray):
+        values, ids = logits.float().topk(k)
+        return values.cpu().numpy(), ids.cpu().numpy()
+    n = logits.shape[1]
+    ids = np.sort(np.argpartition(logits, n - k, axis=1)[:, n - k :], axis=1)  # by id, as which equal ones stay
+    values = np.take_along_axis(logits, ids, axis=1)
+    order = np.argsort(-values, axis=1, kind="stable")
+    return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+
+def adjusted(logits: Any, rows: Sequence[Row]) -> Any:
     """Logits after what the rows ask for beside the model's opinion; the same object if none asks for anything."""
     if all(row.is_plain for row in rows):
         return logits
-    changed = logits.float().clone()
-    for i, row in enumerate(rows):
+    changed = np.array(on_host(logits))
+    for own, row in zip(changed, rows, strict=True):
         if not row.is_plain:
-            _adjust(changed[i], row)
+            _adjust(own, row)
     return changed
 
 
-def _adjust(logits: torch.Tensor, row: Row) -> None:
+def _adjust(logits: np.ndarray, row: Row) -> None:
     """Penalties, biases and what is allowed, in place, of one row."""
-    params, device = row.params, logits.device
+    params = row.params
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(row.ids)), dtype=torch.long, device=device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        seen = np.unique(np.array(row.ids, dtype=np.int64))
+        values, penalty = logits[seen], np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if params.presence_penalty or params.frequency_penalty:
-        written = torch.tensor(row.ids[row.n_prompt :], dtype=torch.long, device=device)
-        counts = torch.bincount(written, minlength=logits.numel())[: logits.numel()].to(logits.dtype)
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        written = np.array(row.ids[row.n_prompt :], dtype=np.int64)
+        counts = np.bincount(written, minlength=logits.size)[: logits.size].astype(np.float32)
+        logits -= np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty) * (counts > 0)
     for token, bias in params.logit_bias:
-        if token < logits.numel():
-            logits[token] += bias
+        if token < logits.size:
+            logits[token] += np.float32(bias)
     if row.allowed is not None:
-        logits.masked_fill_(~row.allowed.to(device), float("-inf"))
+        logits[~row.allowed] = -np.inf
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row], top_k: int | None, is_cut: bool) -> list[int]:
-    """Temperature, then top-k, then min-p, then top-p, then the inverse of the cumulative distribution.
+def _draw_of_all(values: np.ndarray, row: Row) -> int:
+    """Without a top-k. With a top_p most rows have it together in their first best tokens: only else all are put in order.
 
     Args:
-        logits: (M, vocabulary), float32.
-        is_cut: whether top_p leaves tokens out.
+        values: (vocabulary), float32.
     """
-    n = logits.size(1)
-    if top_k is None and not is_cut:  # any order does
-        return _choose(_weights(logits, logits.amax(dim=-1, keepdim=True), rows), None, rows)
-    k = min(top_k or n, n)
-    if top_k is None and n > FIRST_BEST:
-        return _draw_of_best(logits, rows)
-    values, ids = torch.topk(logits, k)  # sorted, the most probable first
-    return _choose(_weights(values, values[:, :1], rows), ids, rows)
+    best = values.max()
+    weights = _weights(values, best, row.params)
+    if row.params.top_p >= 1:  # any order does
+        return _choose(weights, None, row)
+    total = float(weights.cumsum()[-1])
+    first, (ids,) = best_of(values[None], min(FIRST_BEST, values.size))
+    of_first = _weights(first[0], best, row.params)
+    if of_first.cumsum()[-1] < row.params.top_p * total:
+        ids = np.argsort(-values, kind="stable")
+        of_first = weights[ids]
+    return _choose(of_first, ids, row, total)
 
 
-def _draw_of_best(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """As `_draw` among all tokens with a top_p, but most rows have it together in their first best tokens."""
-    best = logits.amax(dim=-1, keepdim=True)
-    totals = _weights(logits, best, rows).cumsum(dim=-1)[:, -1]
-    values, ids = torch.topk(logits, FIRST_BEST)
-    weights = _weights(values, best, rows)
-    limits = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64)
-    reached = (weights.cumsum(dim=-1)[:, -1] >= limits * totals).tolist()
-    tokens = []
-    for i, row in enumerate(rows):
-        if reached[i]:
-            tokens += _choose(weights[i : i + 1], ids[i : i + 1], [row], totals[i : i + 1])
-        else:
-            every, order = torch.sort(logits[i : i + 1], dim=-1, descending=True, stable=True)
-            tokens += _choose(_weights(every, best[i : i + 1], [row]), order, [row])
-    return tokens
-
-
-def _weights(values: torch.Tensor, best: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Probabilities up to a factor, float64 (M, n) in the machine's memory, those below min_p 0; that of the best token is 1.
+def _weights(values: np.ndarray, best: np.floating[Any], params: SamplingParams) -> np.ndarray:
+    """Probabilities up to a factor, float64, those below min_p 0; that of the best token is 1.
 
     The largest is subtracted first: divided by a tiny temperature it would be infinite, and by one that float32 cannot hold, no
     number.
     """
-    temperatures = [max(row.params.temperature, LEAST_TEMPERATURE) for row in rows]
-    scale = torch.tensor(temperatures, dtype=torch.float32, device=values.device)[:, None]
-    weights = torch.exp((values - best) / scale).cpu().double()
-    if any(row.params.min_p for row in rows):
-        least = torch.tensor([row.params.min_p for row in rows], dtype=torch.float64)[:, None]
-        weights = weights.masked_fill(weights < least, 0.0)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = np.float32(max(params.temperature, LEAST_TEMPERATURE))
+        weights = np.exp((values - best) / scale).astype(np.float64)
+    if params.min_p:
+        weights[weights < params.min_p] = 0.0
     return weights
 
 
-def _choose(
-    weights: torch.Tensor, ids: torch.Tensor | None, rows: Sequence[Row], totals: torch.Tensor | None = None
-) -> list[int]:
-    """Where the random number of each row falls.
+def _choose(weights: np.ndarray, ids: np.ndarray | None, row: Row, total: float | None = None) -> int:
+    """Where the random number of a row falls.
 
     Args:
-        weights: (M, n); where a row has a top_p, the largest first.
+        weights: (n); where the row has a top_p, the largest first.
         ids: tokens that they belong to; None 0, 1, 2, ...
-        totals: (M) of all tokens, if `weights` lacks some; None the sums.
+        total: of all tokens, if `weights` lacks some; None their sum.
     """
-    cumulative = weights.cumsum(dim=-1)
-    ends = cumulative[:, -1]
-    if any(row.params.top_p < 1 for row in rows):
-        limits = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64) * (
-            ends if totals is None else totals
-        )
-        n_kept = (
-            (cumulative - weights < limits[:, None]).sum(dim=-1).clamp(min=1)
-        )  # the one that passes top_p is still in
-        ends = cumulative.gather(1, n_kept[:, None] - 1)[:, 0]
-    draws = torch.tensor([uniform(row.params.seed, row.n_drawn) for row in rows], dtype=torch.float64)
-    targets = torch.minimum(draws * ends, torch.nextafter(ends, torch.zeros_like(ends)))
-    places = torch.searchsorted(cumulative, targets[:, None], right=True)
-    tokens: list[int] = (places if ids is None else ids.cpu().gather(1, places))[:, 0].tolist()
-    return tokens
+    cumulative = weights.cumsum()
+    end = cumulative[-1]
+    if row.params.top_p < 1:
+        limit = row.params.top_p * (end if total is None else total)
+        n_kept = max(int(np.count_nonzero(cumulative - weights < limit)), 1)  # the one that passes top_p is still in
+        end = cumulative[n_kept - 1]
+    target = min(uniform(row.params.seed, row.n_drawn) * end, np.nextafter(end, 0.0))
+    place = int(np.searchsorted(cumulative, target, side="right"))
+    return place if ids is None else int(ids[place])
 
 
-@torch.inference_mode()
-def log_probs(logits: torch.Tensor, token: int, n_best: int) -> tuple[float, list[tuple[int, float]]]:
+def log_probs(logits: Any, token: int, n_best: int) -> tuple[float, list[tuple[int, float]]]:
     """Logarithms of the model's own probabilities: that of a token, and the `n_best` best ones.
 
     Args:
         logits: (vocabulary), as the model gives them.
     """
-    values = torch.log_softmax(logits.float(), dim=-1)
-    best = torch.topk(values, min(n_best, values.numel()))
-    return float(values[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    values = on_host(logits)
+    top = values.max()
+    below = np.float32(np.log(np.exp(values - top).sum(dtype=np.float64)))
+    best, ids = best_of(values[None], max(1, min(n_best, values.size)))
+    found = list(zip(ids[0].tolist(), (best[0] - top - below).tolist(), strict=True))
+    return float(values[token] - top - below), found[:n_best]

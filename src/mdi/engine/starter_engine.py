@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-
-import torch
+from typing import Any
 
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.pace import PromptPace
@@ -19,10 +18,8 @@ from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.engine.tensors import frame_of, logit_rows, rows_of
+from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
-from mdi.model.stage import StarterStage
-from mdi.model.tensor_stage import TensorStage
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType, Slice
 
@@ -40,6 +37,7 @@ class StarterEngine:
         stage: the starter's own part of the model, loaded and prepared.
         scheduler: decides what goes into the frames; knows what the nodes' caches can hold.
         max_length: tokens that a sequence may reach, prompt included.
+        rows: as the stage has them.
         wire: what the rows travel as (net.wire.WIRE_DTYPES).
 
     Attributes:
@@ -53,14 +51,12 @@ class StarterEngine:
     """
 
     def __init__(
-        self, stage: StarterStage | TensorStage, scheduler: Scheduler, max_length: int, device: torch.device,
-        dtype: torch.dtype, wire: str = "auto",
-    ) -> None:  # fmt: skip
+        self, stage: StarterFrameStage, scheduler: Scheduler, max_length: int, rows: StarterRows, wire: str = "auto"
+    ) -> None:
         self.stage = stage
         self._scheduler = scheduler
         self._max_length = max_length
-        self._device = device
-        self._dtype = dtype
+        self._rows = rows
         self._wire = wire
         self._inbox = Inbox()
         self._live: dict[int, Request] = {}
@@ -234,15 +230,17 @@ class StarterEngine:
             return self._replay(plan, slices, ring)
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
-            x = self.stage.embed(torch.tensor(ids, device=self._device))
+            x = self.stage.embed(self._rows.ids(ids))
             x = self.stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
         else:
-            x = torch.empty(0, self.stage.n_embd, dtype=self._dtype)
+            x = self._rows.none(self.stage.n_embd)
         is_alone = ring.n_nodes == 1  # nothing travels
         if is_alone:
-            x = logit_rows(x, slices)
-        frame = frame_of(
-            x, ring.epoch, plan.number, slices, plan.freed, "auto" if is_alone else self._wire, plan.copies
+            x = self._rows.wanting_logits(x, slices)
+        dtype, payload = self._rows.payload(x, "auto" if is_alone else self._wire)
+        n_rows, n_cols = x.shape
+        frame = Frame(
+            FrameType.BATCH, ring.epoch, plan.number, dtype, n_rows, n_cols, slices, plan.freed, payload, plan.copies
         )
         if not is_alone:
             self.sent.add(frame)
@@ -264,10 +262,10 @@ class StarterEngine:
         wanting = [s.seq_id for s in frame.slices for _ in range(s.n_logits)]
         tokens: dict[int, list[int]] = {}
         if wanting:
-            x = rows_of(frame, self.stage.returned_width, self._device, self._dtype)
-            if x.size(0) != len(wanting):
-                raise EngineError(f"{x.size(0)} rows came back for {len(wanting)} sequences")
-            if not bool(torch.isfinite(x).all()):
+            x = self._rows.read(frame, self.stage.returned_width)
+            if len(x) != len(wanting):
+                raise EngineError(f"{len(x)} rows came back for {len(wanting)} sequences")
+            if not self._rows.are_finite(x):
                 raise EngineError(
                     "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
                     "(--dtype float32 or bfloat16 there), or damaged weights"
@@ -296,7 +294,7 @@ class StarterEngine:
                 return _DROPPED
         return Row(sequence.params, len(sequence.ids) - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
 
-    def _keep_logprobs(self, logits: torch.Tensor, wanting: list[int], drawn: list[int]) -> None:
+    def _keep_logprobs(self, logits: Any, wanting: list[int], drawn: list[int]) -> None:
         for i, (seq_id, token) in enumerate(zip(wanting, drawn, strict=True)):
             request = self._live.get(seq_id)
             if request is None or (n_best := request.sequence.params.n_logprobs) is None:

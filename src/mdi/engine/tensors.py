@@ -20,7 +20,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorRows:
-    """Rows as a stage of torch has them, for engine.secondary.
+    """Rows as a stage of torch has them, for both loops.
 
     Args:
         device, dtype: that the stage computes with.
@@ -28,6 +28,15 @@ class TensorRows:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
+
+    def ids(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor(ids, device=self._device)
+
+    def none(self, n_cols: int) -> torch.Tensor:
+        return torch.empty(0, n_cols, dtype=self._dtype)
+
+    def are_finite(self, x: torch.Tensor) -> bool:
+        return bool(torch.isfinite(x).all())
 
     def read(self, frame: Frame, n_cols: int) -> torch.Tensor:
         return rows_of(frame, n_cols, self._device, self._dtype)

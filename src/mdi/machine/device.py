@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mdi.checkpoint.packing import Packing
@@ -12,8 +12,6 @@ from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.page_sizes import cache_type_named
-from mdi.machine.processor import warn_of_processor
-from mdi.machine.threads import choose_threads
 from mdi.machine.torch_use import load_torch, may_have_gpu
 from mdi.weight_formats import ROUNDED, check_packed
 
@@ -168,10 +166,3 @@ def cpu_multiplies_bfloat16() -> bool:
         return True
     arm = getattr(torch.cpu, "_is_arm_bf16_supported", None)  # absent in some releases
     return bool(arm is not None and arm())
-
-
-def set_threads(n_threads: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:
-    """See `choose_threads`; for a process that will compute in torch."""
-    choose_threads(n_threads, cores, beside)
-    load_torch("this command")
-    warn_of_processor()

@@ -56,6 +56,7 @@ def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Se
     _of_process = n or _named() or fair_threads(beside)
     # The default of 5 ms is what a ring thread would wait for the interpreter each time.
     sys.setswitchinterval(0.0005)
+    tell_torch()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import platform
 import sys
@@ -14,6 +15,8 @@ from mdi.machine.threads import tell_torch
 
 # Of drivers of NVIDIA, NVIDIA's Jetson, AMD, and of Windows under WSL.
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd", "/dev/dxg")
+
+logger = logging.getLogger("mdi")
 
 
 def has_torch() -> bool:
@@ -45,6 +48,8 @@ def load_torch(why: str) -> None:
         UsageError: it is not installed.
     """
     is_new = "torch" not in sys.modules
+    if is_new:
+        logger.info("loading PyTorch: %s", why)  # which takes seconds
     try:
         import litgpt  # noqa: F401
         import torch  # noqa: F401

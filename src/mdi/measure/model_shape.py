@@ -6,17 +6,19 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from litgpt.config import Config
+from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.modelshapes import Shape
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import model_shapes
 from mdi.kernels.page_sizes import cache_shape, windows_of
+from mdi.litgpt_module import litgpt_module
 from mdi.partition.model import BlockShape, ModelShape
 from mdi.weight_formats import EMBEDDING, WeightFormat, weight_format
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
 
 _AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a value
 RUNTIME_BYTES = 20_000_000  # measured (docs/placement.md): what a process takes that computes
@@ -43,7 +45,7 @@ def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") 
 @functools.lru_cache(maxsize=16)
 def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
     config_dict = json.loads(config_json)
-    config = Config(**config_dict)
+    config = litgpt_module("config").Config(**config_dict)
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
     tensors = model_shapes(config_dict, config.name or "this model")

@@ -1,4 +1,4 @@
-"""A stage in the kernels as a node has it, for a whole run: its rows are arrays, and torch is not needed."""
+"""Stages in the kernels as a node has them, for a whole run: their rows are arrays, and torch is not needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mdi.kernels.head import Weights
-from mdi.kernels.kernel_stage import KernelStage, WeightUse
+from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
 from mdi.kernels.pages import CachePages
 
 
@@ -73,3 +73,20 @@ class ArrayStage:
         """float32 (N, n_embd) -> (N, n_embd), see KernelStage.forward."""
         found: np.ndarray = self.inner.forward(x, slices)
         return found
+
+
+class ArrayStarterStage(ArrayStage):
+    """The starter's, with the methods that its engine calls."""
+
+    inner: KernelStarterStage
+
+    def __init__(self, inner: KernelStarterStage) -> None:
+        super().__init__(inner)
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) token ids -> (N, n_embd)"""
+        return self.inner.embed(ids)
+
+    def head(self, x: np.ndarray) -> np.ndarray:
+        """(M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
+        return self.inner.head(x)

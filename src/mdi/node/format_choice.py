@@ -12,6 +12,7 @@ from mdi.control.requested import Requested
 from mdi.errors import PlacementError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.resources import device_free_bytes
+from mdi.machine.torch_use import load_torch
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
@@ -23,9 +24,11 @@ logger = logging.getLogger("mdi")
 def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Requested) -> Computing:
     """What the starter computes with. Raises UsageError if the device cannot do what was asked for."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
-    return choose_computing(
-        family.kernel_config(weights.config), asked.over(formats), weights.dtype, weights.stored_format
-    )
+    config = family.kernel_config(weights.config)
+    computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)
+    if computing.packing is None:
+        load_torch(computing.why_torch or "this model")
+    return computing
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:

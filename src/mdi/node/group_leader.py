@@ -17,8 +17,7 @@ from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
-from mdi.model.array_stage import ArrayStage
-from mdi.model.tensor_stage import TensorStage
+from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import check_capacity
@@ -75,7 +74,7 @@ class GroupLeader(OwnStage):
     """
 
     is_shared = True
-    stage: TensorStage
+    stage: ArrayStarterStage
     loaded: ArrayStage
 
     def __init__(
@@ -147,7 +146,7 @@ class GroupLeader(OwnStage):
         share = self.group.share(self._fields)
         self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype))
         self.loaded.load(stage_parts(*weights.blocks[0], starter=False), of_part)
-        self.stage = TensorStage(self._engine_stage(computing.kv_dtype))
+        self.stage = ArrayStarterStage(self._engine_stage(computing.kv_dtype))
         self.stage.load(["embedding", "head"], of_part)
 
     def _engine_stage(self, kv_dtype: str) -> KernelStarterStage:

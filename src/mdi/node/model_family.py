@@ -17,6 +17,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError
+from mdi.litgpt_module import litgpt_module
 from mdi.node.group_member import group_in
 from mdi.text import TextCodec
 
@@ -55,9 +56,8 @@ class ModelFamily:
 
     def config(self, fields: dict[str, Any]) -> Config:
         """The model's config from its plain form, as it stands in a checkpoint and in /init."""
-        from litgpt.config import Config
-
-        return Config(**fields)
+        made: Config = litgpt_module("config").Config(**fields)
+        return made
 
     def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
         """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""

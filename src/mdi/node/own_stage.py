@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mdi.block_ranges import block_span
 from mdi.cache_dir import default_cache_dir
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
+from mdi.engine.arrays import ArrayRows
+from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, Weights
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
-from mdi.model.array_stage import ArrayStage
-from mdi.model.stage import StarterStage
-from mdi.model.tensor_stage import TensorStage
+from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import check_capacity
@@ -27,13 +27,15 @@ from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.setup import PartSource
 from mdi.node.starter_weights import StarterWeights
-from mdi.node.torch_stage import TorchStage
 from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic
 from mdi.units import duration, size
 from mdi.weight_formats import held_bytes
 from mdi.window.options import window_of
 from mdi.window.stage import WindowStarterStage
+
+if TYPE_CHECKING:
+    from mdi.node.torch_stage import TorchStage
 
 logger = logging.getLogger("mdi")
 
@@ -59,7 +61,7 @@ class OwnStage:
         loaded: the same, as a node has it.
     """
 
-    stage: StarterStage | TensorStage
+    stage: StarterFrameStage
     loaded: TorchStage | ArrayStage
     is_shared = False  # whether the other nodes compute the same blocks, each a share of them
 
@@ -166,7 +168,7 @@ class OwnStage:
     def _shared(self, parts: Sequence[str], computing: Computing) -> dict[str, Weights]:
         """Weights that the stage of another cut has in memory."""
         is_alike = self._key is not None and self._computing == computing and self._window is None
-        if not is_alike or not isinstance(self.loaded, TensorStage):
+        if not is_alike or not isinstance(self.loaded, ArrayStarterStage):
             return {}
         assert self._key is not None
         had: tuple[str, ...] = self._key[2]
@@ -175,6 +177,11 @@ class OwnStage:
     @property
     def is_loaded(self) -> bool:
         return self._key is not None
+
+    @property
+    def rows(self) -> StarterRows:
+        """As `stage` has them."""
+        return ArrayRows() if isinstance(self.loaded, ArrayStage) else self.loaded.rows
 
     def _load(
         self, weights: StarterWeights, computing: Computing, n_nodes: int, parts: list[str], shared: dict[str, Weights],
@@ -192,10 +199,9 @@ class OwnStage:
 
         refuse_torch(self._window, computing)
         weights.verify(parts, check)
-        loaded: TorchStage | TensorStage
         if computing.packing is not None and self._window is not None:
             empty = WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
-            self.stage = self.loaded = TensorStage(
+            self.stage = self.loaded = ArrayStarterStage(
                 with_window(
                     empty, self._name, self._window, parts, source, computing.packing,
                     options.cache_dir or default_cache_dir(), *run, check,
@@ -203,14 +209,17 @@ class OwnStage:
             )  # fmt: skip
         elif computing.packing is not None:
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
-            stage = TensorStage(KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype))
+            inner = KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
+            stage = ArrayStarterStage(inner)
             stage.load(
                 parts, lambda part: shared.get(part) or kernel_weights(source(part), part, packing, placer, check)
             )
             self.stage = self.loaded = stage
         else:
-            self.stage = self._family.starter_stage(self._config, stop, n_nodes)
-            loaded = TorchStage(self.stage, computing, None if weights.stored_format else weights.dtype)
+            from mdi.node.torch_stage import TorchStage
+
+            self.stage = of_torch = self._family.starter_stage(self._config, stop, n_nodes)
+            loaded = TorchStage(of_torch, computing, None if weights.stored_format else weights.dtype)
             formats = computing.quantize, computing.quantize_head
             loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
             self.loaded = loaded

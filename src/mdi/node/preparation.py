@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
@@ -15,20 +15,21 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.requested import Requested
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sent_rows import COMPUTE
+from mdi.engine.starter_part import StarterFrameStage
 from mdi.machine.computing import Computing
 from mdi.model.array_stage import ArrayStage
-from mdi.model.stage import StarterStage
-from mdi.model.tensor_stage import TensorStage
 from mdi.node.cache_budget import report_caches, share_out
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
-from mdi.node.torch_stage import TorchStage
 from mdi.periodic import Periodic
 from mdi.tracing.recorder import extensions_of
 from mdi.window.options import extensions_of as window_extensions
+
+if TYPE_CHECKING:
+    from mdi.node.torch_stage import TorchStage
 
 logger = logging.getLogger("mdi")
 
@@ -217,7 +218,7 @@ class Preparation:
         self._has_loaded = self.loaded is not had
 
     @property
-    def stage(self) -> StarterStage | TensorStage:
+    def stage(self) -> StarterFrameStage:
         """The starter's own, loaded, after `run`."""
         return self.own.stage
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-import torch
-
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.requested import Requested
@@ -22,7 +20,6 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
-from mdi.engine.tensors import DTYPES
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.measure.planning import told_blocks
 from mdi.net.listener import RingListener, open_socket
@@ -240,9 +237,8 @@ class StarterNode(StarterReport):
             chunk_rows=prompt_rows(options.weight_memory, self.config), memory=rings.preparation.memory
         )
         engine = StarterEngine(
-            rings.preparation.stage, scheduler, self.max_length, torch.device(self._device),
-            DTYPES[self.computing.dtype], options.wire_dtype,
-        )  # fmt: skip
+            rings.preparation.stage, scheduler, self.max_length, rings.preparation.own.rows, options.wire_dtype
+        )
         engine.sent = SentRows(0 if rings.is_shared else options.replay_bytes)
         self._state = "RUNNING"
         self._texts = Texts(engine, self.codec, self.max_length)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mdi.errors import EngineError, UsageError
 
@@ -65,7 +64,7 @@ class Grammar:
         self._eos_ids = eos_ids
         self._n_vocabulary = n_vocabulary
 
-    def allowed(self) -> torch.Tensor:
+    def allowed(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.zeros(self._n_vocabulary, dtype=bool)
         known = np.unpackbits(bits, bitorder="little")[: self._n_vocabulary].astype(bool)
@@ -73,7 +72,7 @@ class Grammar:
         allowed[self._eos_ids] = self._matcher.is_accepting()
         if self._matcher.is_error() or not allowed.any():
             raise EngineError(f"no token may follow: {self._matcher.get_error() or 'the grammar is at its end'}")
-        return torch.from_numpy(allowed)
+        return allowed
 
     def take(self, token: int) -> bool:
         if not self._matcher.consume_token(token):

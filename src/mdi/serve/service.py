@@ -16,7 +16,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.client import EngineClient
 from mdi.serve.settings import ServeSettings
 from mdi.serve.templates import ChatTemplate, read_template
-from mdi.serve.tokenizer import FileTokenizer
+from mdi.serve.tokenizer import ServedTokenizer
 from mdi.text import TextCodec
 
 LOAD_WAIT_S = 60.0  # that a request waits for its model, before it is told to come again
@@ -42,7 +42,7 @@ class LoadedModel:
     """
 
     name: str
-    tokenizer: FileTokenizer
+    tokenizer: ServedTokenizer
     codec: TextCodec
     template: ChatTemplate
     context: int
@@ -156,7 +156,7 @@ class Service:
 
 
 def _loaded_model(facts: dict[str, Any]) -> LoadedModel:
-    tokenizer = FileTokenizer(facts["tokenizer"])
+    tokenizer = ServedTokenizer(facts["tokenizer"])
     codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"])
     template = read_template(Path(facts["tokenizer"]["directory"]))
     return LoadedModel(facts["name"], tokenizer, codec, template, facts["context"], facts["n_vocabulary"])

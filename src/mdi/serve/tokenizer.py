@@ -11,49 +11,18 @@ from typing import Any
 
 from mdi.detokenize import Detokenizer, StopMatcher
 from mdi.text import TextCodec
+from mdi.tokenizer_file import FileTokenizer
 
 
-class _Ids(list[int]):
-    def tolist(self) -> list[int]:
-        return list(self)
-
-
-class FileTokenizer:
-    """What `TextCodec` wants of litgpt's Tokenizer, with the same ids.
+class ServedTokenizer(FileTokenizer):
+    """A tokenizer by what the engine process found out about it.
 
     Args:
-        facts: see TextCodec.facts.
+        facts: see TextCodec.facts; with the directory.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.backend: str = facts["backend"]
-        self.bos_id: int | None = facts["bos_id"]
-        self.eos_id: int | None = facts["eos_id"]
-        self.use_bos: bool = facts["use_bos"]
-        directory = Path(facts["directory"])
-        self.processor: Any
-        if self.backend == "huggingface":
-            from tokenizers import Tokenizer
-
-            self.processor = Tokenizer.from_file(str(directory / "tokenizer.json"))
-            self.processor.no_truncation()
-            self.processor.no_padding()
-        else:
-            from sentencepiece import SentencePieceProcessor
-
-            self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-
-    def encode(self, text: str) -> _Ids:
-        found = self.processor.encode(text)
-        ids = list(found.ids if self.backend == "huggingface" else found)
-        if self.use_bos:
-            if ids[:1] != [self.bos_id]:
-                ids = [self.bos_id, *ids]
-        elif self.bos_id is not None and ids[:1] == [self.bos_id]:
-            ids = ids[1:]
-        if self.eos_id is not None and ids[-1:] == [self.eos_id]:
-            ids = ids[:-1]
-        return _Ids(ids)
+        super().__init__(Path(facts["directory"]), facts)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""

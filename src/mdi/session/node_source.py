@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,8 +9,6 @@ from types import TracebackType
 from mdi.config import ClusterConfig
 from mdi.errors import NodeLostError
 from mdi.node.local import LocalRing
-
-logger = logging.getLogger("mdi")
 
 
 class NodeSource:
@@ -34,13 +30,11 @@ class NodeSource:
         """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
         cluster = self._find()
         starter = cluster.starter
-        if "torch" not in sys.modules:  # a word before the imports that take seconds
-            logger.info("loading PyTorch ...")
-        from mdi.machine.device import set_threads
         from mdi.machine.neighbours import threads_beside
+        from mdi.machine.threads import choose_threads
 
         cores = starter.cores if self._cores is None else self._cores
-        set_threads(self._threads or starter.threads, cores, threads_beside(starter, cluster.nodes))
+        choose_threads(self._threads or starter.threads, cores, threads_beside(starter, cluster.nodes))
         return cluster
 
     def check(self) -> None:

@@ -1,0 +1,33 @@
+"""What the starter's loop wants of its part of a model, in the kernels or in torch, and of the rows that go through it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mdi.engine.secondary_loop import FrameStage, Rows
+
+
+class StarterRows(Rows, Protocol):
+    """As the starter has them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
+
+    def ids(self, ids: list[int]) -> Any:
+        """Token ids (N,), as the stage embeds them."""
+
+    def none(self, n_cols: int) -> Any:
+        """No rows, (0, n_cols)"""
+
+    def are_finite(self, x: Any) -> bool:
+        """Whether all numbers are."""
+
+
+class StarterFrameStage(FrameStage, Protocol):
+    """The starter's part: model.stage.StarterStage, or model.array_stage.ArrayStarterStage."""
+
+    @property
+    def returned_width(self) -> int: ...
+
+    def embed(self, ids: Any) -> Any:
+        """(N,) token ids -> (N, n_embd)"""
+
+    def head(self, x: Any) -> Any:
+        """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
