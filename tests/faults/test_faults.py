@@ -140,6 +140,24 @@ def test_slow_links_lose_nobody(tmp_path: Path, checkpoint: Path, form: str) -> 
         assert not outcome.recoveries and [link.n_connections for link in slow.links] == [1, 1, 1]
 
 
+class Loading(Saboteur):
+    """Kills the first node as soon as it has been told of the run, with its weights on the way or all there."""
+
+    def _reach(self, fault: Fault) -> bool:
+        return self._running.wait_until(
+            lambda: self._running.state == "LOADING" and self._ring.state(0) in ("LOADING", "READY")
+        )
+
+
+def test_a_node_that_dies_before_the_ring_is_closed_is_replaced(nodes: FaultRing, checkpoint: Path) -> None:
+    running = Running()
+    saboteur = Loading(nodes, [[Fault("kill", 1, "load", 0.0, 0.0)]], 2 * N_TOKENS, SILENCE_S, running)
+    outcome = run(nodes.cluster(3), options(checkpoint, silence_s=1.0), texts(2, N_TOKENS, 1), running)
+    saboteur.join()
+    assert complaint(outcome, undisturbed(checkpoint, "float32", 2, 1), may_be_lost=False) == ""
+    assert [one["node"] for one in outcome.recoveries] == ["secondary0"]
+
+
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_whatever_breaks_every_text_is_whole(nodes: FaultRing, checkpoint: Path, seed: int) -> None:
     """Nodes are killed, halted and started again: the others take their blocks, and the texts go on."""
