@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from contextlib import ExitStack
+
     from mdi.cli import ignore_interrupts
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.discover import discovered_cluster
@@ -79,8 +81,11 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     check_model(args)
     limit = args.sequence_length or CONTEXT_LIMIT
-    nodes, options = nodes_of(args, find), starter_options(args)
-    with Session(nodes, options, limit, n_texts=1, leave=args.stop_nodes, on_close=ignore_interrupts) as session:
+    with ExitStack() as stack:
+        nodes, options = stack.enter_context(nodes_of(args, find)), starter_options(args)
+        session = stack.enter_context(
+            Session(nodes, options, limit, n_texts=1, leave=args.stop_nodes, on_close=ignore_interrupts)
+        )
         tell_seed(params)
         _talk(session, params, args.stop)
         session.raise_failure()

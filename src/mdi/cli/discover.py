@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from mdi.terminal import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mdi.config import ClusterConfig
+    from mdi.discovery.arrivals import Arrivals
     from mdi.discovery.gather import FoundNode, Source
+    from mdi.discovery.relay import Relay
     from mdi.node.secondary import SecondaryNode
     from mdi.security.keys import KeyFile
 
 CONTROL_PORT, RING_PORT = 8088, 5088
 INVITED_WAIT_S = 900.0  # as long as a code is good
+_RELAYS: dict[tuple[str, int], Relay] = {}
 
 logger = logging.getLogger("mdi")
 
@@ -129,21 +132,52 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
 
 @contextmanager
 def sources(args: argparse.Namespace, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
-    """Where nodes are heard of. A relay goes on until the process ends: the nodes behind it are reached through it."""
-    from mdi.discovery.mdns import Browser
-
+    """Where nodes are heard of."""
     with ExitStack() as stack:
         # An address that the user named is the network that is meant; else all that this machine is in.
-        browser = Browser(keys, [addr] if args.addr else [])
-        stack.callback(browser.close)
-        found: list[Source] = [browser.nodes]
-        if getattr(args, "dial_port", None) is not None:
-            from mdi.discovery.relay import Relay
+        yield listen(args, keys, addr, [addr] if args.addr else [], stack)
 
-            relay = Relay(addr, args.dial_port, keys)
-            logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
-            found.append(relay.nodes)
-        yield found
+
+def listen(
+    args: argparse.Namespace, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack
+) -> list[Source]:
+    """The same until the stack is closed. Raises UsageError."""
+    from mdi.discovery.mdns import Browser
+
+    browser = Browser(keys, interfaces)
+    stack.callback(browser.close)
+    found: list[Source] = [browser.nodes]
+    if (port := getattr(args, "dial_port", None)) is not None:
+        found.append(_relay(addr, port, keys).nodes)
+    return found
+
+
+def _relay(addr: str, port: int, keys: KeyFile) -> Relay:
+    """One per port, which goes on until the process ends: the nodes behind it are reached through it."""
+    from mdi.discovery.relay import Relay
+
+    if (addr, port) not in _RELAYS:
+        relay = _RELAYS[addr, port] = Relay(addr, port, keys)
+        logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
+    return _RELAYS[addr, port]
+
+
+def arrivals(args: argparse.Namespace, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
+    """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
+    from mdi.cli.access import ip_address, open_keys
+    from mdi.discovery.arrivals import Arrivals
+
+    keys = None if getattr(args, "fixed", True) else open_keys(args)
+    if keys is None:
+        return None
+
+    def heard(stack: ExitStack) -> list[Source]:
+        found = cluster()
+        assert keys is not None and found is not None
+        addr = found.starter.addr
+        return listen(args, keys, addr, [ip_address(addr)], stack)
+
+    return Arrivals(heard, keys)
 
 
 @contextmanager

@@ -25,14 +25,18 @@ def nodes_of(args: argparse.Namespace, find: Callable[[], ClusterConfig]) -> Nod
     """Nodes that others keep, or this process alone. UsageError if --cores is wrong."""
     from mdi.cli.access import with_keys
     from mdi.cli.checks import check_cut
+    from mdi.cli.discover import arrivals
     from mdi.session.node_source import NodeSource
 
-    def found() -> ClusterConfig:
-        cluster = with_keys(args, find())
-        check_cut(args, cluster.n_nodes)
-        return cluster
+    latest: ClusterConfig | None = None
 
-    return NodeSource(found, args.threads, cores_of(args))
+    def found() -> ClusterConfig:
+        nonlocal latest
+        latest = with_keys(args, find())
+        check_cut(args, latest.n_nodes)
+        return latest
+
+    return NodeSource(found, args.threads, cores_of(args), arrivals(args, lambda: latest))
 
 
 def processes_of(

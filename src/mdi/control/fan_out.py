@@ -39,6 +39,11 @@ class FanOut(Generic[T]):
         except Exception as e:
             self._errors.append(e)
 
+    @property
+    def is_working(self) -> bool:
+        """Whether some are not done."""
+        return any(thread.is_alive() for thread in self._threads.values())
+
     def join(self, timeout_s: float) -> None:
         """Wait for all, but no longer than this; errors stay untold."""
         deadline = time.monotonic() + timeout_s

@@ -116,6 +116,11 @@ class RingFormer:
         elif self.engine.is_closing:
             raise EngineError("the run was ended while its ring was formed anew")
 
+    def admit(self, node: NodeConfig) -> ControlClient:
+        client = self._clients[node.name] = ControlClient(node, self._cluster.keys)
+        self._nodes[node.name] = node
+        return client
+
     def _stages_of(self, cluster: ClusterConfig) -> list[Stage]:
         pairs = zip(cluster.nodes, self._weights.blocks, strict=True)
         return [Stage(node.name, start, stop) for node, (start, stop) in pairs]

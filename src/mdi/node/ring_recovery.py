@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import NodeLostError
+from mdi.machine.neighbours import host_of
 from mdi.measure.model_shape import model_shape
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.ring_former import RingFormer
 from mdi.node.run_rings import RunRings
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.model import Workload
-from mdi.partition.profile import ClusterProfile
+from mdi.partition.profile import ClusterProfile, NodeProfile
+from mdi.recovery.joins import Joins, Newcomers
 from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.recovery.moving import MovingCut
@@ -31,6 +34,7 @@ class RingRecovery:
         profile: what was measured of nodes and links; None if nothing was.
         workload: texts at the same time, and their lengths.
         check: called again and again until the first ring is closed; what it raises ends the waiting.
+        newcomers: nodes that are heard of while the run goes on.
 
     Attributes:
         keeper: what replaces lost nodes.
@@ -39,9 +43,11 @@ class RingRecovery:
     def __init__(
         self, rings: RunRings, weights: StarterWeights, nodes: Sequence[NodeConfig], profile: ClusterProfile | None,
         silence_s: float, workload: Workload, check: Callable[[], None],
+        newcomers: Newcomers,
     ) -> None:  # fmt: skip
         self._rings = rings
-        self._n_layer = weights.n_layer
+        self._weights = weights
+        self._newcomers = newcomers
         self._is_measured = profile is not None
         self._former = former = RingFormer(rings, weights, nodes, check)
         self._clients = [ControlClient(node, rings.cluster.keys) for node in nodes]
@@ -78,15 +84,23 @@ class RingRecovery:
         """From here on the ring is the engine's, and blocks may move without a loss."""
         self._former.engine = self.keeper.texts = engine
         if not self._rings.is_shared:  # else all nodes have shares of all blocks
-            self._moves = Moves(
-                self.keeper, self._cut, self._clients, self._spares, lambda: self._rings.leaving, engine.leave
-            )
+            clients = {client.node.name: client for client in self._clients}
+            measure = self._measure if self._is_measured else None
+            joins = Joins(self.keeper, self._cut, clients, frozenset(self._spares), self._newcomers, measure)
+            self._moves = Moves(self.keeper, self._cut, clients, joins, lambda: self._rings.leaving, engine.leave)
 
     def close(self) -> None:
         if self._moves is not None:
             self._moves.close()
 
+    def _measure(self, client: ControlClient) -> NodeProfile:
+        """What a node that has come says of itself. Raises MdiError."""
+        answer = client.profile(self._rings.profile_request)
+        node = client.node
+        profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
+        return replace(profile, machine=host_of(node.addr))
+
     def _cut_over(self, holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
         if self._rings.is_shared:  # those that are left get new shares
-            return (self._n_layer, *(0 for _ in holders[1:]))
+            return (self._weights.n_layer, *(0 for _ in holders[1:]))
         return self._cut(holders, most)

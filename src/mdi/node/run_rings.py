@@ -11,6 +11,7 @@ from typing import Any
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
+from mdi.control.messages import ProfileRequest
 from mdi.errors import MdiError, NodeLostError, UsageError
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
@@ -94,6 +95,19 @@ class RunRings:
     def kv_dtype(self) -> str:
         """What caches hold."""
         return self._basis.computing.kv_dtype
+
+    @property
+    def profile_request(self) -> ProfileRequest:
+        """How a node is to measure itself with this run's model."""
+        weights, computing = self._basis.weights, self._basis.computing
+        return ProfileRequest(
+            weights.config,
+            weights.config_hash,
+            weights.dtype,
+            self._basis.options.dtype,
+            computing.quantize,
+            run=self.run,
+        )
 
     @property
     def max_length(self) -> int:

@@ -41,6 +41,7 @@ from mdi.node.windowed import prompt_rows
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
+from mdi.recovery.joins import Newcomers, nobody
 from mdi.weight_formats import AUTO
 from mdi.window.options import window_of
 
@@ -50,7 +51,10 @@ logger = logging.getLogger("mdi")
 class StarterNode(StarterReport):
     """See the module."""
 
-    def __init__(self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None,
+        newcomers: Newcomers = nobody,
+    ) -> None:  # fmt: skip
         device = choose_device(options.device or cluster.starter.device)
         self._own = Requested(device=device, dtype=options.dtype or cluster.starter.dtype)
         choose_dtype(self._own.dtype, "float32", device)
@@ -63,6 +67,7 @@ class StarterNode(StarterReport):
         check_format(options.quantize_head, device)
         super().__init__(cluster, options, device)
         self._family = family or ModelFamily()
+        self._newcomers = newcomers
         self._left_out: list[NodeConfig] = []  # that the placement gave no part
         self._profile: ClusterProfile | None = None
         self._listener: RingListener | None = None
@@ -219,7 +224,7 @@ class StarterNode(StarterReport):
             nodes = (*cluster.spares, *cluster.secondaries, *self._left_out)
             workload = Workload(self._n_sequences or 1, self.max_length)
             self._recovery = RingRecovery(
-                rings, self.weights, nodes, self._profile, self._options.silence_s, workload, check
+                rings, self.weights, nodes, self._profile, self._options.silence_s, workload, check, self._newcomers
             )
         (self._recovery or rings).prepare(check)
         self._state = "READY"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
@@ -16,6 +17,7 @@ from mdi.recovery.absences import Absences
 from mdi.recovery.nodes import Roll, call_roll
 from mdi.recovery.records import Records, Recovery
 from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
+from mdi.recovery.search import Search
 from mdi.recovery.suspects import Span, Suspects
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
@@ -57,6 +59,9 @@ class Former(Protocol):
 
     def check(self) -> None:
         """Raises what ends the run meanwhile."""
+
+    def admit(self, node: NodeConfig) -> ControlClient:
+        """From any thread: a node that may take part from now on."""
 
 
 class Texts(Protocol):
@@ -129,6 +134,17 @@ class RingKeeper:
         """Whether another ring is being formed, or is to be."""
         return self._is_busy
 
+    @property
+    def processes(self) -> Mapping[str, str]:
+        """Of the secondaries of that ring, the numbers that their processes drew."""
+        return self._former.processes
+
+    def admit(self, node: NodeConfig, name: str) -> ControlClient:
+        """From any thread: a node that has come, under the name that this run knows it by, may take part from now on."""
+        client = self._former.admit(replace(node, name=name))
+        self._clients.append(client)
+        return client
+
     def may_use(self, name: str) -> bool:
         """Whether a node has waited long enough since it was lost."""
         return self._absences.is_over(name, time.monotonic())
@@ -160,7 +176,7 @@ class RingKeeper:
         Raises:
             NodeLostError, RingError: the model does not fit those that are left; it names who was lost.
         """
-        search = _Search(error, time.monotonic())
+        search = Search(error, time.monotonic())
         self._is_busy = True
         self._begin(search, error)
         at_once = self._at_once(search)
@@ -179,7 +195,7 @@ class RingKeeper:
             self._is_busy = False
             return ring
 
-    def _begin(self, search: _Search, error: RingError) -> None:
+    def _begin(self, search: Search, error: RingError) -> None:
         if self.texts.first_token_s is not None:
             self._records.end(self.texts.first_token_s)
         self._records.begin([], self.texts.last_token_s or time.perf_counter())
@@ -197,7 +213,7 @@ class RingKeeper:
         if isinstance(error, NodeLostError):
             self._lose(search, error)
 
-    def _at_once(self, search: _Search) -> Next | None:
+    def _at_once(self, search: Search) -> Next | None:
         """The same ring again, nobody being asked, if a node has said that it failed: it lives, and so may all others."""
         error = search.error
         has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code == MdiError.code
@@ -205,7 +221,7 @@ class RingKeeper:
             return None
         return Next(tuple(self._former.stages), is_moved=False)
 
-    def _lose(self, search: _Search, error: NodeLostError) -> None:
+    def _lose(self, search: Search, error: NodeLostError) -> None:
         """A node was said to be lost: it may be there all the same, if only a connection broke."""
         search.error = error
         if error.node != self._former.stages[0].name:
@@ -216,7 +232,7 @@ class RingKeeper:
                 search.left.add(error.node)
             self._absences.add(error.node, time.monotonic())
 
-    def _note_failure(self, search: _Search, error: MdiError, tried: Next) -> None:
+    def _note_failure(self, search: Search, error: MdiError, tried: Next) -> None:
         """A ring could not be formed: without the node that was in the way it may be. Raises `error` if that is no node."""
         logger.debug("the ring could not be formed: %s", error)
         search.n_failures += 1
@@ -232,7 +248,7 @@ class RingKeeper:
         self._lose(search, error)
         search.since = time.monotonic()
 
-    def _find(self, search: _Search) -> Next | None:
+    def _find(self, search: Search) -> Next | None:
         """Who takes whose place; None if that has to wait.
 
         Raises:
@@ -258,7 +274,7 @@ class RingKeeper:
             return None  # somebody is there who may be used again later
         raise self._refusal(search, [stage.name for stage in lost])
 
-    def _is_present(self, stage: Stage, roll: Roll, search: _Search, now: float) -> bool:
+    def _is_present(self, stage: Stage, roll: Roll, search: Search, now: float) -> bool:
         """Whether a node of the ring can have its place again: it lives, or was started anew."""
         if stage.name == self._former.stages[0].name:
             return True
@@ -269,12 +285,12 @@ class RingKeeper:
             return False
         return self._absences.is_over(stage.name, now)
 
-    def _may_live(self, name: str, roll: Roll, search: _Search, now: float) -> bool:
+    def _may_live(self, name: str, roll: Roll, search: Search, now: float) -> bool:
         """Whether a node that does not answer may only be slow to: nobody has said that it is lost."""
         is_silent = name not in roll.answers and name not in roll.gone
         return is_silent and name not in search.suspected and now < search.since + self._silence_s
 
-    def _waiting(self, ring: Sequence[Stage], roll: Roll, search: _Search, now: float) -> list[str]:
+    def _waiting(self, ring: Sequence[Stage], roll: Roll, search: Search, now: float) -> list[str]:
         """Nodes outside of the ring that can take blocks, spares first."""
         used = {stage.name for stage in ring}
         free = [
@@ -287,19 +303,19 @@ class RingKeeper:
         ]
         return sorted(free, key=lambda name: name not in self._spares)
 
-    def _patience_s(self, lost: Sequence[Stage], search: _Search) -> float:
+    def _patience_s(self, lost: Sequence[Stage], search: Search) -> float:
         """How long to wait for lost nodes to be back before their blocks go to others."""
         is_awaited = any(stage.name not in search.unfit and stage.name not in search.left for stage in lost)
         return self._silence_s if is_awaited else 0.0
 
-    def _refusal(self, search: _Search, lost: Sequence[str]) -> RingError:
+    def _refusal(self, search: Search, lost: Sequence[str]) -> RingError:
         names = ", ".join(lost)
         words = f"{search.error}; no other nodes can hold the blocks of {names}"
         if isinstance(search.error, NodeLostError):
             return NodeLostError(search.error.node, words, search.error.code)
         return RingError(words)
 
-    def _end(self, search: _Search, following: Next) -> None:
+    def _end(self, search: Search, following: Next) -> None:
         search.processes.update(self._former.processes)
         lost = self._replaced(search, following)
         last_s = self.texts.last_token_s or time.perf_counter()
@@ -312,7 +328,7 @@ class RingKeeper:
             logger.info("the blocks of %s are held by %s", name, ", ".join(by))
         logger.info("the ring goes on after %.1f s", time.monotonic() - search.began)
 
-    def _replaced(self, search: _Search, following: Next) -> list[str]:
+    def _replaced(self, search: Search, following: Next) -> list[str]:
         """Nodes that were lost: said to be, not in the ring any more, or in it with another process."""
         then, now = search.processes_before, search.processes
         return [
@@ -320,41 +336,3 @@ class RingKeeper:
             for name in search.before
             if name in search.suspected or name not in following.names or now.get(name) != then.get(name, now.get(name))
         ]
-
-
-class _Search:
-    """What is known while a ring is looked for.
-
-    Attributes:
-        error: the last that was said of a loss.
-        began, since: time.monotonic() of the first loss, and of the last one.
-        before, processes_before: the stages of the ring that broke, and the processes of its secondaries.
-        processes: what nodes have answered since.
-        suspected: nodes that somebody said were lost.
-        unfit: nodes that said they cannot take part.
-        failed, left: nodes that said they had failed, and those of them that were told to end.
-        most: blocks that nodes have said they can hold at most.
-        n_failures: rings that could not be formed.
-    """
-
-    def __init__(self, error: RingError, now: float) -> None:
-        self.error = error
-        self.began = self.since = now
-        self.before: dict[str, Stage] = {}
-        self.processes_before: dict[str, str] = {}
-        self.processes: dict[str, str] = {}
-        self.suspected: set[str] = set()
-        self.unfit: set[str] = set()
-        self.failed: set[str] = set()
-        self.left: set[str] = set()
-        self.most: dict[str, int] = {}
-        self.n_failures = 0
-
-    def fresh(self, following: Next) -> frozenset[str]:
-        """Nodes of the next ring that are not in the one before, have another process now, or failed by themselves."""
-        then, now = self.processes_before, self.processes
-        return frozenset(
-            name
-            for name in following.names
-            if name not in self.before or name in self.failed or now.get(name) != then.get(name)
-        )

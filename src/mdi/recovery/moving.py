@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from mdi.partition.cost import CostModel
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile
+from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
 from mdi.recovery.cut import Holder, cut, slowest_s
 from mdi.recovery.replacement import Stage
 
@@ -33,11 +34,17 @@ class MovingCut:
     ) -> None:  # fmt: skip
         self._shape = shape
         self._profile = profile
-        self._cost = None if profile is None else CostModel(profile, shape, workload)
         self._workload = workload
+        self._cost = None if profile is None else CostModel(profile, shape, workload)
         self._part_bytes = part_bytes
         self._n_rounds = n_rounds
         self._speeds: dict[str, float] = {}
+
+    def learn(self, node: NodeProfile) -> None:
+        """A node that has come was measured. Its links are guessed."""
+        if self._profile is not None:
+            self._profile = replace(self._profile, nodes=(*self._profile.nodes, node))
+            self._cost = CostModel(self._profile, self._shape, self._workload)
 
     def set_pace(self, name: str, factor: float) -> None:
         """A node was seen to take `factor` times as long as it was measured to."""

@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from mdi.config import ClusterConfig
+from mdi.discovery.arrivals import Arrivals
 from mdi.errors import NodeLostError
 from mdi.node.local import LocalRing
+from mdi.recovery.joins import Newcomers, nobody
 
 
 class NodeSource:
@@ -17,14 +19,22 @@ class NodeSource:
     Args:
         find: raises MdiError if they cannot be had.
         threads, cores: that this process computes with; None: what the nodes file says, else its share of the machine.
+        arrivals: nodes that are started while a run goes on.
     """
 
     def __init__(
-        self, find: Callable[[], ClusterConfig], threads: int | None = None, cores: Sequence[int] | None = None
-    ) -> None:
+        self, find: Callable[[], ClusterConfig], threads: int | None = None, cores: Sequence[int] | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> None:  # fmt: skip
         self._find = find
         self._threads = threads
         self._cores = cores
+        self._arrivals = arrivals
+
+    @property
+    def newcomers(self) -> Newcomers:
+        """Who has come during a run."""
+        return nobody if self._arrivals is None else self._arrivals.nodes
 
     def cluster(self) -> ClusterConfig:
         """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
@@ -42,6 +52,8 @@ class NodeSource:
 
     def close(self) -> None:
         """Give back what was started; harmless if repeated."""
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def __enter__(self) -> NodeSource:
         return self

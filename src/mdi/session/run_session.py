@@ -59,7 +59,9 @@ class Session:
         cluster = self._nodes.cluster()
         from mdi.node.starter import StarterNode
 
-        starter = StarterNode(cluster, self._options, None if self._family is None else self._family())
+        starter = StarterNode(
+            cluster, self._options, None if self._family is None else self._family(), self._nodes.newcomers
+        )
         try:
             starter.open()
             self.prompt_ids = [self._ids(starter, i, prompt) for i, prompt in enumerate(self._prompts)]

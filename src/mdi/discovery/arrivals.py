@@ -1,0 +1,47 @@
+"""Nodes that are started while a run goes on, and stand in no nodes file: they announce themselves, or dial in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from mdi.config import NodeConfig
+from mdi.discovery.gather import Gathering, Source
+from mdi.errors import UsageError
+from mdi.security.keys import KeyFile
+
+logger = logging.getLogger("mdi")
+
+
+class Arrivals:
+    """Who is there and proves that it has the key; listening begins with the first question. Not for several threads.
+
+    Args:
+        listen: gives the sources, and has what they need closed with the stack. Raises UsageError: nothing can be heard here.
+    """
+
+    def __init__(self, listen: Callable[[ExitStack], list[Source]], keys: KeyFile) -> None:
+        self._listen = listen
+        self._keys = keys
+        self._stack = ExitStack()
+        self._gathering: Gathering | None = None
+
+    def nodes(self) -> dict[str, NodeConfig]:
+        """By the numbers that their processes drew; a node that takes part in the run is among them."""
+        if self._gathering is None:
+            self._gathering = Gathering(self._sources(), self._keys)
+        self._gathering.look()
+        return {n.announcement.process: n.config(n.announcement.name) for n in self._gathering.nodes}
+
+    def close(self) -> None:
+        """Harmless if repeated; `nodes` listens anew."""
+        self._gathering = None
+        self._stack.close()
+
+    def _sources(self) -> list[Source]:
+        try:
+            return self._listen(self._stack)
+        except UsageError as e:
+            logger.debug("nodes that come later are not heard of: %s", e)
+            return []
