@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from families import config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
+from mdi.control.requested import Requested
 from mdi.kernels.codes import codes_of
 from mdi.kernels.layout import pack, unpack
 from mdi.machine import resources
@@ -103,12 +104,14 @@ def test_a_stage_with_the_layers_of_a_gpu(family: str, form: str, monkeypatch: p
 def test_formats_and_types_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     config = plain_config(asdict(config_of("Llama-3.1-8B")))
-    asked = choose_computing(config, "cuda:0", None, "bfloat16", "int4", "int4")
+    asked = choose_computing(config, Requested(device="cuda:0", quantize="int4", quantize_head="int4"), "bfloat16")
     assert (asked.format, asked.head_format, asked.dtype, asked.kv_dtype) == ("int4", "int4", "bfloat16", "bf16")
     assert asked.packing is None, "torch computes"
-    stored = choose_computing(config, "cuda:0", None, "bfloat16", "int8", None, stored_format="int8")
+    stored = choose_computing(config, Requested(device="cuda:0", quantize="int8"), "bfloat16", "int8")
     assert stored.format == "int8", "what is stored packed stays so"
-    exact = choose_computing(config, "cuda:0", None, "bfloat16", "fp16", "fp16", stored_format="fp16")
+    exact = choose_computing(
+        config, Requested(device="cuda:0", quantize="fp16", quantize_head="fp16"), "bfloat16", "fp16"
+    )
     assert (exact.format, exact.head_format) == ("bfloat16", "bfloat16"), "what loses nothing is plain on a GPU"
 
 

@@ -12,7 +12,6 @@ from mdi.control.requested import Requested
 from mdi.kernels import library
 from mdi.machine.device import (
     check_format,
-    choose_device,
     choose_dtype,
     choose_kv_dtype,
     choose_packing,
@@ -73,12 +72,13 @@ def choose_computing(
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        asked: its device is one that `choose_device` gave.
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
     Raises:
-        UsageError: there is no such device here, or it cannot do that.
+        UsageError: the device cannot do that.
     """
-    device, quantize = choose_device(asked.device), asked.quantize
+    device, quantize = asked.device or "cpu", asked.quantize
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)

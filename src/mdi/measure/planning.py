@@ -18,6 +18,7 @@ from mdi.control.open_ports import open_ports
 from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
 from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import choose_device
 from mdi.measure.cluster_measurement import ClusterMeasurement
 from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler, share_of
@@ -96,7 +97,7 @@ def measure_live(
 ) -> ClusterProfile:
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
-    own = replace(asked, device=node.device, dtype=asked.dtype or node.dtype)
+    own = replace(asked, device=choose_device(node.device), dtype=asked.dtype or node.dtype)
     computing = choose_computing(model.config, own, model.stored_dtype)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:

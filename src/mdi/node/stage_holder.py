@@ -97,8 +97,8 @@ class StageHolder:
         """
         asked = self.own.over(request)
         device = choose_device(asked.device)
-        if self.own.threads is not None:  # they are set already
-            asked = replace(asked, threads=None)
+        threads = request.threads if self.own.threads is None else None  # its own are set already
+        asked = replace(asked, device=device, threads=threads)
         if asked.quantize is not None and self.own.quantize is None:
             try:
                 check_format(asked.quantize, device)

@@ -1,0 +1,46 @@
+"""What nodes are asked to compute with, from flags to a node."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields
+
+import pytest
+
+from mdi.cli import starter
+from mdi.control.requested import ANYTHING, Requested
+from mdi.errors import ControlError
+from mdi.json_fields import Fields
+from mdi.node.options import StarterOptions
+
+ASKED = Requested(device="cuda:1", threads=2, quantize="int8", kv_dtype="bf16", compile=True)
+
+
+def read(values: object) -> Requested:
+    return Requested(**Requested.read(Fields(values, "request", lambda message: ControlError(message, 400))))
+
+
+def test_every_field_has_a_flag_and_travels() -> None:
+    parser = argparse.ArgumentParser()
+    starter.add_arguments(parser)
+    args = parser.parse_args(["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--kv-dtype", "bf16", "-c"])
+    assert all(hasattr(args, f.name) for f in fields(Requested))
+    assert Requested.of(args) == ASKED
+    assert Requested.of(StarterOptions(**vars(ASKED))) == ASKED == read(asdict(ASKED))
+
+
+def test_what_a_node_was_started_with_goes_first() -> None:
+    own = Requested(device="cpu", dtype="float32")
+    assert own.over(ASKED) == Requested(
+        device="cpu", dtype="float32", threads=2, quantize="int8", kv_dtype="bf16", compile=True
+    )
+    assert ANYTHING.over(ASKED) == ASKED == ASKED.over(ANYTHING)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"threads": 0}, {"kv_dtype": "int3"}, {"compile": 1}, {"dtype": 5}, {"wire_dtype": None}]
+)
+def test_a_request_is_checked(changes: dict[str, object]) -> None:
+    with pytest.raises(ControlError) as failure:
+        read({**asdict(ASKED), **changes})
+    assert failure.value.code == "control"
