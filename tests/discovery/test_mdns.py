@@ -22,12 +22,17 @@ def command(namespace: str, *words: object) -> list[str]:
     return ["ip", "netns", "exec", namespace, sys.executable, "-m", "mdi.cli", *map(str, words)]
 
 
-def found(namespace: str, key: Path, folder: Path) -> list[str]:
-    done = subprocess.run(
-        command(namespace, "nodes", "--key", key, "--wait", 8, "--json"),
-        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(folder), check=True,
-    )  # fmt: skip
-    return [node["address"].rpartition(":")[0] for node in json.loads(done.stdout)["nodes"]]
+def found(namespace: str, keys: list[Path], folder: Path) -> list[list[str]]:
+    """Addresses of the nodes of each key, looked for at the same time."""
+    searches = [
+        subprocess.Popen(
+            command(namespace, "nodes", "--key", key, "--wait", 6, "--json"),
+            stdout=subprocess.PIPE, text=True, env=environment(folder),
+        )
+        for key in keys
+    ]  # fmt: skip
+    told = [json.loads(search.communicate(timeout=DEADLINE_S)[0])["nodes"] for search in searches]
+    return [[node["address"].rpartition(":")[0] for node in nodes] for nodes in told]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -52,11 +57,11 @@ def test_two_clusters_in_one_network_never_mix(tmp_path: Path) -> None:
             for node in nodes:
                 assert node.stderr is not None
                 assert any("waits for its starter" in line for line in node.stderr)
-            for i in range(N_CLUSTERS):
-                assert found(hosts[4][0], keys[i].path, tmp_path) == [hosts[i][1], hosts[i + 2][1]]
+            own = [[hosts[i][1], hosts[i + 2][1]] for i in range(N_CLUSTERS)]
+            assert found(hosts[4][0], [key.path for key in keys], tmp_path) == own
             nodes[0].terminate()
             nodes[0].wait(DEADLINE_S)
-            assert found(hosts[4][0], keys[0].path, tmp_path) == [hosts[2][1]]
+            assert found(hosts[4][0], [keys[0].path], tmp_path) == [[hosts[2][1]]]
         finally:
             for node in nodes:
                 node.terminate()
