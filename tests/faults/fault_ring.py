@@ -84,6 +84,7 @@ class FaultRing:
         for port, _ in self.ports:
             self.network.link(port)
         self.secondaries: list[Process | None] = [None] * (n_nodes - 1)
+        self._told_to_end: set[int] = set()
         self._closed = False
         self._path = self._write(range(n_nodes - 1), n_spares)
 
@@ -117,6 +118,7 @@ class FaultRing:
             stdin=subprocess.PIPE, env={"GOMP_SPINCOUNT": "0", "MKL_NUM_THREADS": "1"},
         )  # fmt: skip
         self.secondaries[index] = process
+        self._told_to_end.discard(index)
         return process
 
     def start_all(self) -> None:
@@ -124,7 +126,7 @@ class FaultRing:
         self.let_go_on()
         for index in range(self.n_nodes - 1):
             process = self.secondaries[index]
-            if process is None or process.child.poll() is not None:
+            if process is None or process.child.poll() is not None or index in self._told_to_end:
                 self.start(index)
             else:
                 self.fill_disk(index, is_full=False)
@@ -172,6 +174,8 @@ class FaultRing:
         process = self.secondaries[index]
         if process is not None and process.child.poll() is None:
             process.signal(number)
+            if number == signal.SIGTERM:  # it may live a little longer
+                self._told_to_end.add(index)
 
     def fill_disk(self, index: int, is_full: bool = True) -> None:
         """From now on no file of the node can grow; or all can again."""
