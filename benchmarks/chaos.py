@@ -55,6 +55,7 @@ class Tally:
     wrong: int = 0
     lost: int = 0
     ended_before: int = 0  # runs that a fault ended before the first token, while the nodes loaded
+    ended_alone: int = 0  # texts that were under way when two nodes were lost, one after the other
     left: int = 0
     gaps_s: list[float] = field(default_factory=list)  # the longest of runs in which nothing but links broke, and once
     seconds: float = 0.0
@@ -192,6 +193,7 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
     moments = collections.Counter((fault.point, fault.after) for fault in saboteur.done)
     tally.double += sum(n for n in moments.values() if n > 1)
     tally.recovered += len(outcome.recoveries)
+    tally.ended_alone += sum(outcome.is_ended_alone)
     tally.recovery_s += [one["seconds"] for one in outcome.recoveries if one["seconds"] is not None]
     if len(saboteur.done) == 1 and saboteur.done[0].action in ("reset", "half a frame") and outcome.error is None:
         tally.gaps_s.append(outcome.gap_s)
@@ -200,8 +202,8 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
 def show(tally: Tally) -> None:
     print(
         f"{tally.faults} faults in {tally.runs} runs, {tally.seconds / 60:.1f} min: {tally.hangs} hangs, {tally.wrong} wrong, "
-        f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.left} processes left, {tally.recovered} "
-        f"lost nodes were replaced\n  {dict(tally.by_action)}\n  "
+        f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.ended_alone} texts ended alone, {tally.left} "
+        f"processes left, {tally.recovered} lost nodes were replaced\n  {dict(tally.by_action)}\n  "
         f"{dict(tally.by_point)}, {tally.double} at once with another",
         flush=True,
     )

@@ -24,6 +24,7 @@ from mdi.errors import MdiError
 from mdi.node.local import free_ports
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.recovery.keeper import BROUGHT_DOWN
 from processes import Process, Reader, is_running
 
 DEADLINE_S = 120.0
@@ -45,6 +46,7 @@ class Outcome:
     Attributes:
         ids: of each text, as far as it came.
         is_whole: which texts have ended by themselves.
+        is_ended_alone: which were taken for what brought two nodes down, one after the other (mdi.recovery.suspects).
         error: what ended the run, if it did not end by itself.
         seconds: from the first text's submission to the end.
         gap_s: the longest time between two tokens of a text.
@@ -53,6 +55,7 @@ class Outcome:
 
     ids: list[list[int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
+    is_ended_alone: list[bool] = field(default_factory=list)
     error: MdiError | None = None
     seconds: float = 0.0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -265,6 +268,7 @@ def run(
     outcome.ids = [list(sample.token_ids) for sample in node.samples]
     outcome.gap_s = max((b - a for s in node.samples for a, b in pairwise(s.token_times_s)), default=0.0)
     outcome.is_whole = [sample.finish_reason is not None for sample in node.samples]
+    outcome.is_ended_alone = [sample.finish_reason == BROUGHT_DOWN for sample in node.samples]
     return outcome
 
 
