@@ -230,6 +230,19 @@ def test_a_text_that_brings_down_two_nodes_is_ended_alone(monkeypatch: pytest.Mo
     world.in_flight = {5: (0, 64)}
 
 
+def test_a_halted_node_was_not_brought_down_by_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight = {4: (10, 11)}
+    world.keeper.after_loss(world.lose("a"))
+    world.in_flight = {4: (0, 11)}
+    world.silent.add("x")
+    world.keeper.after_loss(world.lose("x"))
+    assert not world.cancelled and not world.isolated
+    world.in_flight = {4: (0, 11)}
+    world.keeper.after_loss(world.lose("y"))
+    assert world.cancelled == [(4, BROUGHT_DOWN)], "the one before counts still"
+
+
 def test_several_suspects_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, ["x", "y"])
     world.in_flight = {4: (10, 11), 5: (7, 8)}

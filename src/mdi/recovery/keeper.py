@@ -186,6 +186,7 @@ class RingKeeper:
             if following is None:
                 pause(POLL_S)
                 continue
+            self._suspect(search)
             try:
                 ring = self._former.form(replace(following, fresh=search.fresh(following)))
             except MdiError as e:
@@ -202,16 +203,23 @@ class RingKeeper:
         search.processes_before = dict(self._former.processes)
         search.processes = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
-        common = frozenset() if error.code == "left" else self._suspects.take(self.texts.in_flight)
+        logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
+        if isinstance(error, NodeLostError):
+            self._lose(search, error)
+
+    def _suspect(self, search: Search) -> None:
+        """Once a search: which texts may have brought a node down. One that is silent was halted by something else."""
+        ended = search.gone | search.failed - search.left
+        if search.is_judged or not ended & search.suspected:
+            return
+        search.is_judged = True
+        common = self._suspects.take(self.texts.in_flight)
         if len(common) == 1:
             (seq_id,) = common
             logger.warning("warning: a text is ended: two nodes in a row were lost while they computed it")
             self.texts.cancel(seq_id, BROUGHT_DOWN)
         elif common:
             self.texts.isolate(common)
-        logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
-        if isinstance(error, NodeLostError):
-            self._lose(search, error)
 
     def _at_once(self, search: Search) -> Next | None:
         """The same ring again, nobody being asked, if a node has said that it failed: it lives, and so may all others."""
@@ -259,6 +267,8 @@ class RingKeeper:
         roll = call_roll(self._clients, awaited, ASK_S)
         now = time.monotonic()
         search.processes.update({name: answer.process for name, answer in roll.answers.items()})
+        then = search.processes_before
+        search.gone |= roll.gone | {name for name in roll.answers if name in then and search.processes[name] != then[name]}
         present = frozenset(stage.name for stage in ring if self._is_present(stage, roll, search, now))
         lost = [stage for stage in ring if stage.name not in present]
         if any(self._may_live(stage.name, roll, search, now) for stage in lost):

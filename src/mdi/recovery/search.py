@@ -16,6 +16,8 @@ class Search:
         processes: what nodes have answered since.
         suspected: nodes that somebody said were lost.
         unfit: nodes that said they cannot take part.
+        gone: nodes whose processes have ended.
+        is_judged: whether texts were suspected for it.
         failed, left: nodes that said they had failed, and those of them that were told to end.
         most: blocks that nodes have said they can hold at most.
         n_failures: rings that could not be formed.
@@ -29,6 +31,8 @@ class Search:
         self.processes: dict[str, str] = {}
         self.suspected: set[str] = set()
         self.unfit: set[str] = set()
+        self.gone: set[str] = set()
+        self.is_judged = False
         self.failed: set[str] = set()
         self.left: set[str] = set()
         self.most: dict[str, int] = {}
