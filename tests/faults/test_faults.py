@@ -80,7 +80,7 @@ def broken_run(
     return outcome, saboteur
 
 
-@pytest.mark.parametrize(("action", "form"), zip(["reset", "half a frame", "pause"], FORMATS, strict=True))
+@pytest.mark.parametrize(("action", "form"), list(zip(["reset", "half a frame", "pause"], FORMATS, strict=True)))
 def test_a_link_that_breaks_costs_no_text(nodes: FaultRing, checkpoint: Path, action: str, form: str) -> None:
     """Each link in turn, the one to the starter too; no ring is formed anew."""
     places = [(node, (1 + node) / 5) for node in range(0 if action != "pause" else 1, 3)]
