@@ -51,7 +51,7 @@ class Node:
         self.stage.load([*blocks, *(["head"] if is_head_shared and rank else [])], shards.weights)
         self.mesh: Mesh = connected(rank, n, PORT, is_busy=n <= len(os.sched_getaffinity(0)) or args.cores >= n)
         self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype), agree_on_speed(self.mesh))
-        self.stage.join(self.group)
+        self.stage.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
         self.first = None
         if rank == 0:

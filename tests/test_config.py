@@ -43,6 +43,38 @@ def write(folder: Path, data: object) -> Path:
     return path
 
 
+def in_groups(*groups: str | None, **more: Any) -> dict[str, Any]:
+    """A network whose nodes are in these groups, starter first; `more` is said of the last one."""
+    data = network(len(groups) - 1)
+    entries = [data["nodes"]["starter"], *data["nodes"]["secondary"]]
+    for one, group in zip(entries, groups, strict=True):
+        one |= {} if group is None else {"group": group}
+    entries[-1] |= more
+    return data
+
+
+def test_nodes_in_groups(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, in_groups("a", "b", "a", None, "b")))
+    assert [node.group for node in cluster.nodes] == ["a", "b", "a", None, "b"]
+
+
+@pytest.mark.parametrize(
+    "data, reason",
+    [
+        (in_groups("a", "a", "b"), "secondary1 in the group 'b': no other node is in it"),
+        (in_groups("a", "a", "a", spare=True), "secondary1 in the group 'a': a spare"),
+        (in_groups("a", "a", "a", device="cuda:0"), "secondary1 in the group 'a' has the device cuda:0"),
+        (in_groups("a", "a", "secondary0", "secondary0"), "secondary1 in the group 'secondary0': that is the name"),
+        (in_groups("a", "a", group=7), r"secondary\[0\].group: expected a string, found 7"),
+        (in_groups("a", "a", group=""), r"secondary\[0\].group: expected a string of 1"),
+    ],
+)
+def test_groups_that_cannot_be(data: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=reason) as refusal:
+        load_cluster(write(tmp_path, data))
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_whole_network(tmp_path: Path) -> None:
     data = network()
     data["nodes"]["secondary"][1] |= {"device": "cuda:1", "dtype": "bfloat16", "threads": 4, "bind": "0.0.0.0"}

@@ -205,6 +205,7 @@ def test_shards_of_a_checkpoint_and_of_its_chunks_are_the_same(form: str, checkp
 @pytest.mark.parametrize("change", [
     {"rank": 7}, {"heads": [0, 3]}, {"heads": [0, 4, 3]}, {"columns": [0, 1, 10**9]}, {"packing": ["int3", "int8"]},
     {"members": "all"}, {"algorithm": "guess"}, {"reduce_dtype": None}, {"vocabulary": [0, 1, 2]},
+    {"n_here": [1]},
 ])  # fmt: skip
 def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: Path) -> None:
     config = open_source(checkpoint).config_dict
@@ -212,7 +213,7 @@ def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: P
     good = {
         "rank": 1, "members": [["starter", "127.0.0.1", 1], ["secondary0", "127.0.0.1", 2]], "heads": list(shares.heads),
         "columns": list(shares.columns), "vocabulary": None, "packing": ["int8", "int8"], "algorithm": "auto",
-        "reduce_dtype": "float32",
+        "reduce_dtype": "float32", "n_here": [2, 2], "name": "a",
     }  # fmt: skip
     assert group_of({"tensor": good}, config) is not None and group_of({}, config) is None
     with pytest.raises(ControlError):

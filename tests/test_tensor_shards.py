@@ -55,7 +55,7 @@ def stages_of(
             [f"block.{i}" for i in range(config["n_layer"])], lambda part, s=share: shard_weights(gpt, s, form, part)
         )
         stage.prepare(CONTEXT, 64 << 20)
-        stage.join(group)
+        stage.join("all", group)
         stages.append(stage)
     return stages
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class NodeConfig:
         kv_memory: bytes that caches may take; None is what is free after loading, less a margin.
         bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
         is_spare: whether it gets blocks only when another node is lost.
+        group: nodes with the same name here are one stage of the ring, and compute its blocks together; None is a stage alone.
     """
 
     name: str
@@ -54,6 +56,7 @@ class NodeConfig:
     cores: tuple[int, ...] | None = None
     kv_memory: int | None = None
     is_spare: bool = False
+    group: str | None = None
 
     @property
     def listen_addr(self) -> str:
@@ -104,6 +107,7 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     secondaries = tuple(node for node in others if not node.is_spare)
     cluster = ClusterConfig(starter, secondaries, spares=tuple(node for node in others if node.is_spare))
     refuse_shared_ports(cluster, str(path))
+    _check_groups(cluster, str(path))
     return cluster
 
 
@@ -184,6 +188,7 @@ def node_of(entry: Any, name: str, where: str) -> NodeConfig:
         cores=node.optional("cores", lambda key: _cores(node, key)),
         kv_memory=node.optional("kv_memory", lambda key: _size(node, key)),
         is_spare=node.boolean("spare") if "spare" in node.data else False,
+        group=node.optional("group", node.string),
     )
 
 
@@ -256,6 +261,28 @@ def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
             other = seen.setdefault((node.addr, port), f"{node.name}'s {what}")
             if port and other != f"{node.name}'s {what}":
                 raise UsageError(f"{where}: {node.addr}:{port} is both {other} and {node.name}'s {what}")
+
+
+def _check_groups(cluster: ClusterConfig, where: str) -> None:
+    """Raises UsageError for nodes that cannot be in their group."""
+    n_members = Counter(node.group for node in cluster.nodes if node.group is not None)
+    for node in (*cluster.nodes, *cluster.spares):
+        if node.group is None:
+            continue
+        entry = f"{where}: {node.name} in the group {node.group[:40]!r}"
+        if node.is_spare:
+            raise UsageError(f'{entry}: a spare takes the place of any lost node: leave "group" or "spare" out')
+        if node.group in [other.name for other in cluster.nodes]:
+            raise UsageError(f"{entry}: that is the name of a node: choose another one for the group")
+        if n_members[node.group] == 1:
+            raise UsageError(
+                f'{entry}: no other node is in it: name the same "group" for another node, or leave it out'
+            )
+        if node.device is not None and node.device.startswith(("cuda", "mps")):
+            raise UsageError(
+                f"{entry} has the device {node.device}: the nodes of a group compute on CPUs: "
+                f'leave "group" out, or choose "device": "cpu"'
+            )
 
 
 WEIGHT_MODES = ("auto", "map", "copy")

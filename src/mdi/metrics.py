@@ -26,14 +26,16 @@ TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 @dataclass(frozen=True)
 class ShareMetrics:
-    """A node's share of every block, and what sums over the nodes took.
+    """A node's share of every block of its stage, and what sums over the nodes of its group took.
 
     Attributes:
+        group: the name of that.
         heads, kv_groups, mlp_columns: [start, stop) of them.
         reduces: sums that it took part in; reduce_s in all, waiting for the others included.
         reduce_bytes_sent: to all other nodes together.
     """
 
+    group: str
     heads: tuple[int, int]
     kv_groups: tuple[int, int]
     mlp_columns: tuple[int, int]
@@ -48,6 +50,7 @@ class ShareMetrics:
     def from_json(cls, get: Fields) -> ShareMetrics:
         """Raises ControlError, as NodeMetrics."""
         return cls(
+            group=get.text("group"),
             heads=get.span("heads"),
             kv_groups=get.span("kv_groups"),
             mlp_columns=get.span("mlp_columns"),
@@ -211,6 +214,11 @@ class RunMetrics:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
+    def _is_one_group(self) -> bool:
+        """Whether all nodes computed all blocks together."""
+        return all(node.share is not None and node.layers == self.nodes[0].layers for node in self.nodes)
+
+    @property
     def file_stem(self) -> str:
         """`<N>nodes_<model>_<S>samples`, as in the names of a run's files."""
         model = re.sub(r"[^\w.+-]+", "-", self.model).strip("-.") or "model"
@@ -225,7 +233,7 @@ class RunMetrics:
             "nodes": [node.to_json() for node in self.nodes],
             "model": self.model,
             "recoveries": list(self.recoveries),
-            "parallel": "ring" if all(node.share is None for node in self.nodes) else "tensor",
+            "parallel": "tensor" if self._is_one_group else "ring",
         }
 
 

@@ -240,9 +240,11 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     from mdi.measure.planning import smaller_shapes
     from mdi.measure.window_plan import with_windows, without_limits
     from mdi.partition.beside import left_over
+    from mdi.partition.group_profile import stage_places
     from mdi.partition.model import Workload
     from mdi.partition.plan import plan
     from mdi.partition.split import parse_layers
+    from mdi.tensor.shares import why_not_shared_out
 
     if args.nodes:
         profile = _only(profile, args.nodes)
@@ -256,7 +258,7 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
         raise UsageError(
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
         )
-    layers = None if args.layers is None else parse_layers(args.layers, shape.n_layer, len(profile.nodes))
+    layers = None if args.layers is None else parse_layers(args.layers, shape.n_layer, len(stage_places(profile)))
     window = asked_window(args)
     report = plan(
         profile if window is None else without_limits(profile),
@@ -267,6 +269,7 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
         preferences=preferences(args),
         measured=_measured(profile, config, shape),
         smaller=smaller_shapes(config, shape),
+        may_share=why_not_shared_out(config) is None,
     )
     if window is None:
         return report

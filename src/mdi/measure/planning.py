@@ -25,7 +25,6 @@ from mdi.measure.profiler import Profiler, share_of
 from mdi.measure.profiling import Subject
 from mdi.partition.greedy import PREFERENCES
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.placement import Placement
 from mdi.partition.plan import PlanReport, plan
 from mdi.partition.profile import ClusterProfile, NodeProfile
 from mdi.partition.table import left_out_lines
@@ -84,6 +83,8 @@ def profile_cluster(
     for name, other in measurement.formats.items():
         if other != subject.computing.format:
             logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.computing.format)
+    groups = {node.name: node.group or "" for node in cluster.nodes}
+    nodes = tuple(replace(node, group=groups[node.name]) for node in nodes)
     return ClusterProfile(nodes, links, model.name, model.config_hash, subject.computing.format)
 
 
@@ -108,8 +109,8 @@ def measure_live(
 
 def choose(
     profile: ClusterProfile, model: Model, method: str, workload: Workload, prefer_memory: float | None, kv_dtype: str
-) -> tuple[Placement, int]:
-    """The placement of a run, told in a few lines, and how many frames are to be in flight.
+) -> PlanReport:
+    """The plan of a run, told in a few lines.
 
     Args:
         kv_dtype: what caches hold.
@@ -132,7 +133,7 @@ def choose(
     )
     for line in told(report):
         logger.info("%s", line)
-    return report.placement, len(report.nodes) + report.more_frames
+    return report
 
 
 def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:

@@ -1,16 +1,12 @@
-"""The starter's side of a group that computes every block together: who has which share, and the starter's own."""
+"""The starter's own part in a group that computes its blocks together: its share of them, and the connections to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weight_memory import WeightPlacer
-from mdi.checkpoint.weights import WeightSource
-from mdi.control.messages import PartSpec
 from mdi.errors import EngineError, UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, WeightUse
 from mdi.machine.computing import Computing
@@ -21,68 +17,38 @@ from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import check_capacity
-from mdi.node.group_member import may_look_busily, run_check, same_machine, share_metrics
+from mdi.node.group_member import may_look_busily, run_check, share_metrics
 from mdi.node.loading import kernel_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.own_stage import OwnStage
+from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
-from mdi.tensor.group import EXTENSION, Group
+from mdi.tensor.group import Group
 from mdi.tensor.group_ring import LeaderRing
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.mesh import Mesh
-from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
-from mdi.tensor.shares import Share
 from mdi.units import size
 
 
-class ShardWeights:
-    """What the starter can send to one node: its shards, cut out of the starter's own weights."""
+class GroupLeader(RingOfGroups):
+    """The starter as the first node of a group: `stage` has embedding and head, `loaded` a share of the blocks.
 
-    def __init__(self, weights: StarterWeights, share: Share, packing: Packing) -> None:
-        self._weights, self._share, self._packing = weights, share, packing
-        self._sources: dict[int, tuple[WeightSource, ShardSource]] = {}
-
-    def source_of(self, part: str) -> ShardSource:
-        """Where a shard is read from. CheckpointError if its part is in none of the starter's files."""
-        whole = self._weights.source_of(part)
-        if id(whole) not in self._sources:
-            self._sources[id(whole)] = whole, ShardSource(whole, self._share, self._packing)
-        return self._sources[id(whole)][1]
-
-    def spec(self, part: str) -> PartSpec:
-        info = self.source_of(part).info(part)
-        return PartSpec(info.name, info.sha256, info.n_bytes)
-
-    def part_bytes(self, part: str) -> int:
-        return self.source_of(part).n_bytes(part)
-
-    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
-        """The canonical bytes of a shard, to be sent."""
-        return self.source_of(part).pieces(part)
-
-
-class GroupLeader(OwnStage):
-    """A group that is the whole ring, as its starter has it: `stage` has embedding and head, `loaded` a share of the blocks.
-
-    Args:
-        name, family, config, options: see OwnStage.
-        group: as the starter, rank 0, sees it.
-        fields: litgpt's Config as a plain dict.
+    Args: see RingOfGroups.
     """
 
-    is_shared = True
     stage: ArrayStarterStage
     loaded: ArrayStage
 
     def __init__(
-        self, name: str, family: ModelFamily, config: Any, options: StarterOptions, group: Group, fields: Mapping[str, Any]
+        self, name: str, family: ModelFamily, config: Any, options: StarterOptions, groups: Sequence[Group | None],
+        fields: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        super().__init__(name, family, config, options)
-        self.group, self._fields = group, dict(fields)
-        self._shards: dict[int, ShardWeights] = {}
+        super().__init__(name, family, config, options, groups, fields)
+        assert groups[0] is not None
+        self.group = groups[0]
+        self._is_whole = self.group.size == len(groups)
         self._links: GroupLinks | None = None
         self._ring: LeaderRing | None = None
         self._is_loaded = False
@@ -95,21 +61,8 @@ class GroupLeader(OwnStage):
     def is_head_shared(self) -> bool:
         return self.group.shares.vocabulary is not None
 
-    def weights_of(self, weights: StarterWeights, index: int) -> ShardWeights:
-        if index not in self._shards:
-            share = replace(self.group, rank=index).share(self._fields)
-            self._shards[index] = ShardWeights(weights, share, self.group.packing)
-        return self._shards[index]
-
-    def parts_of(self, index: int, n_nodes: int, blocks: tuple[int, int]) -> list[str]:
-        parts = stage_parts(*blocks, starter=False)
-        return [*parts, "head"] if self.is_head_shared else parts
-
-    def extensions(self, index: int) -> dict[str, Any]:
-        return {EXTENSION: replace(self.group, rank=index).to_json()}
-
     def check_memory(self, weights: StarterWeights, computing: Computing, n_nodes: int) -> None:
-        own = self.weights_of(weights, 0)
+        own = self._shards_of(weights, 0)
         blocks = stage_parts(*weights.blocks[0], starter=False)
         needed = sum(map(own.part_bytes, blocks)) + weights.part_bytes("embedding")
         needed += (own if self.is_head_shared else weights).part_bytes("head")
@@ -132,7 +85,7 @@ class GroupLeader(OwnStage):
         self.loaded.prepare(max_length, kv_memory)
 
     def _load_shares(self, weights: StarterWeights, computing: Computing, check: Callable[[], None]) -> None:
-        own, packing = self.weights_of(weights, 0), computing.packing
+        own, packing = self._shards_of(weights, 0), computing.packing
         assert packing is not None
         placer = WeightPlacer(self._options.weight_memory)
         weights.verify(stage_parts(*weights.blocks[0], starter=True), check)
@@ -176,10 +129,11 @@ class GroupLeader(OwnStage):
         """The ring as the engine sees it. Raises RingError if a node of the group is not there."""
         assert self._links is not None and isinstance(ring, TcpRing)
         try:
-            self._own_share.join(self._links.connect(run_check(ring), may_look_busily(same_machine(self.group))))
+            is_busy = may_look_busily(self.group.n_neighbours)
+            self._own_share.join(self.group.name, self._links.connect(run_check(ring), is_busy))
         finally:
             self._links.close()
-        self._ring = LeaderRing(ring, self.loaded, is_whole=True)
+        self._ring = LeaderRing(ring, self.loaded, self._is_whole)
         return cast(TcpRing, self._ring)
 
     def drop(self) -> None:

@@ -80,7 +80,7 @@ def share_metrics(stage: object) -> ShareMetrics | None:
     share, tally = inner.share, inner.tally
     first, last = share.shares.columns[share.rank : share.rank + 2]
     return ShareMetrics(
-        share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        inner.group_name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
         tally.bytes_sent,
     )  # fmt: skip
 
@@ -97,26 +97,30 @@ class GroupPart:
         epoch, placement = int(request.epoch, 16), request.placement
         self._links = None if self._group is None else GroupLinks(self._group, listener, epoch, placement, process)
         self._stage: ShardStage | None = None
-        self._n_here = 0 if self._group is None else same_machine(self._group)
+        # Where the group is the whole ring, its first node, the starter, has the result as well, and nothing is sent on.
+        self._is_whole = self._group is not None and self._group.size == len(request.names)
 
     @property
-    def is_shared(self) -> bool:
-        return self._group is not None
+    def is_whole(self) -> bool:
+        """Whether all nodes of the ring compute every block together."""
+        return self._is_whole
 
     def connect(self, stage: object, ring: TcpRing) -> None:
         """Once the ring is closed. Raises RingError if another node of the group is not there."""
         if self._links is None:
             return
-        assert isinstance(stage, ArrayStage) and isinstance(stage.inner, ShardStage)
+        assert isinstance(stage, ArrayStage) and isinstance(stage.inner, ShardStage) and self._group is not None
         self._stage = stage.inner
-        self._stage.join(self._links.connect(run_check(ring), may_look_busily(self._n_here)))
+        self._stage.join(
+            self._group.name, self._links.connect(run_check(ring), may_look_busily(self._group.n_neighbours))
+        )
 
     def over(self, ring: Any) -> Any:
         """The ring as the loop is to see it."""
         if self._group is None:
             return ring
         assert self._stage is not None
-        return MemberRing(ring, self._stage, self._group, is_whole=True)
+        return MemberRing(ring, self._stage, self._group, self._is_whole)
 
     def close(self) -> None:
         """Close the connections; harmless if repeated."""
@@ -124,9 +128,3 @@ class GroupPart:
             self._links.close()
         if self._stage is not None:
             self._stage.leave()
-
-
-def same_machine(group: Group) -> int:
-    """How many nodes of the group share the machine of the one whose group this is, as far as addresses say."""
-    own = group.members[group.rank].addr
-    return sum(member.addr == own for member in group.members)

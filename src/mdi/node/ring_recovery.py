@@ -56,6 +56,7 @@ class RingRecovery:
         part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
         self._cut = MovingCut(shape, profile, workload, part_bytes, lambda: former.n_rounds_left)
         self._moves: Moves | None = None
+        self._first: LoopbackRing | TcpRing | None = None  # the first ring, if that was closed in `prepare`
         self.keeper = RingKeeper(former, self._clients, self._spares, self._cut_over, silence_s)
 
     def prepare(self, check: Callable[[], None]) -> None:
@@ -69,12 +70,12 @@ class RingRecovery:
         except NodeLostError as e:
             if not (self._is_measured or e.node in self._rings.processes):
                 raise  # nobody has heard of it: it was not started, or has another address
-            self.keeper.after_loss(e)
+            self._first = self.keeper.after_loss(e)
 
     def form(self) -> LoopbackRing | TcpRing:
         """The first ring, closed. Raises RingError."""
-        if self._rings.ring is not None:
-            return self._rings.ring
+        if self._first is not None:
+            return self._first
         try:
             return self._former.form_first()
         except NodeLostError as e:

@@ -137,9 +137,9 @@ class RunRings:
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
         own = None
         if basis.make_own is not None:  # shares are others with every other set of nodes
-            if self.own is not None:
-                self.own.drop()
             own = basis.make_own(self.cluster)
+            if self.own not in (None, own):
+                self.own.drop()
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
             basis.max_length, basis.n_sequences, self.preparation, own, replays,

@@ -207,7 +207,7 @@ class Service:
         return ring, seat
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
-        is_last = seat.index == seat.n_nodes - 1 or group.is_shared  # who wants only the rows for logits
+        is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # who wants only the rows for logits
         rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)

@@ -28,20 +28,21 @@ from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, s
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
-from mdi.node.parallel_choice import is_tensor, leaders, measured_parts, nodes_of_chunks
-from mdi.node.placing import measured_cluster, measured_placement
+from mdi.node.parallel_choice import chosen_stages, nodes_of_chunks
+from mdi.node.placing import divide, faster_way, measured_cluster, planned_ring
 from mdi.node.prompt_limits import check_prompt, context_length
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunBasis, RunRings
 from mdi.node.sample import OnText, Record, Sample, SampleReader
+from mdi.node.sharing_out import SharingOut
 from mdi.node.starter_report import OpenModel, StarterReport
 from mdi.node.teardown import dismiss
 from mdi.node.texts import Texts
 from mdi.node.windowed import prompt_rows
-from mdi.partition.methods import DEFAULT_METHOD
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
 from mdi.recovery.joins import Newcomers, nobody
+from mdi.tensor.stages import RingStage
 from mdi.weight_formats import AUTO
 from mdi.window.options import window_of
 
@@ -106,7 +107,7 @@ class StarterNode(StarterReport):
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
         with contextlib.ExitStack() as stack:
             weights = self._family.open_weights(
-                options.ckpt, options.chunk, nodes_of_chunks(options, self.cluster.n_nodes), options.layers,
+                options.ckpt, options.chunk, nodes_of_chunks(options, self.cluster), options.layers,
                 options.quantize, will_be_cut,
             )  # fmt: skip
             stack.callback(weights.close)
@@ -144,35 +145,61 @@ class StarterNode(StarterReport):
         """
         weights, options = self.weights, self._options
         self._n_sequences = n_sequences
-        if is_tensor(
-            options, self._family.kernel_config(weights.config), self.computing, self.cluster.n_nodes, n_sequences
-        ):
-            return self._share_out(n_sequences, max_length, check)
+        work = Workload(n_sequences, min(max_length, self.context_length))
+        if (stages := self._chosen_stages(work, check)) is not None:
+            return self._share_out(stages, work, check)
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
-        method = options.placement or DEFAULT_METHOD
         has_window = window_of(options.weight_memory) is not None  # then memory does not limit who holds what
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
-        if not self.cluster.secondaries or is_cut or method == "even" or has_window or not self._family.is_placed:
+        if (
+            not self.cluster.secondaries
+            or is_cut
+            or options.placement == "even"
+            or has_window
+            or not self._family.is_placed
+        ):
             if self._is_auto:  # the starter's own memory decides
                 fit = (form for form in formats if fits_here(weights, form, self._device))
                 self._take_format(next(fit, formats[-1]))
             if self.cluster.secondaries:
                 logger.info("blocks %s; nothing was measured", told_blocks(self.names, weights.blocks))
             return
-        first_that_fits(formats, lambda form: self._place_in(form, method, n_sequences, max_length, check))
+        first_that_fits(formats, lambda form: self._place_in(form, work, check))
 
-    def _share_out(self, n_sequences: int, max_length: int, check: Callable[[], None]) -> None:
-        """Give every node a share of all blocks."""
+    def _chosen_stages(self, work: Workload, check: Callable[[], None]) -> tuple[RingStage, ...] | None:
+        """See `chosen_stages`; with `--parallel auto` nodes measure themselves, unless the cut is made by hand."""
+        options, weights = self._options, self.weights
+        is_measured = options.placement != "even" and options.layers is None
+        return chosen_stages(
+            options, self._family.kernel_config(weights.config), self.computing, self.cluster, work.n_sequences,
+            (lambda: faster_way(self._profiled(check), weights, self.computing, work)) if is_measured else None,
+        )  # fmt: skip
+
+    def _share_out(self, stages: tuple[RingStage, ...], work: Workload, check: Callable[[], None]) -> None:
+        """Give the nodes of each stage shares of its blocks."""
         weights, options = self.weights, self._options
         assert self._listener is not None
-        parts = None
-        if options.parallel.parts is None and options.placement != "even":
-            workload = Workload(n_sequences, min(max_length, self.context_length))
-            self._profile = measured_cluster(self._cluster_here, weights, options, self.computing, self.run_id, check)
-            parts = measured_parts(self._profile, weights.config, self.computing, workload)
-        self._make_own = leaders(
-            self._family, self.config, self.cluster, self._listener.port, options, weights, self.computing, parts
+        division = divide(stages, weights, options, self.computing, self.names, work, lambda: self._profiled(check))
+        if options.n_frames is None and len(division.stages) > 1:
+            self._options = options = replace(options, n_frames=len(division.stages))
+        self._make_own = SharingOut(
+            self._family, self.config, self._listener.port, options, weights, self.computing, division
         )
+        self._take_nodes([name for stage in division.stages for name in stage.members])
+
+    def _take_nodes(self, names: Sequence[str]) -> None:
+        """The nodes of the ring, in its order; the others are left out."""
+        nodes = {node.name: node for node in self.cluster.nodes}
+        self.cluster = replace(self.cluster, secondaries=tuple(nodes[name] for name in names[1:]))
+        self._left_out = [node for name, node in nodes.items() if name not in names]
+
+    def _profiled(self, check: Callable[[], None]) -> ClusterProfile:
+        """What the nodes measure of themselves, in the format of the run."""
+        if self._profile is None or self._profile.format != self.computing.format:
+            self._profile = measured_cluster(
+                self._cluster_here, self.weights, self._options, self.computing, self.run_id, check
+            )
+        return self._profile
 
     @property
     def _cluster_here(self) -> ClusterConfig:
@@ -181,23 +208,16 @@ class StarterNode(StarterReport):
         here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
         return replace(self.cluster, starter=here)
 
-    def _place_in(
-        self, form: str | None, method: str, n_sequences: int, max_length: int, check: Callable[[], None]
-    ) -> None:
+    def _place_in(self, form: str | None, work: Workload, check: Callable[[], None]) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
         self._take_format(form)
-        weights, options = self.weights, self._options
         self._state = "PLANNING"
-        length = min(max_length, self.context_length)
-        self._profile, placement, n_frames = measured_placement(
-            self._cluster_here, weights, options, self.computing, Workload(n_sequences, length), method, self.run_id, check
-        )  # fmt: skip
-        if options.n_frames is None and n_frames > len(placement.order):
-            self._options = replace(options, n_frames=n_frames)
-        weights.cut_anew(placement.counts)
-        nodes = self.cluster.nodes
-        self.cluster = replace(self.cluster, secondaries=tuple(nodes[i] for i in placement.order[1:]))
-        self._left_out = [node for i, node in enumerate(nodes) if i not in placement.order]
+        report = planned_ring(self._profiled(check), self.weights, self._options, self.computing, work)
+        placement, n_frames = report.placement, len(report.nodes) + report.more_frames
+        if self._options.n_frames is None and report.more_frames:
+            self._options = replace(self._options, n_frames=n_frames)
+        self.weights.cut_anew(placement.counts)
+        self._take_nodes(placement.names)
         self._state = "IDLE"
 
     def prepare(self, max_length: int, check: Callable[[], None] = lambda: None) -> None:

@@ -140,6 +140,11 @@ class StarterReport(StatusOnly):
         )  # fmt: skip
 
     @property
+    def is_shared(self) -> bool:
+        """Whether nodes compute blocks together."""
+        return self._rings is not None and self._rings.is_shared
+
+    @property
     def clients(self) -> list[ControlClient]:
         """Of the secondaries, in ring order."""
         return [] if self._rings is None else list(self._rings.clients)

@@ -89,9 +89,9 @@ class StarterWeights:
         """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
         self._take_cut(ranges(counts))
 
-    def give_all_blocks(self, n_nodes: int) -> None:
-        """Every node has a share of all blocks. CheckpointError if some part is not here."""
-        self._take_cut([(0, self.n_layer)] * n_nodes)
+    def take_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """The blocks of each node, the same for nodes that compute them together. CheckpointError if one is not here."""
+        self._take_cut(list(blocks))
 
     def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
         self.blocks = blocks

@@ -15,9 +15,11 @@ from mdi.errors import PlacementError
 from mdi.partition.advice import advice, help_for_misfit, limit_of
 from mdi.partition.cost import CostModel, MemoryUse
 from mdi.partition.greedy import PREFERENCES
+from mdi.partition.group_profile import GroupPlan, merged
 from mdi.partition.methods import DEFAULT_METHOD, by_hand, place
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.node_window import NodeWindow
+from mdi.partition.parallel import ParallelChoice, choose_parallel
 from mdi.partition.placement import Placement
 from mdi.partition.profile import ClusterProfile
 from mdi.partition.tensor_plan import TensorPlan, plan_tensor
@@ -55,6 +57,8 @@ class PlanReport:
         limit: what the ring waits for, in words.
         advice: what would help, in words, most useful first.
         tensor: all nodes computing every block together, for one text (--parallel tensor).
+        parallel: what --parallel auto would take for all texts; None of one node.
+        groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
         notes: where the numbers are less sure than they look.
         windows: of each node, if weights are to be read while they are computed with.
     """
@@ -75,6 +79,8 @@ class PlanReport:
     notes: tuple[str, ...]
     windows: tuple[NodeWindow, ...] = ()
     tensor: TensorPlan | None = None
+    parallel: ParallelChoice | None = None
+    groups: tuple[GroupPlan, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -108,6 +114,8 @@ class PlanReport:
             "advice": list(self.advice),
             "notes": list(self.notes),
             "tensor": None if self.tensor is None else self.tensor.to_json(),
+            "parallel": None if self.parallel is None else self.parallel.to_json(),
+            "groups": [dataclasses.asdict(group) for group in self.groups],
             **({"windows": [window.to_json() for window in self.windows]} if self.windows else {}),
         }
 
@@ -122,6 +130,7 @@ def plan(
     preferences: Mapping[tuple[str, str], float] = PREFERENCES,
     measured: ModelShape | None = None,
     smaller: Sequence[ModelShape] = (),
+    may_share: bool = True,
 ) -> PlanReport:
     """Place a model on a cluster and say what that means.
 
@@ -133,6 +142,7 @@ def plan(
         measured: the shape that the profile's times belong to, if it is not `shape`: they are scaled by what a block
             reads. None without such a shape: then times come from the nodes' reading speed.
         smaller: the same model in formats that take less, for advice.
+        may_share: whether several nodes can compute a block of it together.
 
     Raises:
         PlacementError: it does not fit; the message says where how much is missing, and what would help.
@@ -144,13 +154,18 @@ def plan(
     elif (profile.config_hash, profile.format) != (shape.config_hash, shape.format):
         profile, note = rescaled(profile, shape, measured)
         notes.append(note)
-    cost = CostModel(profile, shape, workload)
+    stages, groups = merged(profile, shape, workload)
+    cost = CostModel(stages, shape, workload)
     try:
         placement = place(cost, method, preferences) if layers is None else by_hand(cost, layers)
     except PlacementError as e:
         hints = help_for_misfit(cost, smaller, method if layers is None else None)
         raise PlacementError("; ".join([str(e), *hints]), e.missing) from None
-    return report(cost, placement, smaller, tuple(notes))
+    found = report(cost, placement, smaller, tuple(notes))
+    if len(profile.nodes) == 1 or not may_share:
+        return found
+    parallel = choose_parallel(profile, shape, workload, found.tokens_s)
+    return dataclasses.replace(found, tensor=_for_one_text(profile, shape, workload), parallel=parallel, groups=groups)
 
 
 def report(
@@ -190,7 +205,6 @@ def report(
         limit=limit_of(placement, prediction),
         advice=tuple(advice(cost, placement, prediction, smaller)),
         notes=(*notes, *_refused_caches(cost.shape.kv_dtype, nodes)),
-        tensor=_shared_out(cost),
     )
 
 
@@ -202,13 +216,10 @@ def _refused_caches(kv_dtype: str, nodes: Sequence[NodePlan]) -> list[str]:
     return [f"caches in int8 are for the kernels: {', '.join(in_torch)} will refuse them (--kv-dtype bf16 or fp16)"]
 
 
-def _shared_out(cost: CostModel) -> TensorPlan | None:
-    """What shares of all blocks on all nodes would bring to one text; None if there is one node, or they do not fit."""
-    if cost.n_nodes == 1:
-        return None
-    one = CostModel(cost.profile, cost.shape, cost.workload, timed=1)
+def _for_one_text(profile: ClusterProfile, shape: ModelShape, workload: Workload) -> TensorPlan | None:
+    """What shares of all blocks on all nodes would bring to one text; None if they do not fit."""
     try:
-        return plan_tensor(one)
+        return plan_tensor(CostModel(profile, shape, workload, timed=1))
     except PlacementError:
         return None
 

@@ -49,6 +49,7 @@ class NodeProfile:
             bandwidth. 0 is unknown, and shares nothing.
         computed_by: what computes the blocks of the cluster profile's model: the kernels and their instruction set, or torch
             and why; "" is unknown.
+        group: nodes with the same name here are one stage, see `mdi.partition.group_profile`; "" is a stage of its own.
     """
 
     name: str
@@ -68,6 +69,7 @@ class NodeProfile:
     machine: str = ""
     machine_share: float = 0.0
     computed_by: str = ""
+    group: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -94,6 +96,7 @@ class NodeProfile:
             machine=get.optional("machine", get.text) or "",
             machine_share=get.optional("machine_share", lambda key: get.number(key, 0, 1)) or 0.0,
             computed_by=get.optional("computed_by", get.text) or "",
+            group=get.optional("group", get.text) or "",
         )
         if not profile.n_cores:
             raise get.wrong("n_cores", "more than 0 cores")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mdi.block_ranges import span
 from mdi.columns import table
+from mdi.partition.group_profile import GroupPlan
 from mdi.partition.placement import Placement
 from mdi.partition.plan import NodePlan, PlanReport
 from mdi.units import duration, size
@@ -36,6 +37,9 @@ def format_plan(report: PlanReport) -> str:
             f"tensor:   {_rate(shared.tokens_s)} tokens/s for one sequence with every block on all nodes (--parallel tensor); "
             f"of {duration(shared.token_s)} a token, sums ({shared.algorithm}) take {duration(shared.sums_s)}"
         )
+    lines += [_group_line(group) for group in report.groups]
+    if report.parallel is not None:
+        lines.append(f"auto:     --parallel auto takes {report.parallel.mode}: {report.parallel.reason}")
     lines += [line for window in report.windows for line in window.lines()]
     lines += [f"advice:   {text}" for text in report.advice]
     lines += [f"note:     {text}" for text in report.notes]
@@ -50,6 +54,11 @@ def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
         if path == "torch":
             names.setdefault(reason, []).append(node.name)
     return [f"torch:    {', '.join(who)}: {reason}" for reason, who in names.items()]
+
+
+def _group_line(group: GroupPlan) -> str:
+    shares = ", ".join(f"{name} {part:.0%}" for name, part in zip(group.members, group.parts, strict=True))
+    return f"group:    {group.name} is {shares} of each of its blocks; a sum ({group.algorithm}) takes {duration(group.sum_s)}"
 
 
 def left_out_lines(placement: Placement) -> list[str]:

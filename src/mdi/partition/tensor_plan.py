@@ -13,6 +13,7 @@ from typing import Any
 from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
 from mdi.partition.sum_cost import LinkSpeed, fastest, seconds
+from mdi.weight_formats import weight_format
 
 SUMS_PER_BLOCK = 2  # behind attention and behind the MLP; of blocks with parallel residuals one
 
@@ -24,7 +25,7 @@ class TensorPlan:
     Attributes:
         parts: of each node, from 0 to 1; together 1.
         token_s: of one token of each of `n_rows` sequences: blocks_s + sums_s + head_s.
-        algorithm: of the sums, the cheapest by delay and rate of the slowest link.
+        algorithm: of the sums, the cheapest by `link`, delay and rate of the slowest one.
         weight_bytes: of each node, its share of the blocks, and what the starter holds beside.
     """
 
@@ -37,6 +38,7 @@ class TensorPlan:
     head_s: float
     algorithm: str
     weight_bytes: tuple[int, ...]
+    link: LinkSpeed
 
     @property
     def tokens_s(self) -> float:
@@ -57,8 +59,8 @@ def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_s
     parts = shares_of([1 / cost.block_s(i, n_rows) for i in nodes], [_most(cost, i) for i in nodes])
     whole = cost.work[shape.n_layer]
     stages = [part * cost.block_s(i, n_rows) * whole for i, part in enumerate(parts)]
-    speed = slowest_link(cost)
-    n_bytes = 4 * n_rows * (shape.row_bytes // _value_bytes(cost))
+    speed = slowest_link(cost, nodes)
+    n_bytes = n_rows * row_bytes(cost)
     algorithm = fastest(cost.n_nodes, n_bytes, speed)
     sums_s = shape.n_layer * sums_per_block * seconds(algorithm, cost.n_nodes, n_bytes, speed)
     head_s = cost.head_s(n_rows) * (max(parts) if is_head_shared else 1.0)
@@ -66,7 +68,7 @@ def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_s
     weights[0] += shape.embedding_bytes + shape.head_bytes
     return TensorPlan(
         tuple(node.name for node in cost.profile.nodes), tuple(parts), n_rows, max(stages) + sums_s + head_s, max(stages),
-        sums_s, head_s, algorithm, tuple(weights),
+        sums_s, head_s, algorithm, tuple(weights), speed,
     )  # fmt: skip
 
 
@@ -91,14 +93,13 @@ def shares_of(speeds: Sequence[float], most: Sequence[float]) -> list[float]:
             return parts
 
 
-def slowest_link(cost: CostModel) -> LinkSpeed:
-    """What a sum over all nodes goes by."""
-    pairs = [(a, b) for a in range(cost.n_nodes) for b in range(cost.n_nodes) if a != b]
+def slowest_link(cost: CostModel, members: Sequence[int]) -> LinkSpeed:
+    """What a sum over these nodes goes by."""
+    pairs = [(a, b) for a in members for b in members if a != b]
     if not pairs:
         return LinkSpeed(0.0, 1e9)
-    small, large = 64, 1 << 20
-    delay = max(cost.links.seconds(a, b, small) for a, b in pairs)
-    rate = min(large / cost.links.transmit_s(a, b, large) for a, b in pairs)
+    ways = [cost.links.of(a, b) for a, b in pairs]  # without a frame's hand-overs: who computes sends and receives
+    delay, rate = max(round_trip_s for round_trip_s, _ in ways) / 2, min(bytes_s for _, bytes_s in ways)
     return LinkSpeed(delay, rate)
 
 
@@ -113,5 +114,6 @@ def _most(cost: CostModel, i: int) -> float:
     return max(0.0, free / held)
 
 
-def _value_bytes(cost: CostModel) -> int:
-    return 2 if cost.shape.format in ("bfloat16", "float16") else 4
+def row_bytes(cost: CostModel) -> int:
+    """Of one row of partial sums, in float32."""
+    return 4 * cost.shape.row_bytes // weight_format(cost.shape.format).value_bytes

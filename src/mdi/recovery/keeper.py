@@ -331,7 +331,7 @@ class RingKeeper:
         last_s = self.texts.last_token_s or time.perf_counter()
         self._records.begin(lost, last_s)
         for name in lost:
-            by = takers(search.before[name], following.stages)
+            by = takers(search.before[name], self._former.stages)
             self._records.replace(name, by, self._former.restored_by)
             if name not in search.suspected:
                 self._absences.add(name, time.monotonic())

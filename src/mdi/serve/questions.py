@@ -71,6 +71,10 @@ def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
         return {"error": "No ring is running."}
     if any(not one["frames"] or not one["memory"] for one in ring["nodes"]):
         return {"error": "The nodes have not computed enough yet: ask for a text first."}
+    if node.is_shared:
+        return {
+            "error": "Nodes of this ring compute blocks together: only where each has blocks of its own is another cut planned."
+        }
     running = max(1, ring["texts"]["running"])
     shape = model_shape(node.weights.config, node.format, node.computing.kv_dtype)
     profile = profile_now(node, ring, shape)

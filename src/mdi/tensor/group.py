@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdi.checkpoint.packing import Packing
+from mdi.config import N_NODES_LIMIT
 from mdi.errors import ControlError
 from mdi.tensor.allreduce import CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
@@ -38,6 +39,8 @@ class Group:
         members: all nodes of the group, by rank; neighbours in the ring.
         packing: the formats of all shards.
         algorithm: one of allreduce.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
+        name: of the group, for people.
+        n_here: nodes of the ring, in this group or in others, at the address of each member.
     """
 
     rank: int
@@ -46,6 +49,13 @@ class Group:
     packing: Packing
     algorithm: str = "auto"
     reduce_dtype: str = "float32"
+    n_here: tuple[int, ...] = ()
+    name: str = ""
+
+    @property
+    def n_neighbours(self) -> int:
+        """Nodes of the ring that share this node's machine, itself among them, as far as addresses say."""
+        return self.n_here[self.rank] if self.n_here else 1
 
     @property
     def size(self) -> int:
@@ -69,6 +79,8 @@ class Group:
             "packing": [self.packing.blocks, self.packing.head],
             "algorithm": self.algorithm,
             "reduce_dtype": self.reduce_dtype,
+            "n_here": list(self.n_here),
+            "name": self.name,
         }
 
 
@@ -90,10 +102,12 @@ def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group 
         blocks, head = data["packing"]
         group = Group(
             _count(data["rank"], len(members) - 1), members, shares, Packing(blocks, head), data["algorithm"],
-            data["reduce_dtype"],
+            data["reduce_dtype"], tuple(_count(n, N_NODES_LIMIT) for n in data["n_here"]), _text(data["name"]),
         )  # fmt: skip
         if blocks not in LAYOUTS or head not in LAYOUTS:
             raise ValueError(f"weights in {_text(blocks)[:20]} and {_text(head)[:20]}")
+        if len(group.n_here) != group.size:
+            raise ValueError(f"n_here of {len(group.n_here)} nodes")
         if shares.n_nodes != group.size or group.algorithm not in CHOICES or group.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError("fields that do not fit each other")
         if (reason := why_not_shared_out(config)) is not None:

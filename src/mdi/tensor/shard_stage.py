@@ -26,7 +26,7 @@ class ShardStage(KernelStage):
 
     Attributes:
         group: the sum over all nodes; set (`join`) while these are connected.
-        tally: what sums took in this run.
+        tally: what sums took in this run; group_name: the group that it is, or was, a part of.
     """
 
     _blocks: ShardBlocks
@@ -35,12 +35,12 @@ class ShardStage(KernelStage):
         super().__init__(share.shard_config(), start, stop, n_threads, cache_type)
         self.share = share
         self.group: AllReduce | None = None
-        self.tally = Tally()
+        self.tally, self.group_name = Tally(), ""
         self._own_head: Head | None = None
 
-    def join(self, group: AllReduce) -> None:
-        """The nodes of the group are connected: from here on frames can be computed."""
-        self.group, self.tally = group, group.mesh.tally
+    def join(self, name: str, group: AllReduce) -> None:
+        """The nodes of the group of this name are connected: from here on frames can be computed."""
+        self.group, self.tally, self.group_name = group, group.mesh.tally, name
 
     def leave(self) -> None:
         """Close the connections; harmless if there are none."""

@@ -1,0 +1,136 @@
+"""Who gets which share of which blocks, in the first ring of a run and in those that follow when nodes were lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.config import ClusterConfig
+from mdi.errors import UsageError
+from mdi.machine.computing import Computing
+from mdi.node.group_leader import GroupLeader
+from mdi.node.model_family import ModelFamily
+from mdi.node.options import ParallelOptions, StarterOptions
+from mdi.node.own_stage import OwnStage
+from mdi.node.ring_of_groups import RingOfGroups
+from mdi.node.starter_weights import StarterWeights
+from mdi.partition.split import default_split, ranges
+from mdi.tensor.group import Group, Member
+from mdi.tensor.shares import Shares, share_out
+from mdi.tensor.stages import RingStage, counts_after, groups_after, stages_of
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Division:
+    """What the first ring of a run is to be.
+
+    Attributes:
+        stages: in ring order; `counts` are the blocks of each.
+        parts: what each node's share of its stage is proportional to, by name.
+    """
+
+    stages: tuple[RingStage, ...]
+    counts: tuple[int, ...]
+    parts: Mapping[str, float]
+
+
+def division_by_hand(
+    stages: tuple[RingStage, ...], weights: StarterWeights, options: ParallelOptions, names: Sequence[str]
+) -> Division:
+    """Blocks as they are cut already, else evenly; shares by hand (--shares), else alike.
+
+    Args:
+        names: of all nodes, as they are listed.
+
+    Raises:
+        UsageError: there are shares for other nodes. SplitError: there are more stages than blocks.
+    """
+    if options.parts is not None and len(options.parts) != len(names):
+        raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {len(names)}")
+    counts = tuple(stop - start for start, stop in weights.blocks)
+    if len(counts) != len(stages):
+        counts = default_split(weights.config, len(stages))
+    return Division(stages, counts, dict(zip(names, options.parts or [1.0] * len(names), strict=True)))
+
+
+class SharingOut:
+    """Makes the starter's stage for the nodes of a ring, all of them at first, fewer or others later.
+
+    Args:
+        family, config: of the model.
+        ring_port: the starter's own, as it really is.
+        division: the first ring.
+    """
+
+    def __init__(
+        self, family: ModelFamily, config: Any, ring_port: int, options: StarterOptions, weights: StarterWeights,
+        computing: Computing, division: Division,
+    ) -> None:  # fmt: skip
+        self._family, self._config = family, config
+        self._ring_port, self._options = ring_port, options
+        self._weights, self._computing = weights, computing
+        self._parts = dict(division.parts)
+        self._mean = sum(self._parts.values()) / len(self._parts)
+        self._groups = {
+            name: stage.name if stage.is_group else None for stage in division.stages for name in stage.members
+        }
+        self._counts = {stage.name: n for stage, n in zip(division.stages, division.counts, strict=True)}
+        self._alone: RingOfGroups | None = None  # the starter's stage where it is in no group
+        self._cut(division.stages, division.counts)
+
+    def __call__(self, cluster: ClusterConfig) -> OwnStage:
+        """Raises SplitError: there are more stages than blocks."""
+        self._groups = groups_after(self._groups, [node.name for node in cluster.nodes])
+        stages = stages_of(self._groups)
+        counts = counts_after(self._counts, stages)
+        self._counts = {stage.name: n for stage, n in zip(stages, counts, strict=True)}
+        self._cut(stages, counts)
+        name = cluster.starter.name
+        if cluster.n_nodes == 1:
+            return OwnStage(name, self._family, self._config, self._options)
+        groups = [group for stage in stages for group in self._groups_of(cluster, stage)]
+        fields = name, self._family, self._config, self._options, groups, self._weights.config
+        if groups[0] is not None:
+            return GroupLeader(*fields)
+        if self._alone is None:
+            self._alone = RingOfGroups(*fields)
+        self._alone.regroup(groups)  # it keeps its weights
+        return self._alone
+
+    def _cut(self, stages: Sequence[RingStage], counts: Sequence[int]) -> None:
+        self._weights.take_blocks(
+            [span for stage, span in zip(stages, ranges(counts), strict=True) for _ in stage.members]
+        )
+
+    def _groups_of(self, cluster: ClusterConfig, stage: RingStage) -> list[Group | None]:
+        """The group as each of its nodes sees it."""
+        if not stage.is_group:
+            return [None]
+        parallel, packing = self._options.parallel, self._computing.packing
+        assert packing is not None
+        nodes = {node.name: node for node in cluster.nodes}
+        parts = [self._parts.get(name, self._mean) for name in stage.members]
+        if not any(parts):  # those that had all are lost
+            parts = [1.0] * len(parts)
+        shares = share_out(self._weights.config, parts, parallel.is_head_shared)
+        logger.info("every block of %s: %s", stage.name, told_shares(stage, shares))
+        members = tuple(
+            Member(name, nodes[name].addr, self._ring_port if name == cluster.starter.name else nodes[name].port_in)
+            for name in stage.members
+        )
+        addresses = [node.addr for node in cluster.nodes]
+        n_here = tuple(addresses.count(member.addr) for member in members)
+        return [
+            Group(rank, members, shares, packing, parallel.algorithm, parallel.reduce_dtype, n_here, stage.name)
+            for rank in range(len(members))
+        ]
+
+
+def told_shares(stage: RingStage, shares: Shares) -> str:
+    """In words, for the log."""
+    bounds = zip(stage.members, shares.heads, shares.heads[1:], shares.columns, shares.columns[1:], strict=False)
+    return ", ".join(f"{name} {b - a} heads and {d - c} columns" for name, a, b, c, d in bounds)
