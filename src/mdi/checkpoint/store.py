@@ -102,6 +102,12 @@ class BlockStore:
             raise CheckpointError(f"{sha256!r} is not a sha256 (64 hexadecimal digits)")
         return self.directory / f"{sha256}.safetensors"
 
+    def pieces(self, sha256: str) -> Iterator[bytes]:
+        """The bytes of a part that is here."""
+        with open(self.path(sha256), "rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+
     def partial_bytes(self, sha256: str) -> int:
         """How many bytes of a part are there from a transfer that was cut off."""
         try:

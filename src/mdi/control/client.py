@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from mdi.config import NodeConfig
 from mdi.control.exchange import Answer, ExchangeError, exchange
-from mdi.control.messages import InitRequest, PartSpec, ProbeRequest, ProfileRequest
+from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.control.signing import (
     BODY_HEADER,
     NONCE_HEADER,
@@ -66,6 +66,10 @@ class ControlClient:
         """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
         query = {"run": run, "offset": str(offset)}
         self._request("PUT", f"/parts/{part.sha256}", PART_ANSWER_S, pieces, part.n_bytes - offset, query)
+
+    def forward(self, request: ForwardRequest) -> None:
+        """`POST /forward`: the node sends a part to another one."""
+        self._ask("POST", "/forward", request.to_json(), PART_ANSWER_S)
 
     def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S) -> None:
         """`PUT /stop`: end a run, and with `leave` the process."""

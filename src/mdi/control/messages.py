@@ -263,6 +263,37 @@ class ProbeRequest:
         )
 
 
+@dataclass(frozen=True)
+class ForwardRequest:
+    """Body of `POST /forward`: a part that the receiver has, and another node of the run that lacks it.
+
+    Attributes:
+        run: in which the other node waits for the part.
+        offset: bytes of it that are there already.
+        node, addr, port: name of the other node, and where its control port is.
+    """
+
+    run: str
+    part: PartSpec
+    offset: int
+    node: str
+    addr: str
+    port: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ForwardRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        get = Fields(data, "request", _refused)
+        (part,) = map(PartSpec.of, Fields({"part": [get.object("part")]}, "request", _refused).items("part"))
+        return cls(
+            run=get.hex("run", 16), part=part, offset=get.integer("offset", 0, part.n_bytes), node=get.string("node"),
+            addr=get.string("addr"), port=get.integer("port", 1, 65535),
+        )  # fmt: skip
+
+
 def _check_counts(config: dict[str, Any]) -> None:
     if too_much := excess(config):
         raise ControlError(f"field 'config': {too_much}", 400)

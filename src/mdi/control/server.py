@@ -24,7 +24,7 @@ from mdi.control.body import BodyBrokenError, content_length, number_of, read_bo
 from mdi.control.deadline import DeadlineSocket
 from mdi.control.gate import Gate, public_status
 from mdi.control.join import JOIN_LIMIT_BYTES, Host
-from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.errors import AccessError, ControlError, MdiError, UsageError
 from mdi.security.keys import KeyFile
 
@@ -57,6 +57,9 @@ class Node(Protocol):
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """Try to reach another node, and tell what came of it."""
 
+    def forward(self, request: ForwardRequest) -> None:
+        """Send a part to another node; done when that node has it."""
+
     def check_echo(self) -> None:
         """Raises ControlError if bytes that measure a link would disturb a run."""
 
@@ -78,6 +81,9 @@ class StatusOnly:
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it asks others", 409, code="role")
+
+    def forward(self, request: ForwardRequest) -> None:
+        raise ControlError("this node is a starter: it sends what it wants", 409, code="role")
 
     def check_echo(self) -> None:
         pass
@@ -146,6 +152,7 @@ class _Pages:
         self.parts = cherrypy.expose(_answer(self._parts, gate))
         self.profile = cherrypy.expose(_answer(self._profile, gate))
         self.probe = cherrypy.expose(_answer(self._probe, gate))
+        self.forward = cherrypy.expose(_answer(self._forward, gate))
         self.echo = cherrypy.expose(_answer(self._echo, gate))
         self.join = cherrypy.expose(_answer(self._join, gate, is_public=True))
         self.default = cherrypy.expose(_answer(self._default, gate))
@@ -192,6 +199,11 @@ class _Pages:
         _allow("POST")
         return self._node.probe(ProbeRequest.from_json(self._read_json()))
 
+    def _forward(self) -> dict[str, Any]:
+        _allow("POST")
+        self._node.forward(ForwardRequest.from_json(self._read_json()))
+        return {}
+
     def _echo(self) -> dict[str, Any]:
         """Bytes that only measure the way here: read and forgotten."""
         _allow("PUT")
@@ -221,7 +233,7 @@ class _Pages:
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
         raise ControlError(
             "no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop, POST /profile, POST /probe, "
-            "PUT /echo",
+            "POST /forward, PUT /echo",
             404,
         )
 

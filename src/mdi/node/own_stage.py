@@ -25,7 +25,7 @@ from mdi.node.cache_budget import check_capacity
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.setup import PartSource
+from mdi.node.part_sending import PartSource
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic

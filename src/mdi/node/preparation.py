@@ -22,6 +22,7 @@ from mdi.node.cache_budget import report_caches, share_out
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
+from mdi.node.part_sending import Holders
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
@@ -48,6 +49,7 @@ class Preparation:
         n_sequences: at the same time, at most; None: as many as fit.
         before: of the ring before: the starter's own stage is used again, as far as it is the same.
         own: another stage of the starter's.
+        holders: nodes that have parts already.
         replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
     Attributes:
@@ -56,6 +58,7 @@ class Preparation:
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
         keeping: secondaries that still have the caches of the ring before.
+        parts: by name of each secondary, what it needs.
         processes: by name of each secondary that was reached, the number that its process drew.
         failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
@@ -77,6 +80,7 @@ class Preparation:
         before: Preparation | None = None,
         own: OwnStage | None = None,
         replays: Mapping[str, str] | None = None,
+        holders: Holders | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -90,6 +94,8 @@ class Preparation:
         self._max_length = max_length
         self._n_sequences = n_sequences
         self._replays = replays
+        self._holders = holders or {}
+        self.parts: dict[str, tuple[PartSpec, ...]] = {}
         self._known = frozenset(() if before is None else before.processes)
         before_own = None if before is None else before.own
         self.own: OwnStage = own or before_own or OwnStage(cluster.starter.name, family, config, options)
@@ -135,6 +141,7 @@ class Preparation:
         shares = [self.own.extensions(index) for index in range(1, len(nodes))]
         identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        self.parts = {client.node.name: tuple(own) for client, own in zip(self._clients, parts, strict=True)}
         setups = []
         self.has_begun = True
         for index, (client, blocks) in enumerate(zip(self._clients, weights.blocks[1:], strict=True), 1):
@@ -189,6 +196,7 @@ class Preparation:
                     self.own.weights_of(weights, index),
                     options.wait_s,
                     client.node.name in self._known,
+                    self._holders,
                 )
             )
         return setups

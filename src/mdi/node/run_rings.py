@@ -12,6 +12,7 @@ from typing import Any
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
+from mdi.control.requested import Requested
 from mdi.errors import MdiError, NodeLostError, UsageError
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
@@ -76,6 +77,7 @@ class RunRings:
         self.ring: LoopbackRing | TcpRing | None = None
         self.preparation: Preparation | None = None
         self.processes: Mapping[str, str] = {}
+        self._have: dict[str, set[str]] = {}  # by name of each node, the sha256 of parts that it has had
         self._is_configured = False
         self._is_first = True
         self._closed: list[LoopbackRing | TcpRing] = []
@@ -99,15 +101,10 @@ class RunRings:
     @property
     def profile_request(self) -> ProfileRequest:
         """How a node is to measure itself with this run's model."""
-        weights, computing = self._basis.weights, self._basis.computing
-        return ProfileRequest(
-            weights.config,
-            weights.config_hash,
-            weights.dtype,
-            self._basis.options.dtype,
-            computing.quantize,
-            run=self.run,
-        )
+        basis = self._basis
+        weights = basis.weights
+        asked = replace(Requested.of(basis.options), device=None, threads=None, quantize=basis.computing.quantize)
+        return ProfileRequest(weights.config, weights.config_hash, weights.dtype, run=self.run, **vars(asked))
 
     @property
     def max_length(self) -> int:
@@ -142,7 +139,7 @@ class RunRings:
                 self.own.drop()
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
-            basis.max_length, basis.n_sequences, self.preparation, own, replays,
+            basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(),
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -153,7 +150,17 @@ class RunRings:
             if self.preparation is None:
                 self.processes = preparation.processes
         self.preparation, self.processes = preparation, preparation.processes
+        for name, parts in preparation.parts.items():
+            self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return preparation
+
+    def _holders(self) -> dict[str, list[ControlClient]]:
+        """Nodes of the ring that have had parts in one of the run's rings before."""
+        found: dict[str, list[ControlClient]] = {}
+        for client in self.clients:
+            for sha256 in self._have.get(client.node.name, ()):
+                found.setdefault(sha256, []).append(client)
+        return found
 
     def _named(self, error: MdiError, failed: str | None) -> MdiError:
         """The error with the node that it is about, for who forms another ring without it."""

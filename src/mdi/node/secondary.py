@@ -21,7 +21,8 @@ import mdi
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
-from mdi.control.messages import CONTROL_VERSION, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError
@@ -33,6 +34,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.job import Job
 from mdi.node.model_family import ModelFamily
+from mdi.node.part_sending import from_offset
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import run_status, slot_status
@@ -288,6 +290,11 @@ class SecondaryNode:
             assert job.missing is not None
             job.missing.pop(sha256, None)
             job.changed.notify_all()
+
+    def forward(self, request: ForwardRequest) -> None:
+        client = ControlClient(NodeConfig(request.node, request.addr, request.port, 0), self._keys)
+        pieces = from_offset(self._stages.pieces(request.part), request.offset)
+        client.send_part(request.part, request.run, request.offset, pieces)
 
     def stop(self, run: str, leave: bool) -> None:
         job = self._runs.find(run)

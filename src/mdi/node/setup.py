@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import mdi
 from mdi.config import NodeConfig
@@ -17,6 +16,7 @@ from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.examine.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.cache_budget import CacheReport
+from mdi.node.part_sending import Holders, PartSending, PartSource
 from mdi.node.patience import Patience
 from mdi.node.progress import Progress
 from mdi.periodic import Periodic
@@ -29,15 +29,6 @@ STALL_S = 300.0  # without any progress: a slow card reads a large part, and a s
 logger = logging.getLogger("mdi")
 
 
-class PartSource(Protocol):
-    """What a node needs: parts of StarterWeights, or shares of them."""
-
-    def spec(self, part: str) -> PartSpec: ...
-
-    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
-        """The canonical bytes of a part, to be sent."""
-
-
 class SecondarySetup:
     """Works in the threads `setup-<node>` and `watch-<node>`; `wait` tells the outcome.
 
@@ -47,19 +38,22 @@ class SecondarySetup:
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
+        holders: other nodes of the ring that have parts.
 
     Attributes:
         is_ready_at_once: whether it had its stage in memory.
     """
 
     def __init__(
-        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False
-    ) -> None:
+        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False,
+        holders: Holders | None = None,
+    ) -> None:  # fmt: skip
         self._client = client
         self._request = request
         self._weights = weights
         self._wait_s = wait_s
         self._is_known = is_known
+        self._holders = holders or {}
         self._answer: dict[str, Any] = {}  # what it said last of itself
         self.is_ready_at_once = False
         self._done = threading.Event()
@@ -159,15 +153,19 @@ class SecondarySetup:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         report = Periodic()
         patience = self._patience()
-        while (missing := self._answer.get("missing")) is None:
+        while self._answer.get("missing") is None:
             patience.look(self._answer, time.monotonic())
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
             self._cancelled.wait(POLL_S)
             self._answer = self._loading_status()
+        return self._missing_in(self._answer)
+
+    def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
+        """What a node says that it lacks. Raises ControlError if that cannot be read."""
         specs = {part.sha256: part for part in self._request.parts}
         try:
-            parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in missing]
+            parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in status["missing"]]
             if any(not 0 <= have <= part.n_bytes for part, have in parts) or len(set(parts)) < len(parts):
                 raise ValueError
             return parts
@@ -180,28 +178,14 @@ class SecondarySetup:
         total, had = sum(part.n_bytes for part, _ in missing), sum(have for _, have in missing)
         logger.info("sending %s of weights to %s", size(total - had), self.name)
         self._progress = progress = Progress(self.name, total, had, time.monotonic())
+        sending = PartSending(
+            self._client, self._request.run, self._weights, self._holders, self._check,
+            lambda: dict(self._missing_in(self._loading_status())),
+        )  # fmt: skip
         for part, have in missing:
-            pieces = self._pieces(part, have)
-            try:
-                self._client.send_part(part, self._request.run, have, pieces)
-            except ControlError as e:
-                if e.status is None:
-                    raise NodeLostError(
-                        self.name, f"{self.name} was lost while {part.name} was sent to it: {e}"
-                    ) from None
-                raise
+            sending.send(part, have)
         self._progress = None
         logger.info("%s", progress.summary(time.monotonic()))
-
-    def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
-        """The bytes of a part from `skip` on, until the set-up is broken off."""
-        for piece in self._weights.pieces(part.name):
-            if skip >= len(piece):
-                skip -= len(piece)
-                continue
-            self._check()
-            yield piece[skip:]
-            skip = 0
 
     def _wait_ready(self) -> None:
         patience = self._patience()

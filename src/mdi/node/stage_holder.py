@@ -153,6 +153,15 @@ class StageHolder:
         here = self.store.have([part.sha256 for part in others], check, on_part)
         return [part for part in others if part.sha256 not in here]
 
+    def pieces(self, part: PartSpec) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, for another node. Raises ControlError (404) if it is not here."""
+        own = self._weights
+        if self.store.has(part.sha256):
+            return self.store.pieces(part.sha256)
+        if own is None or not _holds(own, part):
+            raise ControlError(f"{self._name} does not have {part.name}", 404, code="weights")
+        return own.pieces(part.name)
+
     def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
         """Make room for what is to come. Raises ControlError if there is too little."""
         needed = sum(part.n_bytes - self.store.partial_bytes(part.sha256) for part in missing)

@@ -268,7 +268,9 @@ class RingKeeper:
         now = time.monotonic()
         search.processes.update({name: answer.process for name, answer in roll.answers.items()})
         then = search.processes_before
-        search.gone |= roll.gone | {name for name in roll.answers if name in then and search.processes[name] != then[name]}
+        search.gone |= roll.gone | {
+            name for name in roll.answers if name in then and search.processes[name] != then[name]
+        }
         present = frozenset(stage.name for stage in ring if self._is_present(stage, roll, search, now))
         lost = [stage for stage in ring if stage.name not in present]
         if any(self._may_live(stage.name, roll, search, now) for stage in lost):

@@ -1,0 +1,102 @@
+"""Gives a node the parts that it lacks: another node sends those that it has, this one the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from mdi.control.client import ControlClient
+from mdi.control.messages import ForwardRequest, PartSpec
+from mdi.errors import ControlError, NodeLostError
+
+# Nodes that have a part, by its sha256.
+Holders = Mapping[str, Sequence[ControlClient]]
+
+logger = logging.getLogger("mdi")
+
+
+class PartSource(Protocol):
+    """What a node needs: parts of StarterWeights, or shares of them."""
+
+    def spec(self, part: str) -> PartSpec: ...
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, to be sent."""
+
+
+class PartSending:
+    """To one node, in one run.
+
+    Args:
+        client: of the node.
+        weights: where parts come from that no other node has.
+        holders: who else has which parts. Where one of them fails, this node sends the part.
+        check: called before each piece; what it raises goes through.
+        missing: asks the node what it lacks, and how many bytes of each it has.
+    """
+
+    def __init__(
+        self, client: ControlClient, run: str, weights: PartSource, holders: Holders, check: Callable[[], None],
+        missing: Callable[[], Mapping[PartSpec, int]],
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._run = run
+        self._weights = weights
+        self._holders = holders
+        self._check = check
+        self._missing = missing
+        self._n_sent: dict[str, int] = {}  # by holder
+
+    def send(self, part: PartSpec, have: int) -> None:
+        """Have a part sent from byte `have` on.
+
+        Raises:
+            NodeLostError: the node is not there any more; ControlError: it does not take it.
+        """
+        if (holder := self._holder(part)) is not None:
+            rest = self._forward(holder, part, have)
+            if rest is None:
+                return
+            have = rest
+        name = self._client.node.name
+        try:
+            self._client.send_part(part, self._run, have, self._pieces(part, have))
+        except ControlError as e:
+            if e.status is None:
+                raise NodeLostError(name, f"{name} was lost while {part.name} was sent to it: {e}") from None
+            raise
+
+    def _holder(self, part: PartSpec) -> ControlClient | None:
+        """The node with this part that has sent the fewest so far."""
+        others = [one for one in self._holders.get(part.sha256, ()) if one.node.name != self._client.node.name]
+        return min(others, key=lambda one: self._n_sent.get(one.node.name, 0), default=None)
+
+    def _forward(self, holder: ControlClient, part: PartSpec, have: int) -> int | None:
+        """None once the part is there; else how many bytes of it are."""
+        node = self._client.node
+        self._n_sent[holder.node.name] = self._n_sent.get(holder.node.name, 0) + 1
+        try:
+            holder.forward(ForwardRequest(self._run, part, have, node.name, node.addr, node.port))
+            logger.debug("%s has sent %s to %s", holder.node.name, part.name, node.name)
+            return None
+        except ControlError as e:
+            logger.info("%s comes from this node: %s", part.name, e)
+        self._check()
+        return self._missing().get(part)
+
+    def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a part from `skip` on, until the set-up is broken off."""
+        for piece in from_offset(self._weights.pieces(part.name), skip):
+            self._check()
+            yield piece
+
+
+def from_offset(pieces: Iterable[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
+    """What comes after the first `skip` bytes."""
+    for piece in pieces:
+        if skip >= len(piece):
+            skip -= len(piece)
+        else:
+            yield piece[skip:]
+            skip = 0

@@ -1,0 +1,149 @@
+"""Parts that one node has and another one lacks go from the one to the other; the starter sends what nobody else can."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster_keys import key_file
+from loopback import DEADLINE_S
+from mdi.config import NodeConfig, standalone
+from mdi.control.client import ControlClient
+from mdi.control.messages import ForwardRequest, PartSpec
+from mdi.control.server import ControlServer, StatusOnly
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import ControlError
+from mdi.node.options import StarterOptions
+from mdi.node.part_sending import PartSending, from_offset
+from mdi.node.starter import StarterNode
+from mdi.node.starter_weights import StarterWeights
+from mdi.recovery.replacement import Next, Stage
+from secondaries import cluster_of, entry_of, secondaries, secondary
+from tiny_checkpoint import encode, write_checkpoint
+
+RUN = "0123456789abcdef"
+BYTES = bytes(range(256)) * 40
+PART = PartSpec("block.1", hashlib.sha256(BYTES).hexdigest(), len(BYTES))
+
+
+class Waiting(StatusOnly):
+    """Waits for weights."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, int, bytes]] = []
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {"name": "b", "version": "9", "state": "LOADING"}
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        self.got.append((run, sha256, b"".join(iter(lambda: read(1000), b""))))
+        assert len(self.got[-1][2]) == n_bytes
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+@pytest.mark.parametrize("have", [0, 700])
+def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> None:
+    keys = key_file(tmp_path / "cluster.key") if is_keyed else None
+    target = Waiting()
+    server = ControlServer(target, "127.0.0.1", 0, "b", keys)
+    try:
+        with secondary(0, tmp_path / "a", keys=keys) as node:
+            client = ControlClient(entry_of(node), keys)
+            request = ForwardRequest(RUN, PART, have, "b", "127.0.0.1", server.port)
+            with pytest.raises(ControlError) as caught:
+                client.forward(request)
+            assert caught.value.status == 404 and not target.got
+            node._store.receive(PART, 0, io.BytesIO(BYTES).read)
+            client.forward(request)
+            if is_keyed:
+                with pytest.raises(ControlError):
+                    ControlClient(entry_of(node)).forward(request)
+    finally:
+        server.close()
+    assert target.got == [(RUN, PART.sha256, BYTES[have:])]
+
+
+class Fake:
+    """A node that others are asked of, and the starter's weights."""
+
+    def __init__(self, name: str, problem: ControlError | None = None) -> None:
+        self.node = NodeConfig(name, "h", 1, 1)
+        self.problem = problem
+        self.asked: list[tuple[str, int]] = []
+        self.sent = b""
+
+    def forward(self, request: ForwardRequest) -> None:
+        self.asked.append((request.node, request.offset))
+        if self.problem is not None:
+            raise self.problem
+
+    def send_part(self, part: PartSpec, run: str, offset: int, pieces: Iterator[bytes]) -> None:
+        self.sent += b"".join(pieces)
+
+
+def sending(target: Fake, missing: dict[PartSpec, int], *holders: Fake) -> Any:
+    weights: Any = SimpleNamespace(pieces=lambda name: iter([BYTES[:300], BYTES[300:]]))
+    of: Any = {PART.sha256: list(holders)}
+    client: Any = target
+    return PartSending(client, RUN, weights, of, lambda: None, lambda: missing)
+
+
+def test_the_holder_that_has_sent_the_least_sends() -> None:
+    target, one, two = Fake("b"), Fake("a"), Fake("c")
+    send = sending(target, {}, target, one, two)
+    for _ in range(3):
+        send.send(PART, 5)
+    assert (len(one.asked), len(two.asked)) == (2, 1) and one.asked[0] == ("b", 5)
+    assert not target.asked and not target.sent
+
+
+def test_the_starter_goes_on_where_a_holder_failed() -> None:
+    target, holder = Fake("b"), Fake("a", ControlError("gone", 404))
+    sending(target, {PART: 400}, holder).send(PART, 0)
+    assert target.sent == BYTES[400:] and holder.asked == [("b", 0)]
+    whole = Fake("b")
+    sending(whole, {}, holder).send(PART, 0)
+    assert not whole.sent, "only the holder's answer was lost"
+
+
+def test_pieces_from_an_offset() -> None:
+    for skip in (0, 1, 2, 3, 5, 6):
+        assert b"".join(from_offset([b"abc", b"", b"def"], skip)) == b"abcdef"[skip:]
+
+
+def test_blocks_that_move_come_from_the_node_that_had_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = write_checkpoint(tmp_path / "tiny", with_end=False, block_size=2048)
+    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", layers="1,3,1")
+    with secondaries(2, tmp_path) as nodes, StarterNode(cluster_of(nodes), options) as starter:
+        starter.place(1, 400)
+        starter.prepare(400)
+        starter.start()
+        monkeypatch.setattr(
+            StarterWeights, "pieces", lambda self, part: pytest.fail("the starter is asked for weights")
+        )
+        sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
+        assert starter._recovery is not None
+        stages = (Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5))
+        starter._recovery.keeper.plan(Next(stages, is_moved=True))
+        starter.engine.leave()
+        reader = threading.Thread(target=starter.generate)
+        reader.start()
+        reader.join(DEADLINE_S)
+        assert starter.weights.blocks == [(0, 1), (1, 2), (2, 5)] and not starter.n_recoveries
+        assert len(nodes[1]._store.parts()) == 3
+        alone = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu")
+    assert len(sample.token_ids) == 300
+    with StarterNode(standalone(), alone) as starter:
+        starter.place(1, 400)
+        starter.prepare(400)
+        starter.start()
+        same = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
+        starter.generate()
+    assert same.token_ids == sample.token_ids
