@@ -43,6 +43,15 @@ class Model:
     stored_dtype: str
 
 
+def profile_request(
+    model: Model, computing: Computing, asked: Requested, fresh: bool = False, run: str | None = None
+) -> ProfileRequest:
+    """How a node is to measure itself; see `profile_cluster`."""
+    # Device and threads are each node's own; what caches hold has no part in what is measured, and must not be in its way.
+    alike = Requested(dtype=asked.dtype, quantize=computing.quantize)
+    return ProfileRequest(model.config, model.config_hash, model.stored_dtype, fresh, run=run, **vars(alike))
+
+
 def profile_cluster(
     cluster: ClusterConfig,
     model: Model,
@@ -73,9 +82,7 @@ def profile_cluster(
         except CheckpointError as e:
             raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
-    # What caches hold has no part in what is measured, and must not be in its way.
-    asked = replace(Requested.of(asked), quantize=computing.quantize, quantize_head=None, kv_dtype="auto")
-    request = ProfileRequest(model.config, model.config_hash, model.stored_dtype, fresh, run=run, **vars(asked))
+    request = profile_request(model, computing, asked, fresh, run)
     measurement = ClusterMeasurement(
         cluster, request, own, wait_s, check, partial(share_of, subject), subject.computing.format
     )

@@ -41,7 +41,7 @@ def measured_cluster(
         MdiError: a node is not there or cannot measure itself.
     """
     return profile_cluster(
-        cluster, _model(weights), computing, options, options.cache_dir, options.wait_s, check=check, run=run
+        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, check=check, run=run
     )
 
 
@@ -50,7 +50,7 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_METHOD
-    return choose(profile, _model(weights), method, workload, options.prefer_memory, computing.kv_dtype)
+    return choose(profile, model_of(weights), method, workload, options.prefer_memory, computing.kv_dtype)
 
 
 def faster_way(
@@ -101,5 +101,5 @@ def _of_all_blocks(cost: CostModel, stages: tuple[RingStage, ...]) -> Division:
     return Division(stages, (cost.n_layer,), dict(zip(plan.names, plan.parts, strict=True)))
 
 
-def _model(weights: StarterWeights) -> Model:
+def model_of(weights: StarterWeights) -> Model:
     return Model(weights.model, weights.config, weights.config_hash, weights.dtype)

@@ -12,16 +12,17 @@ from typing import Any
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.requested import Requested
 from mdi.errors import MdiError, NodeLostError, UsageError
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
+from mdi.measure.planning import profile_request
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import form_ring
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
+from mdi.node.placing import model_of
 from mdi.node.preparation import Preparation
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
@@ -101,10 +102,8 @@ class RunRings:
     @property
     def profile_request(self) -> ProfileRequest:
         """How a node is to measure itself with this run's model."""
-        basis = self._basis
-        weights = basis.weights
-        asked = replace(Requested.of(basis.options), device=None, threads=None, quantize=basis.computing.quantize)
-        return ProfileRequest(weights.config, weights.config_hash, weights.dtype, run=self.run, **vars(asked))
+        weights, computing = self._basis.weights, self._basis.computing
+        return profile_request(model_of(weights), computing, self._basis.options, run=self.run)
 
     @property
     def max_length(self) -> int:
