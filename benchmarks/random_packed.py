@@ -16,8 +16,9 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.layout import bf16_from_float32
 from mdi.measure.random_weights import random_weights
-from mdi.weight_formats import EMBEDDING
+from mdi.weight_formats import EMBEDDING, ROUNDED
 
 SCALE = np.float32(0.02)  # of a weight
 
@@ -50,6 +51,8 @@ class RandomPacked(WeightSource):
         if name != EMBEDDING:
             return random_weights({name: shape}, self.packing)
         rows = np.random.default_rng(0).standard_normal((256, shape[1]), dtype=np.float32) * SCALE
+        if self.packing.head not in ROUNDED:
+            return {EMBEDDING: np.resize(bf16_from_float32(rows), shape)}
         table, scale = int8_rows(np.resize(rows, shape))
         return {EMBEDDING: table, EMBEDDING_SCALE: scale}
 

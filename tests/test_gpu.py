@@ -1,7 +1,11 @@
-"""What only a GPU does: stages, frames and measurements on CUDA. Skipped where there is none."""
+"""What only a GPU does: stages, frames, recorded steps, packed weights and measurements on CUDA. Skipped where there is none,
+as on every machine so far: not one of these tests has ever run (docs/gpu.md)."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,24 +14,34 @@ import pytest
 import torch
 
 from families import FAMILIES, config_of, greedy, model_of, prompt
+from mdi.checkpoint.packing import Packing, plain
+from mdi.checkpoint.parts import stage_parts
 from mdi.control.requested import Requested
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
+from mdi.kernels.codes import codes_of
+from mdi.kernels.layout import pack, unpack
 from mdi.machine.computing import choose_computing
 from mdi.machine.device import choose_device, choose_dtype, devices
 from mdi.machine.resources import device_free_bytes, machine_free_bytes
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Subject
 from mdi.measure.reading import reader
-from mdi.model.stage import Stage
+from mdi.model.decode_graphs import can_record
+from mdi.model.device_layers import DeviceLinear, product_for
+from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, plain, reference, write_checkpoint
+from test_packed_linear import weights_of
+from tiny_checkpoint import encode, reference, write_checkpoint
+from tiny_checkpoint import plain as plain_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda:0")
+SRC = Path(__file__).resolve().parents[1] / "src"
+NANO = SRC.parent / "assets" / "nano-llama"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,6 +58,131 @@ def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
         x = stage(rows.to(CUDA), [(0, first, len(rows))])[-1:].cpu()
         found.append(int(gpt.lm_head(gpt.transformer.ln_f(x)).argmax()))
     assert found == greedy(gpt, ids, 8)
+
+
+def starter_on_gpu(gpt: torch.nn.Module, packing: Packing | None, dtype: torch.dtype, max_length: int) -> StarterStage:
+    """The whole model, with weights that stay packed if a packing is given."""
+    n_layer = gpt.config.n_layer
+    stage = StarterStage(gpt.config, n_layer)
+    weights = dict(gpt.state_dict())
+    if packing is None:
+        stage.load(["all"], lambda _: weights, CUDA, dtype)
+    else:
+        stage.load(stage_parts(0, n_layer, starter=True), lambda part: weights_of(gpt, packing, part), CUDA, dtype)
+    stage.prepare(max_length, CUDA, dtype)
+    return stage
+
+
+def step(stage: StarterStage, ids: list[int], slices: list[tuple[int, int, int]]) -> torch.Tensor:
+    return stage.head(stage(stage.embed(torch.tensor(ids, device=CUDA)), slices)).cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_of_a_gpu(family: str) -> None:
+    """CUDA's graphs against the plain path, over the ends of pages, with another number of sequences, and after all ended."""
+    gpt = model_of(family)
+    stage, other = (starter_on_gpu(gpt, None, torch.float32, 160) for _ in range(2))
+    assert (stage.graphs is not None) == can_record(stage.blocks)
+    other.graphs = None
+    for n_sequences in (5, 1, 6, 5):
+        lengths = [3 + 19 * i for i in range(n_sequences)]
+        for i, length in enumerate(lengths):
+            for each in (stage, other):
+                step(each, prompt(length, i), [(i, 0, length)])
+        for number in range(12):
+            ids = prompt(n_sequences, 50 + number)
+            slices = [(i, length + number, 1) for i, length in enumerate(lengths)]
+            torch.testing.assert_close(step(stage, ids, slices), step(other, ids, slices), atol=1e-3, rtol=1e-3)
+        for i in range(n_sequences):
+            stage.caches.free(i)
+            other.caches.free(i)
+    if stage.graphs is not None:
+        assert stage.graphs.n_recorded >= 2, "if nothing was recorded, the log says why"
+        stage.caches.clear()
+        assert stage.caches.n_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_tritons_kernel_on_a_gpu(form: str, dtype: torch.dtype) -> None:
+    product = product_for(CUDA, dtype)
+    assert product is not None, "Triton comes with torch for CUDA on Linux, and needs a C compiler"
+    generator = torch.Generator().manual_seed(1)
+    for n_out, n_in in ((96, 200), (2048, 5632), (11008, 4096)):
+        matrix = pack(form, torch.randn(n_out, n_in, generator=generator).numpy())
+        layer = DeviceLinear(matrix, None, CUDA, dtype, product)
+        exact = torch.from_numpy(unpack(matrix)).to(CUDA).to(dtype).double()
+        for n_rows in (1, 2, 16, 33, 64, 65):
+            x = torch.randn(n_rows, n_in, generator=generator).to(CUDA, dtype)
+            found = layer(x)
+            error = (found.double() - x.double() @ exact.T).norm() / (x.double() @ exact.T).norm()
+            assert found.dtype == dtype and error < {torch.float32: 1e-5}.get(dtype, 6e-3), (n_out, n_in, n_rows)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "Qwen3-30B-A3B", "deepseek-v3-shape"])
+def test_a_stage_with_packed_weights_on_a_gpu(family: str, form: str) -> None:
+    gpt, packing = model_of(family), Packing(form, form)
+    exact = dict(gpt.state_dict())
+    for part in stage_parts(0, gpt.config.n_layer, starter=True):
+        packed = {n: w for n, w in weights_of(gpt, packing, part).items() if not isinstance(w, torch.Tensor)}
+        exact.update({name: torch.from_numpy(array.copy()) for name, array in plain(packed).items()})
+    reference_model = type(gpt)(gpt.config).eval()
+    reference_model.load_state_dict(exact)
+    ids = prompt(20, 1)
+    stage = starter_on_gpu(gpt, packing, torch.float32, 60)
+    found = [int(step(stage, ids, [(0, 0, len(ids))])[-1].argmax())]
+    while len(found) < 8:
+        found.append(int(step(stage, found[-1:], [(0, len(ids) + len(found) - 1, 1)])[-1].argmax()))
+    assert found == greedy(reference_model, ids, 8)
+
+
+def test_packed_weights_take_no_more_memory_than_packed() -> None:
+    matrix = pack("int4", np.ones((4096, 4096), np.float32))
+    before = torch.cuda.memory_allocated(CUDA)
+    layer = DeviceLinear(matrix, None, CUDA, torch.bfloat16, None)
+    assert codes_of(matrix).numbers.nbytes <= torch.cuda.memory_allocated(CUDA) - before <= 1.01 * matrix.data.nbytes
+    del layer
+
+
+def test_what_torch_keeps_of_freed_memory_counts_as_free() -> None:
+    before = device_free_bytes("cuda:0")
+    tensor = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    assert device_free_bytes("cuda:0") <= before - (1 << 30)
+    del tensor
+    assert device_free_bytes("cuda:0") >= before - (64 << 20)
+
+
+@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda:0,cpu", "cpu,cuda:0"])
+def test_processes_as_nodes_of_one_ring(devices: str) -> None:
+    """Two processes on one GPU as two nodes, and a GPU and the CPU, against one node on the CPU."""
+    common = ["--ckpt", str(NANO), "--prompt", "ROMEO:", "--prompt", "JULIET: My", "--n-tokens", "40", "--temperature", "0",
+              "--dtype", "float32", "--json"]  # fmt: skip
+    runs = [["local_ring.py", "--nodes", "2", "--devices", devices], ["sample.py", "--device", "cpu"]]
+    found = []
+    for launcher, *flags in runs:
+        command = [sys.executable, str(SRC / launcher), *flags, *common]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+        found.append([sample["token_ids"] for sample in json.loads(done.stdout)["samples"]])
+    assert found[0] == found[1]
+
+
+def test_int4_in_a_ring_of_a_gpu_and_a_cpu(tmp_path: Path) -> None:
+    """Each node computes with the same packed numbers; the CPU's kernels round activations to 8 bits, the GPU does not."""
+    checkpoint = write_checkpoint(tmp_path / "model")
+    with secondaries(1, tmp_path, device="cuda:0", dtype="float32", quantize="int8") as nodes:
+        options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", quantize="int8")
+        starter = StarterNode(cluster_of(nodes), options)
+        try:
+            starter.open()
+            starter.prepare(60)
+            starter.start()
+            sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
+            starter.generate()
+            starter.end()
+        finally:
+            starter.close()
+    assert len(sample.token_ids) == 6 and sample.token_ids[0] == reference("The ring", 6)[0]
 
 
 @pytest.mark.parametrize("wire", ["auto", "fp16", "int8"])
@@ -83,7 +222,7 @@ def test_a_ring_with_a_gpu_gives_the_same_text(tmp_path: Path, starters: str, se
 
 
 def test_a_gpu_measures_itself(tmp_path: Path) -> None:
-    config = plain(asdict(config_of("Llama-3.1-8B")))
+    config = plain_config(asdict(config_of("Llama-3.1-8B")))
     computing = choose_computing(config, Requested(device="cuda:0", dtype="float32"), "float32")
     assert computing.packing is None and computing.format == "float32"
     profile = Profiler("node", tmp_path, span_s=0.005).profile(

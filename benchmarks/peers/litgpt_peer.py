@@ -1,6 +1,6 @@
 """litgpt's own generation, one sequence.
 
-Options: {"ckpt": DIR, "dtype": "float32", "max_length": 64, "threads": 1}
+Options: {"ckpt": DIR, "dtype": "float32", "max_length": 64, "threads": 1, "device": "cpu"}
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from peers.plain_weights import weights_of
 from peers.protocol import Case, serve
 
 
@@ -25,10 +26,11 @@ class LitgptPeer:
         folder, self._dtype = Path(options["ckpt"]), getattr(torch, options["dtype"])
         with torch.device("meta"):
             self._model = GPT(Config.from_file(folder / "model_config.yaml"))
-        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-        self._model.load_state_dict({name: t.to(self._dtype) for name, t in weights.items()}, assign=True)
+        self._device = torch.device(options.get("device", "cpu"))
+        weights = weights_of(folder, self._model.config, self._dtype, self._device)
+        self._model.load_state_dict(weights, assign=True)
         self._model.max_seq_length = options["max_length"]
-        self._model.cos, self._model.sin = (t.to(self._dtype) for t in self._model.rope_cache())
+        self._model.cos, self._model.sin = (t.to(self._dtype) for t in self._model.rope_cache(self._device))
 
     def run(self, case: Case) -> dict[str, Any]:
         from litgpt.generate.base import generate_fn
@@ -37,12 +39,14 @@ class LitgptPeer:
             raise ValueError("litgpt generates one sequence at a time")
         times_s = []
         with torch.inference_mode():
-            self._model.set_kv_cache(1, max_seq_length=case.n_positions, dtype=self._dtype, device=torch.device("cpu"))
+            self._model.set_kv_cache(1, max_seq_length=case.n_positions, dtype=self._dtype, device=self._device)
             begin = time.perf_counter()
-            for _ in generate_fn(
-                self._model, torch.tensor(case.prompt(0)), case.n_positions, temperature=0.0, top_k=1, top_p=0.0,
+            ids = torch.tensor(case.prompt(0), device=self._device)
+            for token in generate_fn(
+                self._model, ids, case.n_positions, temperature=0.0, top_k=1, top_p=0.0,
                 include_prompt=False, include_eos=False,
             ):  # fmt: skip
+                token.tolist()  # waits for the device
                 times_s.append(time.perf_counter() - begin)
         return {"times_s": [times_s]}
 

@@ -1,6 +1,6 @@
 """llama.cpp through llama-cpp-python's low-level interface: one sequence, or many in one batch.
 
-Options: {"gguf": FILE, "threads": 1}
+Options: {"gguf": FILE, "threads": 1, "gpu_layers": 0}; a build for CUDA computes as many layers on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LlamaCppPeer:
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = int(options.get("gpu_layers", 0))
         self._model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), params)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {options['gguf']}")

@@ -1,6 +1,6 @@
 """transformers' own generation, one sequence or a batch.
 
-Options: {"ckpt": DIR, "dtype": "float32", "threads": 1}; the checkpoint is litgpt's, of Llama's kind.
+Options: {"ckpt": DIR, "dtype": "float32", "threads": 1, "device": "cpu"}; the checkpoint is litgpt's, of Llama's kind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from peers.llama_names import hf_tensors
+from peers.plain_weights import weights_of
 from peers.protocol import Case, serve
 
 
@@ -46,15 +47,17 @@ class TransformersPeer:
         )  # fmt: skip
         with torch.device("meta"):
             self._model = LlamaForCausalLM(config)
-        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-        named = {name: t.to(dtype) for name, t in hf_tensors(weights, c).items()}
+        self._device = torch.device(options.get("device", "cpu"))
+        named = hf_tensors(weights_of(folder, c, dtype, self._device), c)
         self._model.load_state_dict(named, assign=True, strict=True)
         rotary = self._model.model.rotary_emb
-        self._model.model.rotary_emb = type(rotary)(config)  # its tables are no weights, and were made on "meta"
+        self._model.model.rotary_emb = type(rotary)(config).to(
+            self._device
+        )  # its tables are no weights, and were made on "meta"
         self._model.eval()
 
     def run(self, case: Case) -> dict[str, Any]:
-        ids = torch.tensor([case.prompt(i) for i in range(case.n_sequences)])
+        ids = torch.tensor([case.prompt(i) for i in range(case.n_sequences)], device=self._device)
         clock = _Clock()
         begin = time.perf_counter()
         with torch.inference_mode():
