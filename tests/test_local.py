@@ -20,7 +20,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.reach_node import reach_node
 from mdi.errors import NodeLostError
-from mdi.node.local import LocalRing
+from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LocalRing, Pause
 from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
 from test_exchange import served
 
@@ -78,6 +78,36 @@ def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch
                 threading.Event().wait(0.02)
             threading.Event().wait(0.3)
             ring.check()
+
+
+def test_a_child_that_ends_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    with LocalRing(3, None, 1, None, False, False) as ring:
+        before = list(ring._children)
+        ring.revive()
+        assert ring._children == before
+        os.kill(ring.pids[1], signal.SIGKILL)
+        before[1].wait(DEADLINE_S)
+        ring.revive()
+        assert ring._children[0] is before[0] and ring._children[1].poll() is None
+        assert before[1].stdin is not None and before[1].stdin.closed
+        again = ring._children[1]
+        os.kill(again.pid, signal.SIGKILL)
+        again.wait(DEADLINE_S)
+        ring.revive()
+        assert ring._children[1] is again, "not at once a second time"
+        children = list(ring._children)
+    assert all(child.poll() is not None for child in children)
+
+
+def test_pauses_grow_and_are_forgotten_after_a_long_life() -> None:
+    pause, now, starts = Pause(), 1000.0, []
+    for _ in range(2000):
+        if pause.is_over(now):
+            starts.append(now)
+        now += 0.1
+    assert [round(b - a) for a, b in zip(starts, starts[1:], strict=False)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert pause.is_over(now + 3 * LAST_PAUSE_S) and pause.length_s == 2 * FIRST_PAUSE_S
 
 
 def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,9 @@ from mdi.node.temporary import RingFolder
 
 END_S = 5.0  # for what the children still have to tidy up
 STOPPED_S = 6.0  # a child that was stopped (by SIGSTOP, say) for so long is lost
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that ends again and again
+
+logger = logging.getLogger("mdi")
 
 
 class LocalRing:
@@ -71,16 +76,16 @@ class LocalRing:
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self._children: list[subprocess.Popen[bytes]] = []
         self._stopped_since: dict[int, float] = {}  # process number -> time.monotonic()
+        self._pauses = [Pause() for _ in range(n_nodes - 1)]
         self._folder: RingFolder | None = None
 
     def __enter__(self) -> LocalRing:
         self._folder = RingFolder()
-        path = self._folder.path / "nodes.json"
-        path.write_text(json.dumps(self._nodes()), encoding="utf-8")
+        self._path.write_text(json.dumps(self._nodes()), encoding="utf-8")
         try:
-            self.cluster: ClusterConfig = self.load(path)
+            self.cluster: ClusterConfig = self.load(self._path)
             for index in range(self._n_nodes - 1):
-                self._children.append(self._spawn(path, index))
+                self._children.append(self._spawn(self._path, index))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -106,6 +111,11 @@ class LocalRing:
             self._folder.close()
 
     @property
+    def _path(self) -> Path:
+        assert self._folder is not None
+        return self._folder.path / "nodes.json"
+
+    @property
     def pids(self) -> list[int]:
         """Process numbers of the secondaries."""
         return [child.pid for child in self._children]
@@ -120,6 +130,23 @@ class LocalRing:
                 self._stopped_since.pop(child.pid, None)
             elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > STOPPED_S:
                 raise NodeLostError(node.name, f"{node.name} (process {child.pid}) was stopped {STOPPED_S:.0f} s ago")
+
+    def revive(self) -> None:
+        """Start children again that have ended: at once, but one that ends again and again after longer and longer pauses."""
+        names = [node.name for node in (*self.cluster.secondaries, *self.cluster.spares)]
+        for index, (name, child, pause) in enumerate(zip(names, self._children, self._pauses, strict=True)):
+            if child.poll() is None or not pause.is_over(time.monotonic()):
+                continue
+            logger.warning("%s has ended by itself (status %s): it is started again", name, child.returncode)
+            try:
+                started = self._spawn(self._path, index)
+            except OSError as e:  # no memory, say: it may be there after the next pause
+                logger.warning("%s cannot be started: %s", name, e)
+                continue
+            self._children[index] = started
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
 
     def load(self, path: Path) -> ClusterConfig:
         """Read the nodes file that `arrange` laid out."""
@@ -170,6 +197,23 @@ class LocalRing:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=env, start_new_session=os.name == "posix", creationflags=flags
         )
+
+
+@dataclass
+class Pause:
+    """Between the starts of one child. It is twice as long each time, unless the child has run for longer than the longest."""
+
+    next_s: float = 0.0  # no start before
+    length_s: float = FIRST_PAUSE_S
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether the child may be started now; if so, it is taken for started."""
+        if now_s < self.next_s:
+            return False
+        if now_s > self.next_s + LAST_PAUSE_S:
+            self.length_s = FIRST_PAUSE_S
+        self.next_s, self.length_s = now_s + self.length_s, min(2 * self.length_s, LAST_PAUSE_S)
+        return True
 
 
 def _is_stopped(pid: int) -> bool:
