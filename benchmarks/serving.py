@@ -19,98 +19,15 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from records import add_json_flag, save
-
-SRC = Path(__file__).resolve().parents[1] / "src"
-HOST = "127.0.0.1"
-
-
-@dataclass
-class Answer:
-    """One streamed text, with the moment of each of its events."""
-
-    begin: float
-    times: list[float] = field(default_factory=list)
-    text: str = ""
-    n_tokens: int = 0
-    error: str = ""
-
-    @property
-    def first_s(self) -> float:
-        return self.times[0] - self.begin
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-
-
-async def complete(port: int, body: dict[str, Any]) -> Answer:
-    """A streamed completion over a connection of its own."""
-    answer = Answer(time.perf_counter())
-    try:
-        reader, writer = await asyncio.open_connection(HOST, port)
-        data = json.dumps({"model": "", "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
-        )
-        writer.write(head.encode() + data)
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                answer.error = event["error"]["message"]
-            elif event["choices"]:
-                answer.times.append(time.perf_counter())
-                answer.text += event["choices"][0]["text"]
-            if event.get("usage"):
-                answer.n_tokens = event["usage"]["completion_tokens"]
-        writer.close()
-    except OSError as e:
-        answer.error = str(e)
-    if not answer.n_tokens and not answer.error:
-        answer.error = "no whole answer"
-    return answer
-
-
-@contextlib.contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server; its port and process."""
-    from mdi.node.local import free_ports
-
-    (port,) = free_ports(1)
-    command = [sys.executable, str(SRC / "serve.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
-    process = subprocess.Popen([*command, "--port", str(port), "--max-running", "1024", *args.flags])
-    try:
-        while process.poll() is None:
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(f"http://{HOST}:{port}/v1/models")
-                break
-            time.sleep(0.1)
-        yield port, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def rss_bytes(process: subprocess.Popen[bytes]) -> int:
-    """Of the server with all its processes."""
-    import psutil
-
-    own = psutil.Process(process.pid)
-    return sum(one.memory_info().rss for one in [own, *own.children(recursive=True)])
+from serve_client import HOST, SRC, complete, p95, rss_bytes, serving
 
 
 def clients(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,10 +171,6 @@ def prompt(args: argparse.Namespace) -> dict[str, Any]:
 
     with serving(args) as (port, _):
         return asyncio.run(run(port))
-
-
-def p95(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))] if values else float("nan")
 
 
 def main() -> None:
