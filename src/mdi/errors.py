@@ -3,6 +3,7 @@
     MdiError
     |-- UsageError            what the user typed or wrote: flags, JSON, prompts
     |   |-- SplitError        a model that cannot be cut as asked
+    |   |-- NoMemoryError     a model, or a text of that length, that does not fit into this node's memory
     |   `-- LimitError        a limit of memory that is too low
     |-- CheckpointError       a model on disk: missing, cut short, of another shape
     |-- MemoryShortError      this machine has too little memory, or this process may not have more
@@ -55,6 +56,12 @@ class MemoryShortError(MdiError):
     """There is too little memory for what is to be read or computed; nothing is wrong with that."""
 
 
+class NoMemoryError(UsageError):
+    """A stage, or the caches of one sequence, do not fit into what this node has free."""
+
+    code = "memory"
+
+
 class LimitError(UsageError):
     """Nothing fits into the memory that this process may take.
 
@@ -75,6 +82,8 @@ class PlacementError(MdiError):
     Attributes:
         missing: name of each node with too little memory, and how many bytes it lacks; "" where it may be any node.
     """
+
+    code = "memory"
 
     def __init__(self, message: str, missing: tuple[tuple[str, int], ...] = ()) -> None:
         super().__init__(message)

@@ -59,15 +59,20 @@ class FakeService:
         self.engine = SimpleNamespace(
             status={"state": "serving", "model": "nano-llama", "text": "it serves", "done": 1.0, "load": 1}
         )
-        self.engine.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
+        self.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
         self.engine.ask = self._ask
-        self.admission = SimpleNamespace(n_running=8, n_waiting=2, max_waiting=512)
+        self.counts = {"running": 8, "waiting": 2, "limit": 512}
+        self.models = SimpleNamespace(latest="nano-llama")
         self.observe: list[Any] = []
         self.asked: list[dict[str, Any]] = []
         self.gone = threading.Event()
         self._pieces: asyncio.Queue[str | None]
         self._loop: asyncio.AbstractEventLoop
         self._ready = threading.Event()
+
+    @property
+    def rings(self) -> dict[str, dict[str, Any]]:
+        return {"nano-llama": self.ring} if self.ring else {}
 
     def put(self, *pieces: str | None) -> None:
         """From the test's thread: what comes next of the answer."""

@@ -212,10 +212,10 @@ def test_the_ring_and_nodes_that_come_and_go(page: Any, service: FakeService) ->
     assert "38.2" in page.inner_text("#figures") and "secondary0" in page.inner_text("#waits")
     assert page.locator("#links tbody tr").count() == 3
     assert page.locator("#picture .gauge").count() == 3
-    service.engine.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
+    service.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
     page.wait_for_selector("#events .gone")
     assert page.locator("#nodes .node.gone").count() == 1
-    service.engine.ring = snapshot(node("starter"), node("secondary0"), node("secondary1"))
+    service.ring = snapshot(node("starter"), node("secondary0"), node("secondary1"))
     page.wait_for_selector("#events .came")
 
 

@@ -7,6 +7,8 @@ from fake_service import FakeService, node, snapshot
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+MODEL = ("model", "nano-llama")
+
 
 def scraped(service: FakeService, client: TestClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     answer = client.get("/metrics")
@@ -50,24 +52,24 @@ def test_the_queue_the_nodes_and_the_links(service: FakeService, client: TestCli
     found = scraped(service, client)
     assert found["mdi_queue_texts", ()] == 2 and found["mdi_running_texts", ()] == 8
     assert found["mdi_serving", ()] == 1
-    assert found["mdi_node_compute_seconds_total", (("node", "secondary0"),)] == 12.5
-    assert found["mdi_node_cache_limit_bytes", (("node", "starter"),)] == 900_000_000
-    assert found["mdi_link_delay_seconds", (("source", "secondary1"), ("target", "starter"))] == 0.0021
-    assert found["mdi_memory_waiting_texts", ()] == 1
+    assert found["mdi_node_compute_seconds_total", (MODEL, ("node", "secondary0"))] == 12.5
+    assert found["mdi_node_cache_limit_bytes", (MODEL, ("node", "starter"))] == 900_000_000
+    assert found["mdi_link_delay_seconds", (MODEL, ("source", "secondary1"), ("target", "starter"))] == 0.0021
+    assert found["mdi_memory_waiting_texts", (MODEL,)] == 1
 
 
 def test_what_a_lost_node_does_not_say_is_left_out(service: FakeService, client: TestClient) -> None:
     lost = node("secondary0", is_here=False, memory=None, cache=None, compute_s=None, frames=None, bytes_s=None)
-    service.engine.ring = snapshot(node("starter"), lost)
-    service.engine.ring["links"][0]["delay_s"] = None
+    service.ring = snapshot(node("starter"), lost)
+    service.ring["links"][0]["delay_s"] = None
     found = scraped(service, client)
-    assert found["mdi_node_up", (("node", "secondary0"),)] == 0
-    assert ("mdi_node_compute_seconds_total", (("node", "secondary0"),)) not in found
-    assert ("mdi_link_delay_seconds", (("source", "starter"), ("target", "secondary0"))) not in found
+    assert found["mdi_node_up", (MODEL, ("node", "secondary0"))] == 0
+    assert ("mdi_node_compute_seconds_total", (MODEL, ("node", "secondary0"))) not in found
+    assert ("mdi_link_delay_seconds", (MODEL, ("source", "starter"), ("target", "secondary0"))) not in found
 
 
 def test_before_there_is_a_ring(service: FakeService, client: TestClient) -> None:
-    service.engine.ring = {}
+    service.ring = {}
     service.engine.status = {"state": "loading"}
     assert scraped(service, client)["mdi_serving", ()] == 0
 

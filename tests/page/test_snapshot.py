@@ -25,6 +25,10 @@ NAMES = ["starter", "secondary0", "secondary1"]
 Ring = tuple[StarterNode, list[SecondaryNode], Snapshots]
 
 
+def host_of(starter: StarterNode) -> Any:
+    return SimpleNamespace(loaded={"tiny": SimpleNamespace(node=starter)})
+
+
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[Ring]:
     with secondaries(2, tmp_path) as nodes:
@@ -36,7 +40,7 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
             starter.open()
             starter.prepare(60)
             starter.start()
-            yield starter, nodes, Snapshots(SimpleNamespace(loaded=SimpleNamespace(node=starter), status={}))  # type: ignore[arg-type]
+            yield starter, nodes, Snapshots(host_of(starter))
         finally:
             starter.close()
 
@@ -50,7 +54,7 @@ def write(starter: StarterNode, n_texts: int = 3) -> None:
 def closed(snapshots: Snapshots) -> dict[str, Any]:
     """The first snapshot in which every node has noticed that the ring is closed."""
     for _ in range(500):
-        found = snapshots.take()
+        found = snapshots.take()["tiny"]
         if all(node["frames"] is not None for node in found["nodes"]):
             return found
     raise AssertionError(found)
@@ -61,8 +65,8 @@ def test_a_ring_at_work(ring: Ring) -> None:
     first = closed(snapshots)
     assert [node["name"] for node in first["nodes"]] == NAMES and first["n_tokens"] == 0
     write(starter)
-    found = snapshots.take()
-    assert snapshots.latest is found
+    found = snapshots.take()["tiny"]
+    assert snapshots.latest["tiny"] is found
     assert found["n_tokens"] == 90 and found["tokens_s"] > 0
     for node in found["nodes"]:
         assert node["is_here"] and node["state"] == "RUNNING" and node["frames"] > 0
@@ -91,32 +95,31 @@ def test_a_node_that_is_gone(ring: Ring) -> None:
     _, nodes, snapshots = ring
     snapshots.take()
     nodes[1].close()
-    found = {node["name"]: node for node in snapshots.take()["nodes"]}
+    found = {node["name"]: node for node in snapshots.take()["tiny"]["nodes"]}
     assert found["secondary0"]["is_here"] and not found["secondary1"]["is_here"]
     assert found["secondary1"]["memory"] is None and found["secondary1"]["busy"] is None
 
 
 def test_plan_and_doctor_of_a_running_ring(ring: Ring) -> None:
     starter, _, snapshots = ring
-    host: Any = SimpleNamespace(loaded=SimpleNamespace(node=starter), status={"state": "serving"})
-    ask = handlers(host, snapshots)
+    ask = handlers(host_of(starter), snapshots)
     closed(snapshots)
-    assert "error" in ask["plan"]({}), "nothing was measured yet"
+    assert "error" in ask["plan"]({"model": "tiny"}), "nothing was measured yet"
     write(starter)
     snapshots.take()
-    planned = ask["plan"]({})
+    planned = ask["plan"]({"model": "tiny"})
     assert "error" not in planned, planned
     assert planned["words"].startswith("For 1 text at once")
     assert sum(stop - start for start, stop in (node["blocks"] for node in planned["plan"]["nodes"])) == 5
-    report = ask["doctor"]({})
+    report = ask["doctor"]({"model": "tiny"})
     assert [node["name"] for node in report["nodes"]] == NAMES
     assert not [one for one in report["problems"] if "busy" in one["what"]], "busy with this ring is as it should be"
     write(starter)
 
 
 def test_without_a_ring() -> None:
-    host: Any = SimpleNamespace(loaded=None, status={"state": "loading"})
+    host: Any = SimpleNamespace(loaded={})
     snapshots = Snapshots(host)
     assert snapshots.take() == {}
     ask = handlers(host, snapshots)
-    assert "error" in ask["plan"]({}) and not ask["doctor"]({})["problems"] and ask["status"]({}) == host.status
+    assert "error" in ask["plan"]({"model": "tiny"}) and not ask["doctor"]({"model": "tiny"})["problems"]

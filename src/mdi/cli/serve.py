@@ -143,5 +143,5 @@ def _nodes(args: argparse.Namespace) -> NodeSource:
     from mdi.node.local import LocalRing
 
     if args.nodes is not None:
-        return processes_of(args, LocalRing, cores_of(args))
+        return processes_of(args, LocalRing, cores_of(args), is_revived=True)
     return nodes_of(args, lambda: load_cluster(args.nodes_config) if args.nodes_config else standalone())

@@ -41,13 +41,14 @@ def nodes_of(args: argparse.Namespace, find: Callable[[], ClusterConfig]) -> Nod
 
 def processes_of(
     args: argparse.Namespace, make_ring: type[LocalRing], cores: Sequence[int] | None, n_spares: int = 0,
-    told: Callable[[LocalRing], None] = lambda ring: None,
+    told: Callable[[LocalRing], None] = lambda ring: None, is_revived: bool = False,
 ) -> NodeSource:  # fmt: skip
     """A ring of --nodes processes on this machine.
 
     Args:
         cores: divided among the nodes; None keeps none on any.
         told: shown a ring that was started.
+        is_revived: see OwnProcesses.
     """
     from mdi.cli.access import KEY_VARIABLE, with_keys
     from mdi.session.node_source import OwnProcesses
@@ -66,8 +67,8 @@ def processes_of(
         lambda: make_ring(
             args.nodes, args.devices, args.threads, args.ckpt, args.verb, args.debug, cores, kv_memory, n_spares
         ),
-        begun,
-    )
+        begun, is_revived,
+    )  # fmt: skip
 
 
 def cores_of(args: argparse.Namespace) -> tuple[int, ...] | None:

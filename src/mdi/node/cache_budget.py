@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mdi.block_ranges import block_span
 from mdi.engine.cache_memory import NodeCaches
-from mdi.errors import ControlError, UsageError
+from mdi.errors import ControlError, NoMemoryError
 from mdi.json_fields import Fields
 from mdi.kernels.page_sizes import CacheClass
 from mdi.kernels.pages import CachePages
@@ -19,6 +20,7 @@ from mdi.units import size
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
 N_CLASSES_LIMIT = 1000
+_SHARE = "cache_share"
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,26 @@ class CachingStage(Protocol):
         """Weights that are pages of a file, which count as free memory, but must stay."""
 
 
-def check_capacity(name: str, stage: CachingStage, max_length: int, device: str) -> None:
-    """Raises UsageError if not even one sequence of full length fits into the memory that node `name` has left."""
-    needed, available = stage.run_bytes(max_length), device_free_bytes(device)
+def share_extensions(share: float) -> dict[str, Any]:
+    """What `/init` says of the part of a node's free memory that a run's caches may take; nothing if that is all of it."""
+    return {} if share == 1.0 else {_SHARE: share}
+
+
+def share_in(extensions: Mapping[str, Any]) -> float:
+    """The other way round; what is no share is all."""
+    share = extensions.get(_SHARE)
+    return share if isinstance(share, float) and 0 < share < 1 else 1.0
+
+
+def check_capacity(name: str, stage: CachingStage, max_length: int, device: str, promised: int = 0) -> None:
+    """Raises NoMemoryError if not even one sequence of full length fits into the memory that node `name` has left.
+
+    Args:
+        promised: as for `report_caches`.
+    """
+    needed, available = stage.run_bytes(max_length), device_free_bytes(device) - promised
     if needed > available:
-        raise UsageError(
+        raise NoMemoryError(
             f"a sequence of {max_length} tokens needs {size(needed)} of caches and tables for "
             f"{block_span(stage.start, stage.stop)} on {name}, but {size(available)} are left there: ask for fewer "
             "tokens, or a smaller --sequence-length"
@@ -113,6 +130,44 @@ def report_caches(stage: CachingStage, device: str, by_hand: int | None, promise
     if (reserved := stage.caches.most_bytes) is not None:
         limit = min(limit, reserved)
     return CacheReport(max(0, limit), bool(limits), tuple(stage.caches.classes), device)
+
+
+class SharedCaches:
+    """The caches of several runs in one process: what one was granted is not free for another. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._granted: dict[CachingStage, tuple[str, int]] = {}
+
+    def grant(self, stage: CachingStage, device: str, by_hand: int | None, share: float) -> CacheReport:
+        """What the caches of a stage may take.
+
+        Args:
+            by_hand: the limit that the user set, for all of the process together.
+            share: of what is free, what one run may take.
+        """
+        with self._lock:
+            self._granted.pop(stage, None)
+            if by_hand is not None:
+                by_hand -= sum(n for own, (where, n) in self._granted.items() if where == device)
+            report = report_caches(stage, device, by_hand, self._promised(device))
+            report = replace(report, limit_bytes=int(report.limit_bytes * share))
+            self._granted[stage] = device, report.limit_bytes
+            return report
+
+    def promised(self, device: str) -> int:
+        """Bytes that are free on a device and belong to caches that will grow."""
+        with self._lock:
+            return self._promised(device)
+
+    def _promised(self, device: str) -> int:
+        found = ((stage, n) for stage, (where, n) in self._granted.items() if where == device)
+        return sum(max(0, n - stage.caches.n_bytes) for stage, n in found)
+
+    def give_back(self, stage: CachingStage) -> None:
+        """Harmless if repeated."""
+        with self._lock:
+            self._granted.pop(stage, None)
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:

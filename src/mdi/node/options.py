@@ -36,7 +36,8 @@ class StarterOptions(Requested):
     `placement` None is the default one, unless chunks that lie there have been cut already; `cache_dir` is where this node
     keeps what it measured of itself; `n_spans` is how much every node records of what it does (mdi.tracing), 0 nothing;
     `fixed` ends the run when a node is lost; `silence_s` is how long a node may be unheard of before it counts as lost;
-    `replay_memory` is for rows that were sent, from which a node that takes another's place has its caches again.
+    `replay_memory` is for rows that were sent, from which a node that takes another's place has its caches again;
+    `cache_share` is the part of each node's free memory that caches may take.
     """
 
     ckpt: Path | None = None
@@ -56,6 +57,7 @@ class StarterOptions(Requested):
     silence_s: float = SILENCE_S
     parallel: ParallelOptions = ParallelOptions()
     replay_memory: int = REPLAY_BYTES
+    cache_share: float = 1.0
 
     @property
     def replay_bytes(self) -> int:

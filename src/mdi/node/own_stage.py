@@ -12,7 +12,7 @@ from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.starter_part import StarterFrameStage, StarterRows
-from mdi.errors import UsageError
+from mdi.errors import NoMemoryError
 from mdi.kernels.kernel_stage import KernelStarterStage, Weights
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
@@ -21,7 +21,7 @@ from mdi.metrics import ShareMetrics
 from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
-from mdi.node.cache_budget import check_capacity
+from mdi.node.cache_budget import CacheReport, SharedCaches, check_capacity
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
@@ -55,6 +55,7 @@ class OwnStage:
         name: of the starter.
         family, config: of the model.
         options: what the user chose.
+        caches: of all runs of this process.
 
     Attributes:
         stage: as the engine calls it, after `load`.
@@ -65,7 +66,10 @@ class OwnStage:
     loaded: TorchStage | ArrayStage
     is_shared = False  # whether the other nodes compute the same blocks, each a share of them
 
-    def __init__(self, name: str, family: ModelFamily, config: Any, options: StarterOptions) -> None:
+    def __init__(
+        self, name: str, family: ModelFamily, config: Any, options: StarterOptions, caches: SharedCaches | None = None
+    ) -> None:  # fmt: skip
+        self._caches = caches or SharedCaches()
         self._name = name
         self._family = family
         self._config = config
@@ -131,7 +135,8 @@ class OwnStage:
             self._key, self._computing = key, computing
         elif self.loaded.max_length >= max_length:
             return
-        check_capacity(self._name, self.loaded, max_length, computing.device)
+        promised = self._caches.promised(computing.device)
+        check_capacity(self._name, self.loaded, max_length, computing.device, promised)
         self.loaded.prepare(max_length, kv_memory)
         if computing.compile:
             self.loaded.compile()
@@ -146,22 +151,32 @@ class OwnStage:
             held = computing.format if part.startswith("block.") else computing.head_format
             if part not in shared:
                 needed += held_bytes([weights.part_bytes(part)], weights.dtype, held, weights.stored_format)
-        free = device_free_bytes(computing.device)
+        free = device_free_bytes(computing.device) - self._caches.promised(computing.device)
         if needed > free:
-            raise UsageError(
+            raise NoMemoryError(
                 f"the starter has {size(free)} of memory free, but embedding, head and {block_span(*weights.blocks[0])} take "
                 f"{size(needed)} in {computing.format}: give it fewer blocks (--layers, --placement, more nodes), or use a "
                 "smaller format (--quantize, --dtype)"
             )
 
+    def close(self) -> None:
+        """Give its memory back, but for what there is to know of it."""
+        if self.is_loaded:
+            self._caches.give_back(self.loaded)
+            self.loaded.close()
+
     @staticmethod
     def _key_of(weights: StarterWeights, computing: Computing, parts: Sequence[str]) -> tuple[Any, ...]:
         return weights.config_hash, weights.blocks[0][1], tuple(parts), computing
 
+    def grant(self, device: str, by_hand: int | None) -> CacheReport:
+        """What its caches may take; see SharedCaches."""
+        return self._caches.grant(self.loaded, device, by_hand, self._options.cache_share)
+
     def drop(self) -> None:
         """Give its memory back; harmless if there is none."""
         if self._key is not None:
-            self.loaded.close()
+            self.close()
             self._key = None
             del self.stage, self.loaded
 

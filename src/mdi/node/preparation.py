@@ -18,7 +18,7 @@ from mdi.engine.sent_rows import COMPUTE
 from mdi.engine.starter_part import StarterFrameStage
 from mdi.machine.computing import Computing
 from mdi.model.array_stage import ArrayStage
-from mdi.node.cache_budget import report_caches, share_out
+from mdi.node.cache_budget import share_extensions, share_out
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
@@ -38,30 +38,28 @@ logger = logging.getLogger("mdi")
 class Preparation:
     """Of one run, by its starter.
 
-    Args:
-        family, config: of the model.
-        cluster: the nodes that take part; `clients` are its secondaries.
-        options: what the user chose, and `computing` what has become of it.
-        weights: what the starter has to load and send, and the cut.
-        ids: of the run and of the ring, each as 16 hex digits.
-        ring_port: the one on which the last secondary connects; None in a ring of one node.
-        max_length: tokens that a sequence of the run may reach.
-        n_sequences: at the same time, at most; None: as many as fit.
-        before: of the ring before: the starter's own stage is used again, as far as it is the same.
-        own: another stage of the starter's.
-        holders: nodes that have parts already.
-        replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
+        Args:
+            family, config: of the model.
+            cluster: the nodes that take part; `clients` are its secondaries.
+            options: what the user chose, and `computing` what has become of it.
+            weights: what the starter has to load and send, and the cut.
+            ids: of the run and of the ring, each as 16 hex digits.
+            ring_port: the one on which the last secondary connects; None in a ring of one node.
+            max_length: tokens that a sequence of the run may reach.
+            n_sequences: at the same time, at most; None: as many as fit.
+            before: of the ring before.
+            own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
+            replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
-    Attributes:
-        own: the starter's own stage.
-        memory: what the caches of all nodes hold, after `run`.
-        ring_ports: by name of each secondary, the ring port that it says it has.
-        placement: hash of model, cut and ring; "" in a ring of one node.
-        keeping: secondaries that still have the caches of the ring before.
-        parts: by name of each secondary, what it needs.
-        processes: by name of each secondary that was reached, the number that its process drew.
-        failed: name of the node that could not get ready; None if it was none of them.
-        has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
+        Attributes:
+            memory: what the caches of all nodes hold, after `run`.
+            ring_ports: by name of each secondary, the ring port that it says it has.
+            placement: hash of model, cut and ring; "" in a ring of one node.
+            keeping: secondaries that still have the caches of the ring before.
+            parts: by name of each secondary, what it needs.
+            processes: by name of each secondary that was reached, the number that its process drew.
+            failed: name of the node that could not get ready; None if it was none of them.
+            has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
 
     def __init__(
@@ -76,9 +74,9 @@ class Preparation:
         ids: tuple[str, str],
         ring_port: int | None,
         max_length: int,
-        n_sequences: int | None = None,
-        before: Preparation | None = None,
-        own: OwnStage | None = None,
+        n_sequences: int | None,
+        before: Preparation | None,
+        own: OwnStage,
         replays: Mapping[str, str] | None = None,
         holders: Holders | None = None,
     ) -> None:
@@ -97,8 +95,7 @@ class Preparation:
         self._holders = holders or {}
         self.parts: dict[str, tuple[PartSpec, ...]] = {}
         self._known = frozenset(() if before is None else before.processes)
-        before_own = None if before is None else before.own
-        self.own: OwnStage = own or before_own or OwnStage(cluster.starter.name, family, config, options)
+        self.own = own
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
@@ -185,6 +182,7 @@ class Preparation:
                 extensions={
                     **extensions_of(options.n_spans),
                     **window_extensions(options.weight_memory),
+                    **share_extensions(options.cache_share),
                     **shares[index - 1],
                 },
                 **vars(asked),
@@ -238,7 +236,7 @@ class Preparation:
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold. Where weights were loaded, nodes of that machine have less than they said."""
         computing, nodes = self._computing, self._cluster.nodes
-        own = report_caches(self.own.loaded, computing.device, self._kv_memory)
+        own = self.own.grant(computing.device, self._kv_memory)
         is_asked = self._has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]

@@ -18,6 +18,7 @@ from mdi.machine.computing import Computing
 from mdi.measure.planning import profile_request
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
+from mdi.node.cache_budget import SharedCaches
 from mdi.node.forming import form_ring
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
@@ -41,6 +42,7 @@ class RunBasis:
     Attributes:
         process: a number that the starter's process drew.
         listener: the starter's ring port; None in a ring of one node.
+        caches: of all runs of this process.
     """
 
     family: ModelFamily
@@ -52,6 +54,7 @@ class RunBasis:
     n_sequences: int | None
     process: str
     listener: RingListener | None
+    caches: SharedCaches
     make_own: Callable[[ClusterConfig], OwnStage] | None = (
         None  # the starter's own stage, where it is not just its blocks
     )
@@ -131,19 +134,23 @@ class RunRings:
         ids = (self.run, f"{self._epoch:016x}")
         port = None if basis.listener is None else basis.listener.port
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
-        own = None
+        own = self.own
         if basis.make_own is not None:  # shares are others with every other set of nodes
             own = basis.make_own(self.cluster)
             if self.own not in (None, own):
                 self.own.drop()
+        elif own is None:
+            own = OwnStage(self.cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
             basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(),
         )  # fmt: skip
         try:
             preparation.run(check)
-        except MdiError as e:
-            raise self._named(e, preparation.failed) from None
+        except BaseException as e:
+            if own is not self.own:
+                own.drop()
+            raise self._named(e, preparation.failed) if isinstance(e, MdiError) else e from None
         finally:
             self._is_configured = self._is_configured or preparation.has_begun
             if self.preparation is None:
@@ -241,8 +248,8 @@ class RunRings:
 
     def close(self) -> None:
         """Give back what the starter's own stage holds."""
-        if self.preparation is not None and self.preparation.loaded is not None:
-            self.preparation.loaded.close()
+        if self.own is not None:
+            self.own.close()
 
     def _close(self, is_awaited: bool = True) -> None:
         ring, self.ring = self.ring, None

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
@@ -20,7 +20,7 @@ from mdi.errors import ControlError
 from mdi.kernels.kernel_stage import Weights
 from mdi.machine.computing import Computing
 from mdi.model.array_stage import ArrayStage
-from mdi.node.cache_budget import CacheReport, report_caches
+from mdi.node.cache_budget import CacheReport, report_caches, share_in
 from mdi.node.stage_holder import StageHolder
 from mdi.units import size
 from mdi.window.stage import WindowStage
@@ -140,7 +140,10 @@ class StageSlots:
                 slot.weights = {(sha, packing): stage.inner.part_bytes(part) for part, sha in slot.shas.items()}
 
     def grant(self, slot: Slot, request: InitRequest) -> CacheReport:
-        """What the caches of a ring may take, that is about to be closed: with `n_sequences`, no more than those need."""
+        """What the caches of a ring may take, that is about to be closed.
+
+        With `n_sequences` no more is kept for it than those need, unless it says itself which share it may take.
+        """
         assert slot.stage is not None
         with self._lock:
             others = [one for one in self._on(slot.device) if one is not slot and one.use != "UNUSED"]
@@ -149,8 +152,10 @@ class StageSlots:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
             promised = sum(one.promised_beside(slot) for one in others) + request.replay_bytes
             report = report_caches(slot.stage, slot.device, by_hand, promised)
+            share = share_in(request.extensions)
+            report = replace(report, limit_bytes=int(report.limit_bytes * share))
             slot.cache_bytes = report.limit_bytes
-            if request.n_sequences is not None:
+            if request.n_sequences is not None and share == 1.0:
                 each = sum(c.n_bytes(request.max_length) for c in report.classes)
                 slot.cache_bytes = min(report.limit_bytes, each * request.n_sequences)
             return report

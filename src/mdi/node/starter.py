@@ -15,14 +15,12 @@ from types import TracebackType
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.requested import Requested
-from mdi.control.server import ControlServer
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.measure.planning import told_blocks
-from mdi.net.listener import RingListener, open_socket
 from mdi.node.driver import EngineThread
 from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.model_family import ModelFamily
@@ -35,6 +33,7 @@ from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunBasis, RunRings
 from mdi.node.sample import OnText, Record, Sample, SampleReader
 from mdi.node.sharing_out import SharingOut
+from mdi.node.starter_ports import StarterPorts
 from mdi.node.starter_report import OpenModel, StarterReport
 from mdi.node.teardown import dismiss
 from mdi.node.texts import Texts
@@ -50,11 +49,16 @@ logger = logging.getLogger("mdi")
 
 
 class StarterNode(StarterReport):
-    """See the module."""
+    """See the module.
+
+    Args:
+        newcomers: nodes that have been heard of, beside those of the cluster.
+        ports: open ones that it shares with other runs of this process; None opens its own.
+    """
 
     def __init__(
         self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None = None,
-        newcomers: Newcomers = nobody,
+        newcomers: Newcomers = nobody, ports: StarterPorts | None = None,
     ) -> None:  # fmt: skip
         device = choose_device(options.device or cluster.starter.device)
         self._own = Requested(device=device, dtype=options.dtype or cluster.starter.dtype)
@@ -71,8 +75,7 @@ class StarterNode(StarterReport):
         self._newcomers = newcomers
         self._left_out: list[NodeConfig] = []  # that the placement gave no part
         self._profile: ClusterProfile | None = None
-        self._listener: RingListener | None = None
-        self._control: ControlServer | None = None
+        self._given_ports = self._ports = ports
         self._make_own: Callable[[ClusterConfig], OwnStage] | None = None  # where it is not just this node's blocks
         self._n_sequences: int | None = None  # at the same time, if that is known
 
@@ -90,19 +93,13 @@ class StarterNode(StarterReport):
         self.close()
 
     def open(self) -> None:
-        """Bind the ports and find the weights; everything wrong with them is told here.
-
-        A ring of one node has no ring port, and no control port if its number is 0.
+        """Bind the ports, if there are none, and find the weights; everything wrong with them is told here.
 
         Raises:
             MdiError
         """
-        node = self.cluster.starter
-        if self.cluster.secondaries or node.port:
-            self._control = ControlServer(self, node.listen_addr, node.port, node.name, self.cluster.keys)
-        if self.cluster.secondaries:
-            sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
-            self._listener = RingListener(sock, node.name, self.cluster.keys)
+        self._ports = self._given_ports or StarterPorts()
+        self._ports.add(self, self.cluster)
         options = self._options
         will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
         with contextlib.ExitStack() as stack:
@@ -178,12 +175,11 @@ class StarterNode(StarterReport):
     def _share_out(self, stages: tuple[RingStage, ...], work: Workload, check: Callable[[], None]) -> None:
         """Give the nodes of each stage shares of its blocks."""
         weights, options = self.weights, self._options
-        assert self._listener is not None
         division = divide(stages, weights, options, self.computing, self.names, work, lambda: self._profiled(check))
         if options.n_frames is None and len(division.stages) > 1:
             self._options = options = replace(options, n_frames=len(division.stages))
         self._make_own = SharingOut(
-            self._family, self.config, self._listener.port, options, weights, self.computing, division
+            self._family, self.config, self._cluster_here.starter.port_in, options, weights, self.computing, division
         )
         self._take_nodes([name for stage in division.stages for name in stage.members])
 
@@ -204,8 +200,9 @@ class StarterNode(StarterReport):
     @property
     def _cluster_here(self) -> ClusterConfig:
         """With the ports that this node really has."""
-        assert self._listener is not None and self._control is not None
-        here = replace(self.cluster.starter, port=self._control.port, port_in=self._listener.port)
+        ports = self._ports
+        assert ports is not None and ports.listener is not None and ports.control is not None
+        here = replace(self.cluster.starter, port=ports.control.port, port_in=ports.listener.port)
         return replace(self.cluster, starter=here)
 
     def _place_in(self, form: str | None, work: Workload, check: Callable[[], None]) -> None:
@@ -234,9 +231,10 @@ class StarterNode(StarterReport):
         if self.cluster.secondaries:
             logger.info("loading %s on %d nodes", self.weights.model, self.cluster.n_nodes)
         self.max_length = min(max_length, self.context_length)
+        assert self._ports is not None
         basis = RunBasis(
             self._family, self.config, self._options, self.computing, self.weights, self.max_length, self._n_sequences,
-            self._process, self._listener, self._make_own,
+            self._process, self._ports.listener, self._ports.caches, self._make_own,
         )  # fmt: skip
         cluster = self._cluster
         self._rings = rings = RunRings(basis, cluster, self._epoch)
@@ -334,15 +332,15 @@ class StarterNode(StarterReport):
         if self._rings is not None and self._rings.is_open:
             self._state = "BROKEN"
             self.end()
-        if self._control is not None:
-            self._control.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._ports is not None:
+            self._ports.remove(self)
+            if self._given_ports is None:
+                self._ports.close()
         if self._model is not None:
             self.weights.close()
         if self._rings is not None:
             self._rings.close()
-        self._control = self._listener = None
+        self._ports = None
 
     def mark_broken(self) -> None:
         """A node was lost: do not wait long for any of them."""

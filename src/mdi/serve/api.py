@@ -78,7 +78,7 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
     server = uvicorn.Server(config)
     talking = asyncio.create_task(client.run(engine))
     talking.add_done_callback(lambda _: drain())
-    idle = asyncio.create_task(service.unload_when_idle())
+    idle = asyncio.create_task(service.models.give_up_unused(settings.keep_alive_s))
     try:
         await server.serve(sockets=[listener])
     finally:

@@ -58,19 +58,19 @@ class _Models:
     async def health(self, request: Request) -> Response:
         service = self._service
         is_well = not service.engine.is_gone and service.engine.status["state"] in ("serving", "idle")
-        told = {"status": service.engine.status["state"], "waiting": service.admission.n_waiting}
+        told = {"status": service.engine.status["state"], "waiting": service.counts["waiting"]}
         for name in ("texts", "n_reused"):
-            told[name] = service.engine.ring.get(name)
+            told[name] = service.ring.get(name)
         return JSONResponse(told, 200 if is_well else 503)
 
     def _check(self) -> None:
         """Raises ApiError while no model has been loaded yet."""
-        if self._service.engine.is_gone or not self._service.engine.state.model:
-            raise self._service.progress_error()
+        if self._service.engine.is_gone or not self._service.engine.state.models:
+            raise self._service.models.progress_error()
 
     def _entry(self, name: str) -> dict[str, Any]:
         service = self._service
-        is_loaded = name == service.engine.state.model.get("name") and service.engine.status["state"] == "serving"
+        is_loaded = service.engine.state.is_serving(name)
         made = {"id": name, "object": "model", "created": int(service.begin), "owned_by": "mdi-llm"}
         return {**made, "is_loaded": is_loaded}
 

@@ -3,8 +3,7 @@
 Messages from the API process, by "do":
     generate   id, model, ids, sampling, owner, grammar: answered by "events", the last of which has a reason, or by "refused"
     cancel     id
-    load       model; unload: done by the main thread (`mdi.serve.host`), told by "status" and "model"
-    ask        id, what, args: answered by "answer"
+    ask        id, what, args: answered by "answer" (`mdi.serve.questions`); loading a model is a question, too
 """
 
 from __future__ import annotations
@@ -81,10 +80,6 @@ class Backend:
         elif what == "cancel":
             self._forming.discard(message["id"])
             self._host.cancel(message["id"])
-        elif what == "load":
-            self._host.ask_for(message["model"])
-        elif what == "unload":
-            self._host.ask_for(None)
         elif what == "ask":
             threading.Thread(target=self._answer, args=(message,), name="serve-ask", daemon=True).start()
 
@@ -132,4 +127,4 @@ class Backend:
             except Exception:
                 logger.debug("no snapshot", exc_info=True)
                 continue
-            self._lines.send({"is": "ring", "ring": told})
+            self._lines.send({"is": "rings", "rings": told})

@@ -13,8 +13,9 @@ from mdi.serve.api_errors import invalid
 from mdi.serve.endpoint import Job
 from mdi.serve.exchange import Exchange
 from mdi.serve.logprobs import chat_logprobs
+from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.service import LoadedModel, Service
+from mdi.serve.service import Service
 from mdi.serve.templates import PLAIN_STOPS
 from mdi.serve.texts import Piece, Usage, check_prompt, write_texts
 from mdi.serve.tools import parse_tools

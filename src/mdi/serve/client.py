@@ -80,20 +80,31 @@ class Texts:
 
 @dataclass
 class EngineState:
-    """What the engine process says of itself.
+    """What the engine process says of itself, by the name of a model.
 
     Attributes:
-        status: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0 to
-            1, "load": which attempt to load a model it is about}
-        model: what is to be known of the loaded model to read and write its texts; {} before.
-        ring: the latest `mdi.serve.snapshot`.
+        statuses: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0
+            to 1, "load": which attempt to load a model it is about}; the one that was told last is the last.
+        models: what is to be known of a model to read and write its texts.
+        rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
     """
 
-    status: dict[str, Any] = field(default_factory=lambda: dict(STARTING))
-    model: dict[str, Any] = field(default_factory=dict)
-    ring: dict[str, Any] = field(default_factory=dict)
-    n_waiting: int = 0
+    statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    n_waiting: dict[str, int] = field(default_factory=dict)
+
+    def is_serving(self, name: str) -> bool:
+        return name in self.statuses and self.statuses[name]["state"] == "serving"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Of all together: that of a model that serves, if there is one, else what was told last."""
+        serving = [status for status in self.statuses.values() if status["state"] == "serving"]
+        last = next(reversed(self.statuses.values()), STARTING)
+        loads = max((status["load"] for status in self.statuses.values()), default=0)
+        return {**(serving[-1] if serving else last), "load": loads}
 
 
 class EngineClient:
@@ -120,10 +131,6 @@ class EngineClient:
         return self.state.status
 
     @property
-    def ring(self) -> dict[str, Any]:
-        return self.state.ring
-
-    @property
     def n_live(self) -> int:
         return len(self._live)
 
@@ -144,7 +151,7 @@ class EngineClient:
                 if not question.done():
                     question.set_exception(error)
             self._writer.close()
-            await self._notify()
+            await self.notify()
 
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> Texts:
         """Have texts continued, see `mdi.serve.backend`. Raises ApiError if the engine is gone."""
@@ -187,20 +194,27 @@ class EngineClient:
         if what == "events":
             for number, tokens, reason, logprobs in message["events"]:
                 self._hand_on(number, TextEvent(tokens, reason, logprobs))
-            if message["waiting"] != self.state.n_waiting:
-                self.state.n_waiting = message["waiting"]
+            if message["waiting"] != self.state.n_waiting.get(message["model"]):
+                self.state.n_waiting[message["model"]] = message["waiting"]
                 self.on_memory()
         elif what == "refused":
             self._hand_on(message["id"], ApiError(message["status"], message["message"], message["code"]))
-        elif what == "ring":
-            self.state.ring = message["ring"]
+        elif what == "rings":
+            self.state.rings = message["rings"]
         elif what == "answer":
             self._answer(message)
         elif what == "drain":
             self._on_drain()
         elif what in ("status", "model"):
-            setattr(self.state, str(what), message[what])
-            await self._notify()
+            told = message[what]
+            if what == "model":
+                self.state.models[told["name"]] = told
+            else:
+                self.state.statuses.pop(told["model"], None)
+                self.state.statuses[told["model"]] = told
+                if told["state"] != "serving":
+                    self.state.n_waiting.pop(told["model"], None)
+            await self.notify()
 
     def _hand_on(self, number: int, event: TextEvent | ApiError) -> None:
         if (texts := self._live.get(number)) is not None:  # else it was cancelled
@@ -215,6 +229,7 @@ class EngineClient:
         else:
             question.set_exception(ApiError(500, message["error"], "engine"))
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Wake those that wait for a change."""
         async with self.changed:
             self.changed.notify_all()

@@ -12,8 +12,9 @@ from mdi.serve.api_errors import invalid
 from mdi.serve.endpoint import Job
 from mdi.serve.exchange import Exchange
 from mdi.serve.logprobs import TextLogprobs
+from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.service import LoadedModel, Service
+from mdi.serve.service import Service
 from mdi.serve.texts import Usage, check_prompt, write_texts
 
 DEFAULT_TOKENS = 16  # as OpenAI has it

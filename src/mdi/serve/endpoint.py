@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.exchange import ClientGone, Exchange
+from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
-from mdi.serve.service import LoadedModel, Service
+from mdi.serve.service import Service
 
 logger = logging.getLogger("mdi")
 
@@ -63,7 +64,10 @@ class Endpoint:
     async def _run(self, job: Job, exchange: Exchange) -> None:
         service, key = self._service, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
-        async with service.using(job.fields.model) as model, service.admission.entered(owner, priority, job.n_texts):
+        async with (
+            service.models.using(job.fields.model) as model,
+            service.queue(model.name).entered(owner, priority, job.n_texts),
+        ):
             await job.run(service, model, exchange)
 
 

@@ -1,4 +1,4 @@
-"""The models of the engine process: loads one, gives it up for another, begins anew when its ring is lost."""
+"""The models of the engine process: loads them beside each other, gives them up, begins anew where a ring is lost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mdi.engine.pace import PromptPace
 from mdi.engine.requests import Constraint
-from mdi.errors import EngineError, MdiError
+from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.node.starter_ports import StarterPorts
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.lines import Lines
@@ -25,6 +27,7 @@ from mdi.session.run_session import Session
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
 N_PLANNED = 16  # texts at the same time that a placement is made for
+SHARE_BESIDE = 0.5  # of what is free, for the caches of a model where there are others that may come beside it
 
 logger = logging.getLogger("mdi")
 
@@ -45,6 +48,14 @@ class Loaded:
         return self.session.starter
 
 
+@dataclass
+class _Lost:
+    """A model whose ring was lost, and when the next attempt to have it again is due."""
+
+    next_s: float
+    wait_s: float = FIRST_RETRY_S
+
+
 class ModelHost:
     """Belongs to the main thread, which is in `run`; what others may call says so.
 
@@ -52,6 +63,9 @@ class ModelHost:
         nodes: who takes part; they may be others when some were lost.
         max_length: tokens that a text may have, if the model allows it.
         on_end: called when the run of a model has ended.
+
+    Attributes:
+        loaded: by name, the one that was loaded first is the first.
     """
 
     def __init__(
@@ -64,17 +78,24 @@ class ModelHost:
         self._max_length = max_length
         self._lines = lines
         self._on_end = on_end
-        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[str, bool, Future[None]]] = queue.SimpleQueue()
         self._is_left = False
         self._n_loads = 0
-        self._status: dict[str, Any] = {}
-        self.loaded: Loaded | None = None
+        self._ports = StarterPorts()
+        self._lost: dict[str, _Lost] = {}
+        self.loaded: dict[str, Loaded] = {}
 
     # From any thread
 
-    def ask_for(self, name: str | None) -> None:
-        """Have another model loaded, in the place of the one that is; None: none."""
-        self._wanted.put(name)
+    def want(self, name: str, is_wanted: bool = True) -> None:
+        """Have a model loaded, beside those that are, or given up; returns when that is done.
+
+        Raises:
+            MdiError: it cannot be loaded; with the code "memory" or "busy", not beside those that are.
+        """
+        done: Future[None] = Future()
+        self._wanted.put((name, is_wanted, done))
+        done.result()
 
     def leave(self) -> None:
         """Let `run` return."""
@@ -88,8 +109,8 @@ class ModelHost:
         self._loaded_as(model).outlet.submit(number, ids, sampling, owner, constraint)
 
     def cancel(self, number: int) -> None:
-        if (loaded := self.loaded) is not None:
-            loaded.outlet.cancel(number)
+        """Whichever model writes it."""
+        any(loaded.outlet.cancel(number) for loaded in list(self.loaded.values()))
 
     def constraint(self, model: str, wanted: Mapping[str, Any]) -> Constraint:
         """Raises UsageError, EngineError."""
@@ -99,8 +120,8 @@ class ModelHost:
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
-        loaded = self.loaded
-        if loaded is None or loaded.name != model:
+        loaded = self.loaded.get(model)
+        if loaded is None:
             raise EngineError(f"{model} is not loaded any more")
         return loaded
 
@@ -115,11 +136,36 @@ class ModelHost:
             except queue.Empty:
                 self._look_after()
                 continue
-            self._change(wanted)
+            self._do(*wanted)
 
-    def close(self, error: MdiError | None = None) -> None:
-        """Give the model and the nodes back; `error` is why, if it was one."""
-        loaded, self.loaded = self.loaded, None
+    def close(self) -> None:
+        """Give all models and the nodes back."""
+        self._is_left = True
+        while not self._wanted.empty():
+            self._wanted.get()[2].set_exception(EngineError("the server is ending"))
+        for name in list(self.loaded):
+            self._give_up(name)
+        self._ports.close()
+
+    def _do(self, name: str, is_wanted: bool, done: Future[None]) -> None:
+        try:
+            if not is_wanted:
+                self._lost.pop(name, None)
+                self._give_up(name)
+                self._tell("idle", name, "nobody has used it for a while; a request loads it again")
+            elif name not in self.loaded:
+                if name not in self._catalog.folders():
+                    raise UsageError(f"there is no model {name} any more")
+                self._load(name)
+                self._lost.pop(name, None)
+            done.set_result(None)
+        except MdiError as e:
+            self._tell("failed", name, str(e))
+            done.set_exception(e)
+
+    def _give_up(self, name: str, error: MdiError | None = None) -> None:
+        """End a model's run; `error` is why, if it was one."""
+        loaded = self.loaded.pop(name, None)
         if loaded is None:
             return
         try:
@@ -129,84 +175,67 @@ class ModelHost:
         finally:
             loaded.outlet.close()
 
-    def _change(self, wanted: str | None) -> None:
-        if wanted is None:
-            name = self.loaded.name if self.loaded is not None else str(self._status.get("model", ""))
-            self.close()
-            self._tell("idle", name, "nobody has used it for a while; a request loads it again")
-        elif wanted not in self._catalog.folders():
-            self._tell("failed", wanted, "there is no such model any more")
-        else:
-            self.close()
-            try:
-                self._load(wanted)
-            except MdiError as e:
-                self._tell("failed", wanted, str(e))
-
     def _look_after(self) -> None:
-        """Where the ring is lost, have it again."""
-        loaded = self.loaded
-        if loaded is None:
-            return
-        failure: MdiError | None = None
-        try:
-            if self._options.fixed:  # else the ring goes on without a lost node, and its texts with it
-                self._nodes.check()
-            loaded.node.raise_failure()
-        except MdiError as e:
-            failure = e
-        if failure is not None:
-            logger.warning("the ring is lost: %s", failure)
-            self._begin_anew(loaded.name, failure)
-
-    def _begin_anew(self, name: str, failure: MdiError) -> None:
-        wait_s = FIRST_RETRY_S
-        self._tell("failed", name, str(failure))
-        self.close(failure)
-        while not self._is_left:
+        """Where a ring is lost, have it again; the other models go on meanwhile."""
+        self._nodes.check()
+        for name, loaded in list(self.loaded.items()):
             try:
-                self._load(name)
-                return
+                loaded.node.raise_failure()
             except MdiError as e:
+                logger.warning("the ring of %s is lost: %s", name, e)
                 self._tell("failed", name, str(e))
-                logger.warning("%s; the next attempt follows in %.0f s", e, wait_s)
-                deadline = time.monotonic() + wait_s
-                while time.monotonic() < deadline and not self._is_left:
-                    time.sleep(LOOK_S)
-                wait_s = min(2 * wait_s, LAST_RETRY_S)
+                self._give_up(name, e)
+                self._lost[name] = _Lost(time.monotonic())
+        for name, lost in list(self._lost.items()):
+            if time.monotonic() >= lost.next_s and not self._is_left:
+                self._try_again(name, lost)
+
+    def _try_again(self, name: str, lost: _Lost) -> None:
+        try:
+            self._load(name)
+            del self._lost[name]
+        except MdiError as e:
+            self._tell("failed", name, str(e))
+            logger.warning("%s; the next attempt follows in %.0f s", e, lost.wait_s)
+            self._lost[name] = _Lost(time.monotonic() + lost.wait_s, min(2 * lost.wait_s, LAST_RETRY_S))
 
     def _load(self, name: str) -> None:
-        folder = self._catalog.folders()[name]
         self._n_loads += 1
-        is_first = name == self._catalog.first_name
         progress = _Progress(lambda text: self._tell("loading", name, text))
         logger.addHandler(progress)
-        options = self._options if is_first else replace(self._options, ckpt=folder, chunk=None, layers=None)
-        session = Session(self._nodes, options, self._max_length, n_texts=N_PLANNED)
+        session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         try:
             self._tell("loading", name, "getting the nodes ready")
             session.open()
         finally:
             logger.removeHandler(progress)
         node = session.starter
+        if self.loaded and node.engine.memory is not None and node.engine.memory.n_sequences(node.max_length) == 0:
+            session.close()
+            raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         node.engine.pace = PromptPace()
         directory, n_vocabulary = node.directory, int(node.config.padded_vocab_size)
-        self.loaded = Loaded(
-            name, session, Outlet(node.engine, node.codec.eos_ids, self._lines), directory, n_vocabulary
-        )
+        outlet = Outlet(name, node.engine, node.codec.eos_ids, self._lines)
+        self.loaded[name] = Loaded(name, session, outlet, directory, n_vocabulary)
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "it serves", 1.0)
 
-    def _tell(self, state: str, model: str, text: str, done: float = 0.0) -> None:
-        self._status = {"state": state, "model": model, "text": text, "done": done, "load": self._n_loads}
-        self._lines.send({"is": "status", "status": self._status})
+    def _options_of(self, name: str) -> StarterOptions:
+        """What the user chose, where it fits this model, too."""
+        options, folders = self._options, self._catalog.folders()
+        if len(folders) > 1:
+            options = replace(options, cache_share=SHARE_BESIDE)
+        if name != self._catalog.first_name:
+            options = replace(options, ckpt=folders[name], chunk=None, layers=None)
+        if self.loaded and options.layers is None and options.chunk is None:
+            options = replace(options, placement="even")  # nodes that are at work cannot be measured
+        return options
 
-    @property
-    def status(self) -> dict[str, Any]:
-        """From any thread: what the API process was told last."""
-        return self._status
+    def _tell(self, state: str, model: str, text: str, done: float = 0.0) -> None:
+        status = {"state": state, "model": model, "text": text, "done": done, "load": self._n_loads}
+        self._lines.send({"is": "status", "status": status})
 
 
 class _Progress(logging.Handler):

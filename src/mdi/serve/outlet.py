@@ -20,9 +20,14 @@ JOIN_S = 5.0
 
 
 class Outlet:
-    """Writes the events of an engine's texts to the API process, in a thread of its own, until `close`."""
+    """Writes the events of an engine's texts to the API process, in a thread of its own, until `close`.
 
-    def __init__(self, engine: StarterEngine, eos_ids: frozenset[int], lines: Lines) -> None:
+    Args:
+        model: name of the one that the engine has.
+    """
+
+    def __init__(self, model: str, engine: StarterEngine, eos_ids: frozenset[int], lines: Lines) -> None:
+        self._model = model
         self._engine = engine
         self._eos_ids = eos_ids
         self._lines = lines
@@ -71,7 +76,7 @@ class Outlet:
                 told = [self._told(event) for event in events if event is not _END]
             if told:
                 _, n_waiting, _ = self._engine.texts()
-                self._lines.send({"is": "events", "events": told, "waiting": n_waiting})
+                self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
             if is_over:
                 return
 

@@ -6,7 +6,7 @@ The registry is this server's own: nothing of the process or of Python's interpr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
 
+# Of each ring: key of the snapshot -> family, name and help.
+_RING = {
+    "tokens_s": (GaugeMetricFamily, "mdi_tokens_per_second", "Of all texts, lately"),
+    "n_tokens": (CounterMetricFamily, "mdi_ring_tokens", "Tokens that came out of the ring"),
+    "n_recoveries": (CounterMetricFamily, "mdi_ring_recoveries", "Times that the ring went on with other nodes"),
+    "n_reused": (CounterMetricFamily, "mdi_reused_prompt_tokens", "Tokens of prompts that caches still held"),
+    "texts.put_out": (CounterMetricFamily, "mdi_texts_put_out", "Texts that had to give their caches back"),
+    "texts.waiting": (GaugeMetricFamily, "mdi_memory_waiting_texts", "Texts that wait for cache memory on the nodes"),
+}
 # Of each node: key of the snapshot -> name and help.
 _NODE_COUNTERS = {
     "compute_s": ("mdi_node_compute_seconds", "Time that a node has computed"),
@@ -93,51 +102,51 @@ class _Ring(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        service = self._service
-        yield GaugeMetricFamily("mdi_queue_texts", "Texts that wait for their turn", service.admission.n_waiting)
-        yield GaugeMetricFamily("mdi_running_texts", "Texts that are being written", service.admission.n_running)
+        service, counts = self._service, self._service.counts
+        yield GaugeMetricFamily("mdi_queue_texts", "Texts that wait for their turn", counts["waiting"])
+        yield GaugeMetricFamily("mdi_running_texts", "Texts that are being written", counts["running"])
         is_serving = service.engine.status.get("state") == "serving"
         yield GaugeMetricFamily("mdi_serving", "1 if a model is loaded and serves", float(is_serving))
         loads = service.engine.status.get("load", 0)
         yield CounterMetricFamily("mdi_model_loads", "Times that a model was loaded; again after each lost ring", loads)
-        yield from ring_metrics(service.engine.ring)
+        yield from ring_metrics(service.rings)
 
 
-def ring_metrics(ring: Mapping[str, Any]) -> Iterator[Metric]:
-    """A snapshot (see `mdi.serve.snapshot`) as metrics; what it does not say is left out."""
-    nodes, links = ring.get("nodes", ()), ring.get("links", ())
-    yield GaugeMetricFamily("mdi_tokens_per_second", "Of all texts, lately", ring.get("tokens_s", 0.0))
-    yield CounterMetricFamily("mdi_ring_tokens", "Tokens that came out of the ring", ring.get("n_tokens", 0))
-    recoveries = ring.get("n_recoveries", 0)
-    yield CounterMetricFamily("mdi_ring_recoveries", "Times that the ring went on with other nodes", recoveries)
-    reused = ring.get("n_reused", 0)
-    yield CounterMetricFamily("mdi_reused_prompt_tokens", "Tokens of prompts that caches still held", reused)
-    texts = ring.get("texts", {})
-    put_out, waiting = texts.get("put_out", 0), texts.get("waiting", 0)
-    yield CounterMetricFamily("mdi_texts_put_out", "Texts that had to give their caches back", put_out)
-    yield GaugeMetricFamily("mdi_memory_waiting_texts", "Texts that wait for cache memory on the nodes", waiting)
-    here = GaugeMetricFamily("mdi_node_up", "1 if the node answers", labels=["node"])
-    for node in nodes:
-        here.add_metric([node["name"]], float(bool(node.get("is_here"))))
+def ring_metrics(rings: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """Snapshots (see `mdi.serve.snapshot`) by the name of each ring's model, as metrics; what they do not say is left out."""
+    for key, (make, name, words) in _RING.items():
+        family = make(name, words, labels=["model"])
+        for model, ring in rings.items():
+            group, _, own = key.rpartition(".")
+            value = (ring.get(group, {}) if group else ring).get(own)
+            if value is not None:
+                family.add_metric([model], value)
+        yield family
+    nodes = [(model, node) for model, ring in rings.items() for node in ring.get("nodes", ())]
+    here = GaugeMetricFamily("mdi_node_up", "1 if the node answers", labels=["model", "node"])
+    for model, node in nodes:
+        here.add_metric([model, node["name"]], float(bool(node.get("is_here"))))
     yield here
     for key, (name, words) in _NODE_COUNTERS.items():
-        yield _filled(CounterMetricFamily(name, words, labels=["node"]), nodes, key)
+        yield _filled(CounterMetricFamily(name, words, labels=["model", "node"]), nodes, key)
     for group, gauges in (("memory", _MEMORY_GAUGES), ("cache", _CACHE_GAUGES)):
         for key, (name, words) in gauges.items():
-            values = [{"name": node["name"], **(node.get(group) or {})} for node in nodes]
-            yield _filled(GaugeMetricFamily(name, words, labels=["node"]), values, key)
+            values = [(model, {"name": node["name"], **(node.get(group) or {})}) for model, node in nodes]
+            yield _filled(GaugeMetricFamily(name, words, labels=["model", "node"]), values, key)
     for key, (name, words) in _LINK_GAUGES.items():
-        family = GaugeMetricFamily(name, words, labels=["source", "target"])
-        for link in links:
-            if link.get(key) is not None:
-                family.add_metric([link["source"], link["target"]], link[key])
+        family = GaugeMetricFamily(name, words, labels=["model", "source", "target"])
+        for model, ring in rings.items():
+            for link in ring.get("links", ()):
+                if link.get(key) is not None:
+                    family.add_metric([model, link["source"], link["target"]], link[key])
         yield family
 
 
-def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily, nodes: Iterable[Mapping[str, Any]], key: str
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for node in nodes:
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+
+def _filled(family: Family, nodes: Iterable[tuple[str, Mapping[str, Any]]], key: str) -> Family:
+    for model, node in nodes:
         if node.get(key) is not None:
-            family.add_metric([node["name"]], node[key])
+            family.add_metric([model, node["name"]], node[key])
     return family

@@ -1,4 +1,6 @@
-"""What the page asks the engine process with one click: the doctor's report, and a plan by what the ring measures now."""
+"""What the API process asks the engine process: to load a model or give it up, and, for the page, the doctor's report and a
+plan by what the ring measures now.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,25 @@ FAST_BYTES_S = 125e6  # a link that is not full does not show how fast it could 
 def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
     """By name; each is called in a thread of its own, and gives plain JSON or raises MdiError."""
 
-    def node() -> StarterNode | None:
-        return None if host.loaded is None else host.loaded.node
+    def node(args: dict[str, Any]) -> StarterNode | None:
+        loaded = host.loaded.get(args["model"])
+        return None if loaded is None else loaded.node
 
     return {
-        "status": lambda args: dict(host.status),
-        "doctor": lambda args: doctor(node()),
-        "plan": lambda args: plan_now(node(), snapshots.latest),
+        "load": lambda args: {"code": _want(host, args["model"], True)},
+        "unload": lambda args: {"code": _want(host, args["model"], False)},
+        "doctor": lambda args: doctor(node(args)),
+        "plan": lambda args: plan_now(node(args), snapshots.latest.get(args["model"], {})),
     }
+
+
+def _want(host: ModelHost, model: str, is_wanted: bool) -> str:
+    """Why it could not be done, as the code of an error; "" if it is done."""
+    try:
+        host.want(model, is_wanted)
+    except MdiError as e:
+        return e.code
+    return ""
 
 
 def doctor(node: StarterNode | None) -> dict[str, Any]:

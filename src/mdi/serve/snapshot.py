@@ -28,32 +28,37 @@ ANSWER_S = 0.7  # a node that says nothing for so long is taken for gone, as far
 
 
 class Snapshots:
-    """Looks at the ring of a server again and again; what has changed since the last look becomes shares and rates.
+    """Looks at the rings of a server again and again; what has changed since the last look becomes shares and rates.
 
     Belongs to one thread.
 
     Attributes:
-        latest: what the last look found.
+        latest: what the last look found, by the name of the ring's model.
     """
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
-        self.latest: dict[str, Any] = {}
-        self._run = ""
+        self._watches: dict[str, _Watch] = {}  # by run
+        self.latest: dict[str, dict[str, Any]] = {}
+
+    def take(self) -> dict[str, dict[str, Any]]:
+        """What the rings are now. Takes milliseconds, or ANSWER_S for a ring of which a node does not answer."""
+        nodes = {name: loaded.node for name, loaded in list(self._host.loaded.items())}
+        measured = {name: own for name, node in nodes.items() if (own := node.measured()) is not None}
+        self._watches = {nodes[name].run_id: self._watches.get(nodes[name].run_id) or _Watch() for name in measured}
+        self.latest = {name: self._watches[nodes[name].run_id].look(nodes[name], own) for name, own in measured.items()}
+        return self.latest
+
+
+class _Watch:
+    """Of one run."""
+
+    def __init__(self) -> None:
         self._looks: dict[str, NodeLook] = {}
         self._tokens = (0.0, 0)
         self._delays = Delays()
 
-    def take(self) -> dict[str, Any]:
-        """What the ring is now; {} without one. Takes milliseconds, or ANSWER_S if a node does not answer."""
-        loaded = self._host.loaded
-        own = None if loaded is None else loaded.node.measured()
-        self.latest = {} if loaded is None or own is None else self._look(loaded.node, own)
-        return self.latest
-
-    def _look(self, node: StarterNode, own: NodeMetrics) -> dict[str, Any]:
-        if node.run_id != self._run:
-            self._run, self._looks, self._delays = node.run_id, {}, Delays()
+    def look(self, node: StarterNode, own: NodeMetrics) -> dict[str, Any]:
         statuses = _ask_all(node.clients, node.run_id)
         looks = [_own_look(node, own), *(_look_at(name, *found) for name, found in statuses.items())]
         for look in looks:

@@ -10,8 +10,9 @@ from typing import Any
 from mdi.engine.seeds import seed_of
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.client import TextEvent
+from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
-from mdi.serve.service import LoadedModel, Service
+from mdi.serve.service import Service
 from mdi.serve.settings import ApiKey
 from mdi.serve.tokenizer import AnswerText
 

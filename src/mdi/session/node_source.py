@@ -8,7 +8,6 @@ from types import TracebackType
 
 from mdi.config import ClusterConfig
 from mdi.discovery.arrivals import Arrivals
-from mdi.errors import NodeLostError
 from mdi.node.local import LocalRing
 from mdi.recovery.joins import Newcomers, nobody
 
@@ -48,7 +47,7 @@ class NodeSource:
         return cluster
 
     def check(self) -> None:
-        """Called while a run gets ready. Raises NodeLostError if that has become pointless."""
+        """Called again and again, while a run gets ready at least. Raises NodeLostError if that has become pointless."""
 
     def close(self) -> None:
         """Give back what was started; harmless if repeated."""
@@ -65,31 +64,33 @@ class NodeSource:
 
 
 class OwnProcesses(NodeSource):
-    """A ring of processes on this machine, started for the first run, and anew when one of them has ended.
+    """A ring of processes on this machine, started for the first run.
 
     Args:
         make: the ring, not started yet.
         begun: told of a ring that was started; the nodes as the starter is to see them.
+        is_revived: a process that has ended is started again by `check`, and the others go on; else `check` raises.
     """
 
-    def __init__(self, make: Callable[[], LocalRing], begun: Callable[[LocalRing], ClusterConfig]) -> None:
+    def __init__(
+        self, make: Callable[[], LocalRing], begun: Callable[[LocalRing], ClusterConfig], is_revived: bool = False
+    ) -> None:
         super().__init__(self._started)
+        self._is_revived = is_revived
         self._make = make
         self._begun = begun
         self._stack = ExitStack()
         self._ring: LocalRing | None = None
 
     def _started(self) -> ClusterConfig:
-        try:
-            self.check()
-        except NodeLostError:
-            self.close()
         if self._ring is None:
             self._ring = self._stack.enter_context(self._make())
         return self._begun(self._ring)
 
     def check(self) -> None:
-        if self._ring is not None:
+        if self._ring is not None and self._is_revived:
+            self._ring.revive()
+        elif self._ring is not None:
             self._ring.check()
 
     def close(self) -> None:

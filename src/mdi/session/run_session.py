@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mdi.node.model_family import ModelFamily
     from mdi.node.sample import OnText, Sample
     from mdi.node.starter import StarterNode
+    from mdi.node.starter_ports import StarterPorts
 
 
 class Session:
@@ -32,6 +33,7 @@ class Session:
         family: makes that of the model; None is litgpt's.
         leave: end the processes of all secondaries as well, once the session is left without an error.
         on_close: called when the session begins to end.
+        ports: that it shares with other sessions of this process; None: its own.
 
     Attributes:
         prompt_ids: of `prompts`, once it is open.
@@ -40,7 +42,7 @@ class Session:
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, n_tokens: int, prompts: Sequence[str | Sequence[int]] = (),
         n_texts: int | None = None, family: Callable[[], ModelFamily] | None = None, leave: bool = False,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._options = options
@@ -50,6 +52,7 @@ class Session:
         self._family = family
         self._leave = leave
         self._on_close = on_close
+        self._ports = ports
         self._starter: StarterNode | None = None
         self._is_open = False
         self.prompt_ids: list[list[int]] = []
@@ -60,7 +63,7 @@ class Session:
         from mdi.node.starter import StarterNode
 
         starter = StarterNode(
-            cluster, self._options, None if self._family is None else self._family(), self._nodes.newcomers
+            cluster, self._options, None if self._family is None else self._family(), self._nodes.newcomers, self._ports
         )
         try:
             starter.open()

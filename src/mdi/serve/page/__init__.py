@@ -49,15 +49,13 @@ def routes(service: Service) -> list[Route]:
         return Response(status_code=404) if found is None else found.answer(request)
 
     async def ring(request: Request) -> Response:
-        admission = service.admission
-        queue = {"running": admission.n_running, "waiting": admission.n_waiting, "limit": admission.max_waiting}
-        return _json({"status": service.engine.status, "queue": queue, "ring": service.engine.ring})
+        return _json({"status": service.engine.status, "queue": service.counts, "ring": service.ring})
 
     async def ask(request: Request) -> Response:
         what = request.path_params["what"]
         if what not in QUESTION_S:
             return Response(status_code=404)
-        return _json(await service.engine.ask(what, {}, QUESTION_S[what]))
+        return _json(await service.engine.ask(what, {"model": service.models.latest}, QUESTION_S[what]))
 
     async def exposition(request: Request) -> Response:
         body, content_type = metrics.exposition()

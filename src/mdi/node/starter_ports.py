@@ -1,0 +1,55 @@
+"""The ports of a starter, and the memory for caches in its process: for one run, or for several at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mdi.config import ClusterConfig
+from mdi.control.server import ControlServer, StatusOnly
+from mdi.errors import ControlError
+from mdi.net.listener import RingListener, open_socket
+from mdi.node.cache_budget import SharedCaches
+from mdi.node.starter_report import StarterReport
+
+
+class StarterPorts(StatusOnly):
+    """Opened by the first run. A ring of one node has no ring port, and no control port if its number is 0."""
+
+    def __init__(self) -> None:
+        self.caches = SharedCaches()
+        self.control: ControlServer | None = None
+        self.listener: RingListener | None = None
+        self._runs: list[StarterReport] = []
+
+    def add(self, run: StarterReport, cluster: ClusterConfig) -> None:
+        """From now on, answer for this one, too. Raises UsageError if a port cannot be had."""
+        node = cluster.starter
+        self._runs.append(run)
+        if self.control is None and (cluster.secondaries or node.port):
+            self.control = ControlServer(self, node.listen_addr, node.port, node.name, cluster.keys)
+        if self.listener is None and cluster.secondaries:
+            sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
+            self.listener = RingListener(sock, node.name, cluster.keys)
+
+    def remove(self, run: StarterReport) -> None:
+        """Harmless if repeated."""
+        if run in self._runs:
+            self._runs.remove(run)
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        """That of the run which is asked for, else of the latest."""
+        if not self._runs:
+            raise ControlError("this starter has no run yet", 503, code="starting")
+        return next((one for one in self._runs if one.run_id == run), self._runs[-1]).status(run)
+
+    def check_echo(self) -> None:
+        for run in self._runs:
+            run.check_echo()
+
+    def close(self) -> None:
+        """Harmless if repeated."""
+        if self.control is not None:
+            self.control.close()
+        if self.listener is not None:
+            self.listener.close()
+        self.control = self.listener = None

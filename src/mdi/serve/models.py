@@ -1,0 +1,192 @@
+"""Which models are loaded, who uses them, and which one makes way for another.
+
+A request for a model that is not loaded has it loaded beside the others. Where the memory does not suffice, the one that nobody
+has used for longest is given up, once those who use it are done, and so on until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mdi.serve.api_errors import ApiError
+from mdi.serve.catalog import Catalog
+from mdi.serve.client import EngineClient
+from mdi.serve.templates import ChatTemplate, read_template
+from mdi.serve.tokenizer import ServedTokenizer
+from mdi.text import TextCodec
+
+LOAD_WAIT_S = 60.0  # that a request waits for its model, before it is told to come again
+LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
+RETRY_S = "2"
+NO_MEMORY = ("memory", "busy")  # codes of errors that go away when another model does
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Attributes:
+    context: tokens that a text may have, prompt included.
+    n_vocabulary: ids that the model knows.
+    """
+
+    name: str
+    tokenizer: ServedTokenizer
+    codec: TextCodec
+    template: ChatTemplate
+    context: int
+    n_vocabulary: int
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> LoadedModel:
+        """From what the engine process says; CheckpointError if its files are damaged."""
+        tokenizer = ServedTokenizer(facts["tokenizer"])
+        codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"])
+        template = read_template(Path(facts["tokenizer"]["directory"]))
+        return cls(facts["name"], tokenizer, codec, template, facts["context"], facts["n_vocabulary"])
+
+
+@dataclass
+class _Use:
+    """Of one model: by how many requests, and when one last began or ended."""
+
+    n: int = 0
+    last_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.n else time.monotonic() - self.last_s
+
+
+class Models:
+    """Belongs to one event loop.
+
+    Args:
+        check: raises ApiError if nobody is to be served any more.
+    """
+
+    def __init__(self, engine: EngineClient, catalog: Catalog, check: Callable[[], None]) -> None:
+        self._engine = engine
+        self._catalog = catalog
+        self._check_server = check
+        self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
+        self._uses: dict[str, _Use] = {}
+        self._loader: asyncio.Task[None] | None = None
+        self._loading = ""
+        self._leaving = ""  # nobody new may use it
+
+    @property
+    def latest(self) -> str:
+        """The one that was used last, of those that serve if there are any; "" before there was one."""
+        state = self._engine.state
+        known = sorted(state.models, key=lambda name: (state.is_serving(name), self._use(name).last_s))
+        return known[-1] if known else ""
+
+    def progress_error(self, name: str = "") -> ApiError:
+        """Why there is no answer yet, and how far it is."""
+        status = self._engine.state.statuses.get(name, self._engine.status)
+        return ApiError(
+            503, f"{status['model'] or 'the model'}: {status['text']}", "model_" + status["state"],
+            headers={"retry-after": RETRY_S}, details={"progress": status},
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[LoadedModel]:
+        """The model of a request, which stays loaded meanwhile; "" is the one that was used last.
+
+        Raises:
+            ApiError: there is none of that name, or it is not loaded in time.
+        """
+        name = name or self.latest
+        deadline, was_tried = time.monotonic() + LOAD_WAIT_S, False
+        while (loaded := self._serving(name)) is None:
+            self._check(name)
+            if self._loader is None:
+                if was_tried:
+                    raise self.progress_error(name)
+                self._loading = name
+                self._loader = asyncio.create_task(self._load(name))
+            was_tried = was_tried or self._loading == name
+            if time.monotonic() > deadline:
+                raise self.progress_error(name)
+            await self._wait(1.0)
+        use = self._use(name)
+        use.n += 1
+        use.last_s = time.monotonic()
+        try:
+            yield loaded
+        finally:
+            use.n -= 1
+            use.last_s = time.monotonic()
+            if not use.n:
+                await self._engine.notify()
+
+    def _use(self, name: str) -> _Use:
+        return self._uses.setdefault(name, _Use())
+
+    def _serving(self, name: str) -> LoadedModel | None:
+        """The model, if it is loaded and does not make way for another one."""
+        state = self._engine.state
+        if self._engine.is_gone or not state.is_serving(name) or name == self._leaving:
+            return None
+        facts = state.models[name]
+        if name not in self._read or self._read[name][0] is not facts:
+            self._read[name] = facts, LoadedModel.of(facts)
+        return self._read[name][1]
+
+    def _check(self, name: str) -> None:
+        self._check_server()
+        if name and name not in self._catalog.names():
+            raise ApiError(404, f"there is no model {name!r}: /v1/models lists them", "model_not_found", "model")
+        if not self._engine.state.models:  # the first one is still being loaded
+            raise self.progress_error()
+
+    async def _load(self, name: str) -> None:
+        """Have a model loaded, in the place of others if need be."""
+        try:
+            while await self._ask("load", name) in NO_MEMORY and (victim := self._victim(name)):
+                await self._give_up(victim)
+        finally:
+            self._loader = None
+            await self._engine.notify()
+
+    def _victim(self, name: str) -> str:
+        """Which model makes way: the one unused longest; of those in use, the one that was not asked for for longest."""
+        state = self._engine.state
+        others = [one for one in state.models if state.is_serving(one) and one != name]
+        return min(others, key=lambda one: (self._use(one).n > 0, self._use(one).last_s), default="")
+
+    async def _give_up(self, name: str) -> None:
+        """Once nobody uses it any more."""
+        self._leaving = name
+        try:
+            while self._use(name).n and not self._engine.is_gone:
+                await self._wait(1.0)
+            await self._ask("unload", name)
+        finally:
+            self._leaving = ""
+
+    async def _ask(self, what: str, name: str) -> str:
+        """The code of what went wrong; "" if it is done, or if nobody can be asked any more."""
+        try:
+            told = await self._engine.ask(what, {"model": name}, LONGEST_LOAD_S)
+        except ApiError:
+            return ""
+        return str(told["code"])
+
+    async def _wait(self, timeout_s: float) -> None:
+        await asyncio.wait([waiting := asyncio.ensure_future(self._engine.wait_for_change())], timeout=timeout_s)
+        waiting.cancel()
+
+    async def give_up_unused(self, limit_s: float | None) -> None:
+        """Give the memory of models back that nobody has used for so long; None never."""
+        while limit_s is not None:
+            await asyncio.sleep(min(1.0, limit_s))
+            for name in list(self._engine.state.models):
+                is_idle = self._engine.state.is_serving(name) and self._use(name).idle_s > limit_s
+                if is_idle and self._loader is None:
+                    await self._give_up(name)

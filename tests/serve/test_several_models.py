@@ -1,0 +1,216 @@
+"""Several models of one server: beside each other while there is memory, then in the place of the one unused longest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mdi.errors import EngineError
+from mdi.net.hello import Fault
+from mdi.node.options import StarterOptions
+from mdi.node.secondary import SecondaryNode
+from mdi.serve.backend import Backend
+from mdi.serve.catalog import Catalog
+from mdi.serve.client import EngineClient
+from mdi.serve.host import ModelHost
+from mdi.serve.lines import Lines
+from mdi.serve.models import Models
+from mdi.serve.questions import handlers
+from mdi.serve.snapshot import Snapshots
+from mdi.session.node_source import NodeSource
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+SEEDS = {"one": 4, "two": 5, "three": 6}
+TEXT = "The ring"
+DEADLINE_S = 60.0
+KV_BYTES = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    for name, seed in SEEDS.items():
+        write_checkpoint(made / name, seed)
+    return made
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[SecondaryNode]]:
+    with secondaries(2, tmp_path, kv_memory=KV_BYTES) as made:
+        yield made
+
+
+class Server:
+    """An engine process, in this one, and what the API process has of it."""
+
+    def __init__(self, host: ModelHost, client: EngineClient, models: Models) -> None:
+        self.host = host
+        self.client = client
+        self.models = models
+
+    @property
+    def serving(self) -> set[str]:
+        return {name for name in SEEDS if self.client.state.is_serving(name)}
+
+    async def write(self, name: str, n_tokens: int) -> list[int]:
+        """A greedy text of a model."""
+        async with self.models.using(name) as model:
+            sampling = {"temperature": 0, "n_tokens": n_tokens, "seed": 1, "logit_bias": []}
+            asked = {"model": model.name, "ids": encode(TEXT), "sampling": sampling, "owner": "", "grammar": None}
+            found: list[int] = []
+            with self.client.generate([asked]) as texts:
+                async for _, event in texts:
+                    found += event.tokens
+            return found
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(int(DEADLINE_S / 0.02)):
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(self.client.state.statuses)
+
+
+def right(name: str, n_tokens: int) -> list[int]:
+    return list(reference(TEXT, n_tokens, SEEDS[name]))
+
+
+@contextlib.asynccontextmanager
+async def server(folder: Path, nodes: list[SecondaryNode], **options: Any) -> AsyncIterator[Server]:
+    """One that was started with the first model."""
+    ours, theirs = socket.socketpair()
+    lines, catalog = Lines(ours), Catalog(folder, folder / "one")
+    chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", placement="even", **options)
+    host = ModelHost(NodeSource(lambda: cluster_of(nodes)), chosen, catalog, 300, lines)
+    snapshots = Snapshots(host)
+    backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)
+    thread = threading.Thread(target=host.run, name="host")
+    client = EngineClient(lambda: None)
+    made = Server(host, client, Models(client, catalog, lambda: None))
+    talking = asyncio.create_task(client.run(theirs))
+    thread.start()
+    try:
+        await made.until(lambda: "one" in made.serving)
+        yield made
+    finally:
+        host.leave()
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+        await asyncio.to_thread(host.close)
+        await asyncio.to_thread(backend.close)
+        await talking
+    assert not thread.is_alive()
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(scenario, DEADLINE_S)
+
+    asyncio.run(limited())
+
+
+def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            found = await asyncio.gather(made.write("one", 200), made.write("two", 60), made.write("", 60))
+            assert found == [right("one", 200), right("two", 60), right("one", 60)]
+            assert made.serving == {"one", "two"}
+            found = await asyncio.gather(*(made.write(name, 60) for name in ("one", "two", "one", "two")))
+            assert found == [right(name, 60) for name in ("one", "two", "one", "two")]
+            assert [slot["state"] for slot in nodes[0].status(None)["slots"]] == ["RUNNING", "RUNNING"]
+            await made.until(lambda: set(made.client.state.rings) == {"one", "two"})
+
+    run(scenario())
+
+
+def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
+    folder: Path, nodes: list[SecondaryNode]
+) -> None:
+    most = 4 << 30
+
+    def held(node: SecondaryNode) -> int:
+        return sum(slot.weight_bytes for slot in node._slots.listed if slot.use != "UNUSED")
+
+    async def scenario() -> None:
+        nonlocal most
+        for node in nodes:
+            node._slots._available = lambda device, node=node: most - held(node)  # type: ignore[misc]
+        async with server(folder, nodes) as made:
+            assert await made.write("two", 20) == right("two", 20)
+            most = held(nodes[0]) * 8 // 5  # of three, one finds no memory for its caches
+            assert await made.write("one", 20) == right("one", 20)
+            assert await made.write("three", 20) == right("three", 20)
+            assert made.serving == {"one", "three"}
+            async with made.models.using("one"), made.models.using("three"):
+                asked = asyncio.create_task(made.write("two", 20))
+                await made.until(lambda: made.models._leaving == "one")
+                assert made.serving == {"one", "three"} and not asked.done(), "both are in use"
+            assert await asked == right("two", 20)
+            assert made.serving == {"two", "three"}
+            assert await made.write("", 20) == right("two", 20), "the one that was used last"
+            for node in nodes:
+                assert held(node) <= most
+                assert sum(slot.cache_bytes for slot in node._slots.listed) <= KV_BYTES
+
+    run(scenario())
+
+
+def test_caches_that_have_no_memory_left_beside_others_are_told(folder: Path, tmp_path: Path) -> None:
+    """What was set by hand for caches holds two texts: the second model takes the place of the first."""
+
+    async def scenario() -> None:
+        with secondaries(2, tmp_path, kv_memory=400_000) as nodes:
+            async with server(folder, nodes) as made:
+                assert await made.write("two", 20) == right("two", 20)
+                assert made.serving == {"two"}
+
+    run(scenario())
+
+
+def test_a_model_that_nobody_uses_is_given_up(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            await made.write("two", 5)
+            keeping = asyncio.create_task(made.models.give_up_unused(0.3))
+            async with made.models.using("one"):
+                await made.until(lambda: made.serving == {"one"})
+            await made.until(lambda: not made.serving)
+            keeping.cancel()
+            assert made.client.state.status["state"] == "idle"
+            assert await made.write("", 5) == right("one", 5)
+
+    run(scenario())
+
+
+def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
+    folder: Path, nodes: list[SecondaryNode]
+) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes, fixed=True) as made:
+            await made.write("two", 5)
+            writing = asyncio.create_task(made.write("two", 200))
+            ring = made.host.loaded["one"].node._rings.ring  # type: ignore[union-attr]
+            ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            await made.until(lambda: made.client.state.statuses["one"]["state"] == "failed")
+            assert await made.write("one", 30) == right("one", 30)
+            assert await writing == right("two", 200)
+
+    run(scenario())
+
+
+def test_a_model_that_is_not_there_any_more_cannot_be_had(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            assert (await made.client.ask("load", {"model": "four"}))["code"] == "usage"
+            with pytest.raises(EngineError):
+                made.host.submit("four", 1, [1], {}, "", None)
+            assert await made.write("one", 5) == right("one", 5)
+
+    run(scenario())
