@@ -196,9 +196,10 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
         async with server(folder, nodes, fixed=True) as made:
             await made.write("two", 5)
             writing = asyncio.create_task(made.write("two", 200))
+            load = made.client.state.statuses["one"]["load"]
             ring = made.host.loaded["one"].node._rings.ring  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
-            await made.until(lambda: made.client.state.statuses["one"]["state"] == "failed")
+            await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)
             assert await writing == right("two", 200)
 
