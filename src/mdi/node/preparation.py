@@ -38,28 +38,29 @@ logger = logging.getLogger("mdi")
 class Preparation:
     """Of one run, by its starter.
 
-        Args:
-            family, config: of the model.
-            cluster: the nodes that take part; `clients` are its secondaries.
-            options: what the user chose, and `computing` what has become of it.
-            weights: what the starter has to load and send, and the cut.
-            ids: of the run and of the ring, each as 16 hex digits.
-            ring_port: the one on which the last secondary connects; None in a ring of one node.
-            max_length: tokens that a sequence of the run may reach.
-            n_sequences: at the same time, at most; None: as many as fit.
-            before: of the ring before.
-            own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
-            replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
+    Args:
+        family, config: of the model.
+        cluster: the nodes that take part; `clients` are its secondaries.
+        options: what the user chose, and `computing` what has become of it.
+        weights: what the starter has to load and send, and the cut.
+        ids: of the run and of the ring, each as 16 hex digits.
+        ring_port: the one on which the last secondary connects; None in a ring of one node.
+        max_length: tokens that a sequence of the run may reach.
+        n_sequences: at the same time, at most; None: as many as fit.
+        before: of the ring before.
+        own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
+        holders: nodes that have parts already.
+        replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
-        Attributes:
-            memory: what the caches of all nodes hold, after `run`.
-            ring_ports: by name of each secondary, the ring port that it says it has.
-            placement: hash of model, cut and ring; "" in a ring of one node.
-            keeping: secondaries that still have the caches of the ring before.
-            parts: by name of each secondary, what it needs.
-            processes: by name of each secondary that was reached, the number that its process drew.
-            failed: name of the node that could not get ready; None if it was none of them.
-            has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
+    Attributes:
+        memory: what the caches of all nodes hold, after `run`.
+        ring_ports: by name of each secondary, the ring port that it says it has.
+        placement: hash of model, cut and ring; "" in a ring of one node.
+        keeping: secondaries that still have the caches of the ring before.
+        parts: by name of each secondary, what it needs.
+        processes: by name of each secondary that was reached, the number that its process drew.
+        failed: name of the node that could not get ready; None if it was none of them.
+        has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
 
     def __init__(
