@@ -122,13 +122,13 @@ class Nodes:
         """What becomes of a process that was killed: it says nothing any more, and the kernel closes its sockets."""
         ring = self.rings[index]
         self.listeners[index].close()
-        ring._end(None)
-        for link in (ring._prev, ring._next):
+        ring.end_with(None)
+        for link in (ring.previous_link, ring.next_link):
             link.close()
 
     def reset(self, index: int) -> None:
         """The connection from node `index` to the next one breaks; both live."""
-        self.rings[index]._next.interrupt()
+        self.rings[index].next_link.interrupt()
 
     def close(self) -> None:
         for ring in self.rings:

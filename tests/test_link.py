@@ -79,8 +79,8 @@ def fast_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def until(channel: Channel[Frame], condition: Callable[[], bool]) -> None:
     """Wait for a state of a channel."""
-    with channel._changed:
-        assert channel._changed.wait_for(condition, DEADLINE_S)
+    with channel.changed:
+        assert channel.changed.wait_for(condition, DEADLINE_S)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 3000])
@@ -213,11 +213,11 @@ def test_stop_and_error_pass_a_full_inbox_and_a_full_queue_by(
     for number in range(4):
         sender.put(batch(number))
     last = Frame.message(kind, EPOCH, b"why")
-    until(received.inbox, lambda: len(received.inbox._items) == 4)
+    until(received.inbox, lambda: received.inbox.n_items == 4)
     sender.put_last(last)
     found = received.last.get(timeout=DEADLINE_S)
     assert (found.type, bytes(found.payload)) == (kind, b"why")
-    sender._sender.join(DEADLINE_S)
+    sender.sender.join(DEADLINE_S)
     assert not sender.put(batch(9))
     sender.close()
     assert received.lost.empty()
@@ -230,7 +230,7 @@ def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, soc
     sender.put(big)  # more than fits into the connection: the thread hangs in it
     sender.put(batch(1))
     sender.put(batch(2))
-    until(sender._outbox, lambda: len(sender._outbox._items) == 2)
+    until(sender.outbox, lambda: sender.outbox.n_items == 2)
     sender.put_last(Frame.message(FrameType.STOP, EPOCH))
     kinds = []
     while (frame := read_frame(pair[1], PLAIN)) is not None:
@@ -281,7 +281,7 @@ def test_a_slow_engine_is_not_taken_for_dead(pair: tuple[socket.socket, socket.s
     with pytest.raises(queue.Empty):
         one.lost.get(timeout=1.0)  # and with nothing but PINGs
     assert lost.empty()
-    one.link._closing = True
+    one.link.is_closing = True
     sender.close()
     one.close()
 
@@ -310,7 +310,7 @@ def test_garbage_loses_the_peer_with_the_reason(
     pair[0].close()
     found = received.lost.get(timeout=DEADLINE_S)
     assert any(part in found for part in reason.split("|"))
-    received.link._receiver.join(DEADLINE_S)
+    received.link.receiver.join(DEADLINE_S)
     assert received.lost.empty()  # it is said once
 
 
@@ -327,7 +327,7 @@ def test_sending_to_a_peer_that_is_gone_is_told_once(
     sender = sending(pair[0], 4, lost.put)
     pair[1].close()
     assert lost.get(timeout=DEADLINE_S)
-    sender._sender.join(DEADLINE_S)
+    sender.sender.join(DEADLINE_S)
     assert lost.empty() and not sender.put(batch(1))
     sender.close()
 
@@ -349,7 +349,7 @@ def test_closing_ends_a_send_that_hangs(pair: tuple[socket.socket, socket.socket
     lost: queue.Queue[str] = queue.Queue()
     sender = sending(pair[0], 4, lost.put)
     sender.put(batch(0, 8192, 1024))
-    until(sender._outbox, lambda: not sender._outbox._items)
+    until(sender.outbox, lambda: sender.outbox.is_empty)
     sender.put_last(Frame.message(FrameType.STOP, EPOCH))
     sender.close(flush_s=0.1)
-    assert not sender._sender.is_alive() and lost.empty()
+    assert not sender.sender.is_alive() and lost.empty()

@@ -85,8 +85,8 @@ def passing(n_nodes: int, silence_s: float = 30.0, keys: KeyFile | None = None) 
 
 def reset(link_owner: TcpRing, is_next: bool) -> None:
     """As when a router between the two forgets the connection: what was under way is gone."""
-    link = link_owner._next if is_next else link_owner._prev
-    connection = link._connection
+    link = link_owner.next_link if is_next else link_owner.previous_link
+    connection = link.connection
     if connection is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
@@ -116,8 +116,8 @@ def test_a_frame_that_was_sent_in_half_comes_whole() -> None:
     """The connection is closed in the middle of a frame: its beginning is dropped, and it is sent again."""
     with passing(2) as ring:
         list(ring.rounds(0, 2, 1))
-        link = ring.nodes.rings[0]._next
-        connection = link._connection
+        link = ring.nodes.rings[0].next_link
+        connection = link.connection
         assert connection is not None
         connection.sock.sendall(connection.codec.head(batch(ring.nodes.epoch, 2))[:50])
         link.interrupt()
@@ -128,8 +128,8 @@ def test_a_frame_that_was_sent_in_half_comes_whole() -> None:
 def test_what_was_sent_is_kept_only_as_long_as_it_can_be_lacking() -> None:
     with passing(3) as ring:
         list(ring.rounds(0, 50, 3))
-        assert all(len(one._next._sent) <= one.capacity + 1 for one in ring.nodes.rings)
-        assert all(not one._prev._sent for one in ring.nodes.rings)
+        assert all(len(one.next_link.sent_frames) <= one.capacity + 1 for one in ring.nodes.rings)
+        assert all(not one.previous_link.sent_frames for one in ring.nodes.rings)
 
 
 def test_a_node_that_is_gone_is_lost_by_its_name() -> None:
@@ -163,9 +163,9 @@ def test_a_process_that_was_started_anew_is_not_taken_for_the_old_one() -> None:
 
 def test_a_next_node_that_was_started_anew_is_lost() -> None:
     with passing(2) as ring:
-        dialer = ring.nodes.rings[0]._next._reconnect
+        dialer = ring.nodes.rings[0].next_link.reconnect
         assert isinstance(dialer, Dialer)
-        dialer._process = "the one before"
+        dialer.process = "the one before"
         reset(ring.nodes.rings[0], True)
         with pytest.raises(NodeLostError) as caught:
             while True:
@@ -180,9 +180,9 @@ def test_a_call_replaces_a_connection_that_looks_sound() -> None:
         seat = ring.nodes.seats[0]
         assert answer_to(ring, seat.hello_with(reconnect=7)).type is FrameType.HELLO
         # That caller is gone again, and nobody else has called as often: until the starter has, nothing goes on.
-        dialer = ring.nodes.rings[0]._next._reconnect
+        dialer = ring.nodes.rings[0].next_link.reconnect
         assert isinstance(dialer, Dialer)
-        dialer._n_calls = 7
+        dialer.n_calls = 7
         list(ring.rounds(2, 4, 2))
 
 
@@ -213,8 +213,8 @@ def test_a_frame_that_is_missing_ends_the_link() -> None:
     """Numbers tell: what the neighbour did not keep long enough cannot be made up for."""
     with passing(2) as ring:
         list(ring.rounds(0, 2, 1))
-        link = ring.nodes.rings[0]._next
-        connection = link._connection
+        link = ring.nodes.rings[0].next_link
+        connection = link.connection
         assert connection is not None
         send_frame(connection.sock, batch(ring.nodes.epoch, 9), connection.codec)
         name, error = ring.endings.get(timeout=DEADLINE_S)
@@ -225,5 +225,5 @@ def test_limits_hold_over_a_new_connection() -> None:
     with passing(2) as ring:
         reset(ring.nodes.rings[0], True)
         list(ring.rounds(0, 2, 2))
-        connection = ring.nodes.rings[1]._prev._connection
+        connection = ring.nodes.rings[1].previous_link.connection
         assert connection is not None and connection.codec.limits == Limits()

@@ -126,14 +126,14 @@ def test_a_starter_that_stops_and_closes_at_once_is_not_lost_to_its_last_node(n_
     """Whose STOP might come by way of all other nodes, of which one takes its time."""
     with nodes(n_nodes) as n:
         go_on = threading.Event()
-        pass_on = n.rings[1]._last_frame
+        pass_on = n.rings[1].next_link.on_last
 
         def pass_on_late(frame: Frame) -> None:
             assert go_on.wait(DEADLINE_S)
             pass_on(frame)
 
         if n_nodes > 2:
-            n.rings[1]._next._on_last = n.rings[1]._prev._on_last = pass_on_late  # type: ignore[method-assign]
+            n.rings[1].next_link.on_last = n.rings[1].previous_link.on_last = pass_on_late
         n.rings[0].stop("the run is over")
         n.rings[0].close()
         for ring in reversed(n.rings[2:] or n.rings[1:]):
@@ -192,16 +192,16 @@ def test_a_node_that_falls_silent_is_named(victim: int, monkeypatch: pytest.Monk
     """As after SIGSTOP: its connections stand, but nothing comes any more."""
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.05)
     with nodes(3, silence_s=1.0) as n:
-        n.rings[victim]._next._outbox.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
+        n.rings[victim].next_link.outbox.get = lambda timeout_s=None: frozen.wait() and None  # type: ignore[method-assign]
         frozen = threading.Event()
-        n.rings[victim]._next._outbox.put_first(Frame(FrameType.PING, n.epoch))
+        n.rings[victim].next_link.outbox.put_first(Frame(FrameType.PING, n.epoch))
         try:
             error = loss(n.rings[0])
             assert isinstance(error, NodeLostError) and error.node == n.seats[victim].name
             assert "nothing was heard for 1 s" in str(error)
         finally:
-            n.rings[victim]._end(None)
-            n.rings[victim]._next._outbox.close()
+            n.rings[victim].end_with(None)
+            n.rings[victim].next_link.outbox.close()
             frozen.set()
 
 
@@ -215,7 +215,7 @@ def test_the_starter_that_dies_is_noticed_by_everybody() -> None:
 
 def raw_link(n: Nodes, index: int) -> socket.socket:
     """The socket on which node `index` sends: for bytes that a sound node would not send."""
-    connection = n.rings[index]._next._connection
+    connection = n.rings[index].next_link.connection
     assert connection is not None
     return connection.sock
 
@@ -572,8 +572,8 @@ def test_frames_come_and_go_while_a_node_computes() -> None:
         assert busy_with is not None and busy_with.number == 0
         second.send(busy_with)  # from here on the node computes: it touches no queue
         inbox = second.inbox
-        with inbox._changed:
-            assert inbox._changed.wait_for(lambda: len(inbox._items) == 1, DEADLINE_S)
+        with inbox.changed:
+            assert inbox.changed.wait_for(lambda: inbox.n_items == 1, DEADLINE_S)
         back = first.recv(DEADLINE_S)
         assert back is not None and back.number == 0
 

@@ -142,13 +142,13 @@ def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryN
         try:
             (turn,) = node._turns._turns
             for _ in range(3000):
-                if turn.ring._next.is_full and not turn.ring.inbox.is_empty:
+                if turn.ring.next_link.is_full and not turn.ring.inbox.is_empty:
                     break
                 threading.Event().wait(0.02)
-            assert turn.ring._next.is_full and not turn.ring.is_pending
+            assert turn.ring.next_link.is_full and not turn.ring.is_pending
             with started([node], checkpoints[0], "2,3") as going:
                 assert texts_of(going, 20) == expected(4, 20)
-            assert turn.ring._next.is_full, "it was stuck all the time"
+            assert turn.ring.next_link.is_full, "it was stuck all the time"
         finally:
             over.set()
             stuck.ring.stop("enough")  # type: ignore[union-attr]

@@ -55,7 +55,7 @@ def test_a_ring_goes_round_and_a_plain_frame_ends_it(keys: KeyFile) -> None:
                 if i:
                     n.rings[i].send(frame)
         frame = batch(n.epoch, 9)
-        n.rings[0]._next._connection.sock.sendall(PLAIN.head(frame) + bytes(frame.payload))
+        n.rings[0].next_link.connection.sock.sendall(PLAIN.head(frame) + bytes(frame.payload))
         with pytest.raises(NodeLostError) as caught:
             while True:
                 n.rings[2].recv(DEADLINE_S)

@@ -27,7 +27,7 @@ class Channel(Generic[T]):
     ) -> None:
         self.capacity = capacity
         self._items: deque[T] = deque()
-        self._changed = threading.Condition() if changed is None else changed
+        self.changed = threading.Condition() if changed is None else changed
         self._on_space = on_space
         self._closed = False
         self._woken = False
@@ -35,34 +35,34 @@ class Channel(Generic[T]):
 
     def put(self, item: T) -> bool:
         """Append, waiting while the channel is full. False if it is closed: the item was not taken."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self.capacity)
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed or len(self._items) < self.capacity)
             if self._closed:
                 return False
             self._items.append(item)
-            self._changed.notify_all()
+            self.changed.notify_all()
             return True
 
     def put_first(self, item: T) -> bool:
         """Put an item before all others, whatever the capacity. False if the channel is closed."""
-        with self._changed:
+        with self.changed:
             if self._closed:
                 return False
             self._items.appendleft(item)
-            self._changed.notify_all()
+            self.changed.notify_all()
             return True
 
     def get(self, timeout_s: float | None = None) -> T | None:
         """The next item; None when the channel is closed, after `wake`, or after `timeout_s` without an item."""
         begin = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._woken or bool(self._items), timeout_s)
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed or self._woken or bool(self._items), timeout_s)
             self.wait_s += time.perf_counter() - begin
             self._woken = False
             if self._closed or not self._items:
                 return None
             item = self._items.popleft()
-            self._changed.notify_all()
+            self.changed.notify_all()
             was_full = len(self._items) == self.capacity - 1
         if was_full and self._on_space is not None:  # outside of the lock: who is told may look at this channel
             self._on_space()
@@ -70,29 +70,34 @@ class Channel(Generic[T]):
 
     def poll(self) -> T | None:
         """The next item; None if there is none. Never waits."""
-        with self._changed:
+        with self.changed:
             if not self._items:
                 return None
             item = self._items.popleft()
-            self._changed.notify_all()
+            self.changed.notify_all()
             return item
 
     def wake(self) -> None:
         """Let get() return without waiting once, be it with None; takes no room, however often it is called."""
-        with self._changed:
+        with self.changed:
             self._woken = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Drop what is queued and wake everybody; get() gives None and put() False from now on."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             self._items.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def n_items(self) -> int:
+        """How many are queued. Takes no lock."""
+        return len(self._items)
 
     @property
     def is_empty(self) -> bool:

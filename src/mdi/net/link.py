@@ -77,24 +77,24 @@ class Link:
         silence_s: float = SILENCE_S,
     ) -> None:
         first = Connection(sock, codec)
-        self._connection: Connection | None = first
+        self.connection: Connection | None = first
         self._sockets = [sock]
-        self._changed = threading.Condition()  # of _connection and of what ends the waiting for one
-        self._reconnect = reconnect
+        self._changed = threading.Condition()  # of connection and of what ends the waiting for one
+        self.reconnect = reconnect
         self._silence_s = silence_s
         self._timeout_s = self._silence_s / (2 if reconnect else 1)
         self._ping_s = min(PING_INTERVAL_S, self._silence_s / PINGS_PER_SILENCE)
         self._epoch = epoch
-        self._outbox: Channel[Frame] = Channel(capacity, on_space=on_space)
-        self._sent: deque[Frame] = deque(maxlen=capacity if reconnect else 0)
+        self.outbox: Channel[Frame] = Channel(capacity, on_space=on_space)
+        self.sent_frames: deque[Frame] = deque(maxlen=capacity if reconnect else 0)
         self._received: int | None = None
         self._taken: int | None = None  # number of the last frame that the neighbour is known to have
         self._inbox = inbox
-        self._on_last = on_last
+        self.on_last = on_last
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._ending = False
-        self._closing = False
+        self.is_closing = False
         self._is_lost = False
         self._n_in_vain = 0
         self.pool = BufferPool((inbox.capacity if inbox is not None else 0) + 2, allocate or bytearray)
@@ -104,49 +104,49 @@ class Link:
         self.n_reconnected = 0
         self.observer: Observer | None = None
         sock.settimeout(self._timeout_s)
-        self._sender = threading.Thread(target=self._send, args=(first,), name="ring-send", daemon=True)
-        self._receiver = threading.Thread(target=self._receive, args=(first,), name="ring-recv", daemon=True)
-        self._sender.start()
-        self._receiver.start()
+        self.sender = threading.Thread(target=self._send, args=(first,), name="ring-send", daemon=True)
+        self.receiver = threading.Thread(target=self._receive, args=(first,), name="ring-recv", daemon=True)
+        self.sender.start()
+        self.receiver.start()
 
     def put(self, frame: Frame) -> bool:
         """Queue a frame; False if the link is closed or lost."""
-        return self._outbox.put(frame)
+        return self.outbox.put(frame)
 
     @property
     def is_full(self) -> bool:
         """Whether `put` would wait."""
-        return self._outbox.is_full
+        return self.outbox.is_full
 
     def put_notice(self, frame: Frame) -> None:
         """Send a NOTICE before whatever is queued."""
-        self._outbox.put_first(frame)
+        self.outbox.put_first(frame)
 
     def put_last(self, frame: Frame) -> None:
         """Send a STOP or ERROR before whatever is queued, and nothing after it; not at all while there is no connection."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        self._outbox.put_first(frame)
+        self.outbox.put_first(frame)
 
     def interrupt(self) -> None:
         """Leave the present connection for another one: the neighbour has called again, having found it broken."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             self._break(connection)
 
     def close(self, flush_s: float = 0.0) -> None:
         """End the threads and close the socket; a STOP or ERROR that is queued gets `flush_s` to leave."""
-        if flush_s and self._ending and threading.current_thread() is not self._sender:
-            self._sender.join(flush_s)
+        if flush_s and self._ending and threading.current_thread() is not self.sender:
+            self.sender.join(flush_s)
         with self._changed:
-            self._closing = True
+            self.is_closing = True
             self._changed.notify_all()
-        if self._reconnect is not None:
-            self._reconnect.stop()
-        self._outbox.close()
+        if self.reconnect is not None:
+            self.reconnect.stop()
+        self.outbox.close()
         self._shut(*self._sockets)
-        for thread in (self._sender, self._receiver):
+        for thread in (self.sender, self.receiver):
             if threading.current_thread() is not thread:
                 thread.join(JOIN_S)
         for sock in self._sockets:
@@ -156,12 +156,12 @@ class Link:
 
     def _send(self, connection: Connection | None) -> None:
         try:
-            while not self._outbox.closed:
-                frame = self._outbox.get(self._ping_s)
-                if frame is None and self._outbox.closed:
+            while not self.outbox.closed:
+                frame = self.outbox.get(self._ping_s)
+                if frame is None and self.outbox.closed:
                     return
                 if frame is not None and frame.type is FrameType.BATCH:
-                    self._sent.append(frame)
+                    self.sent_frames.append(frame)
                 last, connection = connection, self._connected()
                 if connection is None:
                     return
@@ -173,19 +173,19 @@ class Link:
                 if self._send_over(connection, due):
                     return
         finally:
-            self._outbox.close()
+            self.outbox.close()
 
     def _connected(self) -> Connection | None:
         """The connection, once there is one; None if there will not be any."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._connection is not None or self._closing or self._ending or self._is_lost
+                lambda: self.connection is not None or self.is_closing or self._ending or self._is_lost
             )
-            return self._connection
+            return self.connection
 
     def _lacking(self, connection: Connection, frame: Frame | None) -> list[Frame]:
         """What the neighbour has not had, over a new connection; a STOP or ERROR behind it."""
-        due = [one for one in self._sent if connection.received is None or one.number > connection.received]
+        due = [one for one in self.sent_frames if connection.received is None or one.number > connection.received]
         return due if frame is None or frame.type is FrameType.BATCH else [*due, frame]
 
     def _close_before(self, connection: Connection) -> None:
@@ -241,7 +241,7 @@ class Link:
             if frame.epoch != self._epoch:
                 raise WireError(f"a frame of run {frame.epoch:016x}, expected run {self._epoch:016x}")
             if frame.type in (FrameType.STOP, FrameType.ERROR):
-                self._on_last(frame)
+                self.on_last(frame)
                 self._drain(connection.sock)
                 return True
             if frame.type is FrameType.BATCH and self._inbox is not None:
@@ -270,11 +270,11 @@ class Link:
         """The next connection; None if the run ends or the neighbour is lost, for this `reason`."""
         self._n_in_vain += 1
         is_hopeless = self._n_in_vain >= (N_IN_VAIN if until is None else N_SILENT)
-        if self._reconnect is None or self._ending or self._closing or is_hopeless:
+        if self.reconnect is None or self._ending or self.is_closing or is_hopeless:
             self._lost(reason)
             return None
         try:
-            connection = self._reconnect.connect(
+            connection = self.reconnect.connect(
                 self._received, time.monotonic() + self._silence_s if until is None else until
             )
         except NotBackError as e:
@@ -286,11 +286,11 @@ class Link:
             self._n_in_vain, self._taken = 0, connection.received
         with self._changed:
             self._sockets.append(connection.sock)
-            self._connection = connection
-            if self._closing:
+            self.connection = connection
+            if self.is_closing:
                 self._shut(connection.sock)
             self._changed.notify_all()
-        self._outbox.wake()  # what was kept leaves at once
+        self.outbox.wake()  # what was kept leaves at once
         return connection
 
     @staticmethod
@@ -304,7 +304,7 @@ class Link:
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()
-        if not self._closing:
+        if not self.is_closing:
             self._on_lost(reason)
 
     # Both
@@ -312,8 +312,8 @@ class Link:
     def _break(self, connection: Connection) -> None:
         """The connection is of no use any more; both threads notice."""
         with self._changed:
-            if self._connection is connection:
-                self._connection = None
+            if self.connection is connection:
+                self.connection = None
         self._shut(connection.sock)
 
     @staticmethod

@@ -48,9 +48,9 @@ class Dialer:
     def __init__(self, seat: Seat, limits: Limits, process: str) -> None:
         self._seat = seat
         self._limits = limits
-        self._process = process
+        self.process = process
         self.on_call: Callable[[], None] = lambda: None
-        self._n_calls = 0
+        self.n_calls = 0
         self._stopped = threading.Event()
         self._sock: socket.socket | None = None
 
@@ -84,10 +84,10 @@ class Dialer:
 
     def _call(self, until: float) -> Connection:
         seat = self._seat
-        self._n_calls += 1
+        self.n_calls += 1
         left_s = max(PAUSE_S, until - time.monotonic())
         try:
-            address, hello = (seat.next_addr, seat.next_port), seat.hello_with(reconnect=self._n_calls)
+            address, hello = (seat.next_addr, seat.next_port), seat.hello_with(reconnect=self.n_calls)
             sock, codec = call(address, hello, seat.keys, min(CALL_S, left_s))
         except CannotConnectError as e:
             if e.is_refused:
@@ -121,7 +121,7 @@ class Dialer:
         if frame.type is not FrameType.HELLO or frame.epoch != self._seat.epoch:
             raise WireError(f"it answered with a {frame.type.name} frame")
         hello = Hello.from_bytes(frame.payload)
-        if hello.process != self._process:
+        if hello.process != self.process:
             raise NotBackError("it was started anew")
         return hello
 
@@ -145,7 +145,7 @@ class Waiter:
         self._listener = listener
         self._changed = threading.Condition()
         self._found: Connection | None = None
-        self._n_calls = 0
+        self.n_calls = 0
         self._stopped = False
         listener.expect_again(self)
 
@@ -154,11 +154,11 @@ class Waiter:
         self.on_call()
         codec.limits = self._limits
         with self._changed:
-            if self._stopped or hello.reconnect <= self._n_calls:
+            if self._stopped or hello.reconnect <= self.n_calls:
                 sock.close()
                 return
             self._drop()
-            self._found, self._n_calls = Connection(sock, codec, hello.received), hello.reconnect
+            self._found, self.n_calls = Connection(sock, codec, hello.received), hello.reconnect
             self._changed.notify_all()
 
     def connect(self, received: int | None, until: float) -> Connection:

@@ -195,8 +195,8 @@ class TcpRing:
             codec_in, codec_out = codecs or (FrameCodec(), FrameCodec())
             codec_in.limits = codec_out.limits = limits
             again_prev, again_next = reconnects
-            self._next = self._link(sock_out, codec_out, None, seat.next_name, allocate, again_next)
-            self._prev = self._link(sock_in, codec_in, self.inbox, seat.prev_name, allocate, again_prev)
+            self.next_link = self._link(sock_out, codec_out, None, seat.next_name, allocate, again_next)
+            self.previous_link = self._link(sock_in, codec_in, self.inbox, seat.prev_name, allocate, again_prev)
 
     def _link(
         self, sock: socket.socket, codec: FrameCodec, inbox: Channel[Frame] | None, name: str,
@@ -213,20 +213,20 @@ class TcpRing:
 
     @property
     def send_s(self) -> float:
-        return self._next.send_s
+        return self.next_link.send_s
 
     @property
     def n_reconnected(self) -> int:
         """Connections that were made in the place of broken ones."""
-        return self._next.n_reconnected + self._prev.n_reconnected
+        return self.next_link.n_reconnected + self.previous_link.n_reconnected
 
     @property
     def bytes_sent(self) -> int:
-        return self._next.bytes_sent
+        return self.next_link.bytes_sent
 
     @property
     def n_frames(self) -> int:
-        return self._next.n_frames
+        return self.next_link.n_frames
 
     @property
     def epoch(self) -> int:
@@ -237,7 +237,7 @@ class TcpRing:
         return self._seat.n_nodes
 
     def send(self, frame: Frame) -> None:
-        self._next.put(frame)
+        self.next_link.put(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame | None:
         frame = self.inbox.get(timeout_s)
@@ -248,33 +248,33 @@ class TcpRing:
     @property
     def is_pending(self) -> bool:
         """Whether `poll` has something to say: a frame that can be sent on without waiting, or that the ring is over."""
-        return self._over.is_set() or not (self.inbox.is_empty or self._next.is_full)
+        return self._over.is_set() or not (self.inbox.is_empty or self.next_link.is_full)
 
     def poll(self) -> Frame | None:
-        frame = None if self._next.is_full else self.inbox.poll()
+        frame = None if self.next_link.is_full else self.inbox.poll()
         if frame is None and self._over.is_set():
             raise RingEndedError("the ring was ended") if self._fault is None else _error_of(self._fault)
         return frame
 
     def release(self, frame: Frame) -> None:
-        self._prev.pool.give_back(frame.payload)
+        self.previous_link.pool.give_back(frame.payload)
 
     def wake(self) -> None:
         self.inbox.wake()
 
     def stop(self, reason: str) -> None:
         """End the run in good order, here and on every node; what has ended it before stays what ended it."""
-        if self._end(None):
+        if self.end_with(None):
             self._tell(Frame.message(FrameType.STOP, self._seat.epoch, reason.encode()[:1000]))
 
     def fail(self, fault: Fault) -> None:
         """End the run here, and tell the other nodes why."""
-        if self._end(fault):
+        if self.end_with(fault):
             self._tell(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
 
     def observe(self, observer: Observer) -> None:
         """Have both links tell of their frames from now on."""
-        self._next.observer = self._prev.observer = observer
+        self.next_link.observer = self.previous_link.observer = observer
 
     @property
     def fault(self) -> Fault | None:
@@ -297,13 +297,13 @@ class TcpRing:
 
     def close(self) -> None:
         """Close both links; every thread of the ring has ended when this returns."""
-        self._end(None)
+        self.end_with(None)
         deadline = time.monotonic() + FLUSH_S  # a STOP or ERROR may still be on its way out
-        for link in (self._next, self._prev):
+        for link in (self.next_link, self.previous_link):
             link.close(max(0.0, deadline - time.monotonic()))
 
-    def _end(self, fault: Fault | None) -> bool:
-        """Whether this was the first to end it."""
+    def end_with(self, fault: Fault | None) -> bool:
+        """Receive nothing any more, for this reason; None is a good end. Returns whether it was the first to end the ring."""
         with self._lock:
             is_first = not self._over.is_set()
             if is_first:
@@ -313,7 +313,7 @@ class TcpRing:
         return is_first
 
     def _last_frame(self, frame: Frame) -> None:
-        if self._end(Fault.from_bytes(frame.payload) if frame.type is FrameType.ERROR else None):
+        if self.end_with(Fault.from_bytes(frame.payload) if frame.type is FrameType.ERROR else None):
             self._tell(frame)
 
     def _hear_notice(self, frame: Frame) -> None:
@@ -324,7 +324,7 @@ class TcpRing:
             self._leaving = (*self._leaving, node)
         if self._seat.index == 0:
             return self.inbox.wake()
-        for link in (self._next, self._prev):
+        for link in (self.next_link, self.previous_link):
             link.put_notice(frame)
 
     def _tell_space(self) -> None:
@@ -333,7 +333,7 @@ class TcpRing:
             self._arrivals.notify_all()
 
     def _tell(self, frame: Frame) -> None:
-        for link in (self._next, self._prev):
+        for link in (self.next_link, self.previous_link):
             link.put_last(frame)
 
     def _lost(self, node: str, reason: str) -> None:
