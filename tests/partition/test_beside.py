@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from clusters import MB, cluster, model, node
 
+from clusters import MB, cluster, model, node
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.beside import left_over
 from mdi.partition.model import Workload

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import MB, block, cluster, model, node
 
+from clusters import MB, block, cluster, model, node
 from mdi.errors import UsageError
 from mdi.partition.cost import CostModel, time_of
 from mdi.partition.links import HOP_S

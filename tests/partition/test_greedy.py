@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from clusters import MB, block, cluster, model, node
 
+from clusters import MB, block, cluster, model, node
 from mdi.errors import PlacementError, UsageError
 from mdi.partition import ahp
 from mdi.partition.cost import CostModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from clusters import cluster, fits, model, node, problems
 from hypothesis import given, settings
 
+from clusters import cluster, fits, model, node, problems
 from mdi.partition import throughput
 from mdi.partition.cost import CostModel
 from mdi.partition.methods import place

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import block, cluster, every_placement, model, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusters import block, cluster, every_placement, model, node
 from mdi.errors import UsageError
 from mdi.partition.cost import CostModel
 from mdi.partition.links import HOP_S

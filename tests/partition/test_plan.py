@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from clusters import block, cluster, model, node
 
+from clusters import block, cluster, model, node
 from mdi.errors import PlacementError
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan

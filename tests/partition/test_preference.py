@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import cluster, model, node
 
+from clusters import cluster, model, node
 from mdi.partition.cost import CostModel
 from mdi.partition.methods import place
 from mdi.partition.model import Workload

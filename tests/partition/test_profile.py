@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from clusters import cluster, node
 
+from clusters import cluster, node
 from mdi.errors import UsageError
 from mdi.partition.example import boards
 from mdi.partition.links import HOP_S, Links

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import every_placement, fits, problems
 from hypothesis import assume, given, settings
 
+from clusters import every_placement, fits, problems
 from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
 from mdi.partition.methods import METHODS, place
