@@ -141,8 +141,8 @@ def test_slow_links_lose_nobody(tmp_path: Path, checkpoint: Path, form: str) -> 
     """100 ms and 1 Mbit/s: a round takes a third of a second, and nobody is taken for dead."""
     with fault_ring(tmp_path, 3, pace=Pace(0.1, 125_000)) as slow:
         slow.start_all()
-        outcome = run(slow.cluster(), options(checkpoint, form), texts(4, 12, 3))
-        assert outcome.error is None and outcome.ids == undisturbed(checkpoint, form, 4, 3, 12)
+        outcome = run(slow.cluster(), options(checkpoint, form), texts(2, 6, 3))
+        assert outcome.error is None and outcome.ids == undisturbed(checkpoint, form, 2, 3, 6)
         assert not outcome.recoveries and [link.n_connections for link in slow.links] == [1, 1, 1]
 
 

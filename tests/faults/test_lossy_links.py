@@ -16,7 +16,7 @@ from tiny_checkpoint import reference, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not lossy_network.is_possible(), reason="needs root, ip and /dev/net/tun")
 
-N_NODES, N_TOKENS = 3, 8
+N_NODES, N_TOKENS = 3, 4
 
 
 def test_links_that_lose_packets_lose_no_node(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class Job:
         self.stopped = self.is_replaced = self.has_begun = False
         self._aborted: Fault | None = None
         self._ring: TcpRing | None = None
+        self._fault: Fault | None = None  # that ended it from here
         self._last_sign = time.monotonic()
 
     def touch(self) -> None:
@@ -135,12 +136,14 @@ class Job:
             self.changed.wait_for(lambda: self.state != "LOADING" or bool(self.missing), timeout_s)
 
     def begin(self, ring: TcpRing) -> None:
-        """The ring is closed; one that was ended meanwhile is stopped at once."""
+        """The ring is closed; one that was ended meanwhile is ended at once, and for the others with the same reason."""
         with self.changed:
             self._ring, self.state = ring, "RUNNING"
             self.has_begun = True
-            was_stopped = self.stopped
-        if was_stopped:
+            was_stopped, fault = self.stopped, self._fault
+        if fault is not None:
+            ring.fail(fault)
+        elif was_stopped:
             ring.stop("ended before it began")
 
     def finish(self, error: Exception | None) -> None:
@@ -163,7 +166,7 @@ class Job:
     def abort(self, fault: Fault) -> None:
         """End it, however far it is, and tell the other nodes why."""
         self._aborted = fault
-        if (ring := self._stop()) is not None:
+        if (ring := self._stop(fault)) is not None:
             ring.fail(fault)
 
     def replace(self, name: str) -> None:
@@ -171,9 +174,10 @@ class Job:
         self.is_replaced = True
         self.abort(Fault("", f"{name} takes part in another ring of this run", name, "run"))
 
-    def _stop(self) -> TcpRing | None:
+    def _stop(self, fault: Fault | None = None) -> TcpRing | None:
         with self.changed:
             self.stopped = True
+            self._fault = self._fault or fault
             self.changed.notify_all()
             return self._ring
 

@@ -1,0 +1,46 @@
+"""One ring of a run on a secondary: what becomes of it when it is ended before it has begun."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from mdi.net.hello import Fault
+from mdi.net.ring import TcpRing
+from mdi.node.job import Job
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.ends: list[object] = []
+
+    def stop(self, reason: str) -> None:
+        self.ends.append("stop")
+
+    def fail(self, fault: Fault) -> None:
+        self.ends.append(fault)
+
+
+def begun(job: Job) -> list[object]:
+    ring = Ring()
+    job.begin(cast(TcpRing, ring))
+    return ring.ends
+
+
+def job() -> Job:
+    unused: Any = None
+    return Job(unused, unused, unused)
+
+
+def test_a_node_that_leaves_while_the_ring_is_closed_is_lost_and_does_not_end_the_run() -> None:
+    """A STOP would tell the starter that the run was ended on purpose: random faults, seed 41, run 106."""
+    one, fault = job(), Fault("secondary0", "it was told to end", "secondary0", "left")
+    one.abort(fault)
+    one.end()  # the process ends after that
+    assert begun(one) == [fault]
+
+
+def test_a_run_that_was_ended_before_it_began_ends_in_good_order() -> None:
+    one = job()
+    one.end()
+    assert begun(one) == ["stop"]
+    assert begun(job()) == []
