@@ -87,6 +87,7 @@ ALLOWED = {
 }
 ALLOWED["tensor"] = {
     "weight_formats",
+    "window",
     "checkpoint",
     "engine",
     "kernels",

@@ -119,19 +119,28 @@ class WeightSource(ABC):
         if self.packing is None:
             wanted = packing or own_packing(self.dtype)
             return _joined(self.packed(name, wanted) for name in specs)
-        read, shapes = self.packing.read, self._shapes(part)
+        read, shapes = self.packing.read, self.shapes(part)
         stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
             return stored
         return repacked(stored, packing, self.config_dict)
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
-        """A plain tensor as it is in packed form."""
+        """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
         if not self.folds_gains:
             return packing.pack(name, self.array(name), self.specs[name])
         return packing.pack(name, *folded(name, packing, self.config_dict, self.array, self.specs))
 
-    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+    @property
+    def has_single_tensors(self) -> bool:
+        """Whether `packed` gives each tensor alone, so that a part need not be in memory as a whole."""
+        return self.packing is None
+
+    def skipped_inputs(self, name: str) -> int:
+        """Of a packed weight, see kernels.layout.Matrix."""
+        return 0
+
+    def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that the model has in a part."""
         shapes = model_shapes(self.config_dict, str(self))
         return {name: shape for name, shape in shapes.items() if part_of(name) == part}

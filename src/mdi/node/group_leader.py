@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from mdi.cache_dir import default_cache_dir
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weight_memory import WeightPlacer
+from mdi.checkpoint.weights import WeightSource
 from mdi.errors import EngineError, UsageError
 from mdi.kernels.kernel_stage import KernelStarterStage, WeightUse
 from mdi.machine.computing import Computing
@@ -21,14 +23,17 @@ from mdi.node.group_member import may_look_busily, run_check, share_metrics
 from mdi.node.loading import kernel_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
+from mdi.node.own_stage import RunLimits
 from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
+from mdi.node.windowed import with_window
 from mdi.tensor.group import Group
 from mdi.tensor.group_ring import LeaderRing
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
+from mdi.tensor.window_shards import leader_stages
 from mdi.units import size
 
 
@@ -62,6 +67,8 @@ class GroupLeader(RingOfGroups):
         return self.group.shares.vocabulary is not None
 
     def check_memory(self, weights: StarterWeights, computing: Computing, n_nodes: int) -> None:
+        if self._window is not None:  # which is fitted into the memory
+            return
         own = self._shards_of(weights, 0)
         blocks = stage_parts(*weights.blocks[0], starter=False)
         needed = sum(map(own.part_bytes, blocks)) + weights.part_bytes("embedding")
@@ -78,23 +85,35 @@ class GroupLeader(RingOfGroups):
         kv_memory: int | None, check: Callable[[], None],
     ) -> None:  # fmt: skip
         if not self._is_loaded:
-            self._load_shares(weights, computing, check)
+            self._load_shares(weights, computing, RunLimits(max_length, n_sequences, kv_memory), check)
             self._is_loaded = True
         check_capacity(self._name, self.loaded, max_length, computing.device)
         self.stage.prepare(max_length)
         self.loaded.prepare(max_length, kv_memory)
 
-    def _load_shares(self, weights: StarterWeights, computing: Computing, check: Callable[[], None]) -> None:
+    def _load_shares(
+        self, weights: StarterWeights, computing: Computing, run: RunLimits, check: Callable[[], None]
+    ) -> None:
         own, packing = self._shards_of(weights, 0), computing.packing
         assert packing is not None
         placer = WeightPlacer(self._options.weight_memory)
         weights.verify(stage_parts(*weights.blocks[0], starter=True), check)
 
-        def of_part(part: str) -> Any:
+        def source(part: str) -> WeightSource:
             check()
             is_cut = part.startswith("block.") or (part == "head" and self.is_head_shared)
-            source = own.source_of(part) if is_cut else weights.source_of(part)
-            return kernel_weights(source, part, packing, placer, check)
+            return own.source_of(part) if is_cut else weights.source_of(part)
+
+        if self._window is not None:
+            blocks, kv_dtype = weights.blocks[0], computing.kv_dtype
+            both = leader_stages(self.group.share(self._fields), blocks, n_threads(), kv_dtype, self._mesh)
+            folder, parts = self._options.cache_dir or default_cache_dir(), stage_parts(*blocks, starter=True)
+            with_window(both, self._name, self._window, parts, source, packing, folder, *run, check)
+            self.loaded, self.stage = ArrayStage(both.share), ArrayStarterStage(both.ends)
+            return
+
+        def of_part(part: str) -> Any:
+            return kernel_weights(source(part), part, packing, placer, check)
 
         share = self.group.share(self._fields)
         self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype))
@@ -139,6 +158,7 @@ class GroupLeader(RingOfGroups):
     def drop(self) -> None:
         """Give the weights back, for another group's sake."""
         if self._is_loaded:
+            self.loaded.close()
             self._is_loaded = False
             self._ring = None
             del self.stage, self.loaded

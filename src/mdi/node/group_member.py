@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -21,6 +21,9 @@ from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage
+from mdi.tensor.window_shards import WindowShardStage
+
+AnyShardStage = TypeVar("AnyShardStage", bound=ShardStage)
 
 
 def group_in(request: InitRequest) -> Group | None:
@@ -30,10 +33,19 @@ def group_in(request: InitRequest) -> Group | None:
 
 def shard_stage(group: Group, request: InitRequest, computing: Computing) -> ArrayStage:
     """A stage for a share, without weights. UsageError if this node computes in torch."""
+    return ArrayStage(_made(ShardStage, group, request, computing))
+
+
+def window_shard_stage(group: Group, request: InitRequest, computing: Computing) -> WindowShardStage:
+    """One whose weights a window will hold. UsageError as `shard_stage`."""
+    return _made(WindowShardStage, group, request, computing)
+
+
+def _made(stage_class: type[AnyShardStage], group: Group, request: InitRequest, computing: Computing) -> AnyShardStage:
     if computing.packing is None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
     share = group.share(request.config)
-    return ArrayStage(ShardStage(share, *request.blocks, n_threads(), computing.kv_dtype))
+    return stage_class(share, *request.blocks, n_threads(), computing.kv_dtype)
 
 
 def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:

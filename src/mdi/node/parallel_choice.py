@@ -14,7 +14,6 @@ from mdi.node.options import StarterOptions
 from mdi.partition.parallel import TENSOR, ParallelChoice
 from mdi.tensor.shares import why_not_shared_out
 from mdi.tensor.stages import RingStage, stages_of
-from mdi.window.options import window_of
 
 ALL_NODES = "all nodes"
 
@@ -45,7 +44,7 @@ def chosen_stages(
     has_groups = any(stage.is_group for stage in stages)
     if n_nodes == 1 or (mode == "ring" and not has_groups):
         return None
-    why_not = _why_not_shared(options, config, computing)
+    why_not = _why_not_shared(config, computing)
     whole = (RingStage(ALL_NODES, tuple(node.name for node in cluster.nodes)),)
     if mode == "tensor":
         if why_not is not None:
@@ -64,12 +63,10 @@ def chosen_stages(
     return stages
 
 
-def _why_not_shared(options: StarterOptions, config: Mapping[str, Any] | None, computing: Computing) -> str | None:
+def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> str | None:
     reason = "a model that is not litgpt's" if config is None else why_not_shared_out(config)
     if reason is None and computing.packing is None:
         reason = "a starter that computes in torch"
-    if reason is None and window_of(options.weight_memory) is not None:
-        reason = "a stage with a window (--window, --memory)"
     return reason
 
 

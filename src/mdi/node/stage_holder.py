@@ -27,7 +27,7 @@ from mdi.machine.device import check_format, choose_device, choose_dtype, why_to
 from mdi.machine.threads import n_threads
 from mdi.machine.torch_use import load_torch
 from mdi.model.array_stage import ArrayStage
-from mdi.node.group_member import group_in, own_shards, sent_shard, shard_stage
+from mdi.node.group_member import group_in, own_shards, sent_shard, shard_stage, window_shard_stage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.windowed import refuse_torch, with_window
@@ -181,10 +181,10 @@ class StageHolder:
     def needed_bytes(self, request: InitRequest, computing: Computing, loaded: Collection[str] = ()) -> int:
         """What a stage takes with the caches of one sequence, and while it is built; parts that are `loaded` take nothing."""
         new = [part.n_bytes for part in request.parts if part.name not in loaded]
-        if group_in(request) is not None:  # shares are packed already
-            return sum(new) + self._kernel_stage(request, computing).run_bytes(request.max_length)
         if window_of(self._weight_memory, request.extensions) is not None:  # which is fitted into the memory
             new = []
+        if group_in(request) is not None:  # shares are packed already
+            return sum(new) + self._kernel_stage(request, computing).run_bytes(request.max_length)
         weights = held_bytes(new, request.stored_dtype, computing.format, request.stored_format)
         if computing.packing is None:
             return weights + self.family.stage_bytes(request, computing.kv_dtype)
@@ -246,10 +246,12 @@ class StageHolder:
         stage: NodeStage
         refuse_torch(window, computing)
         if computing.packing is not None and window is not None:
-            inner = WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
+            inner, packing = self._window_stage(request, computing), computing.packing
+            if (group := group_in(request)) is not None:
+                packing = group.packing  # a node's own wish for another format does not count
             stage = ArrayStage(
                 with_window(
-                    inner, self._name, window, list(parts), source, computing.packing, self.store.directory,
+                    inner, self._name, window, list(parts), source, packing, self.store.directory,
                     request.max_length, request.n_sequences, None, check,
                 )
             )  # fmt: skip
@@ -278,6 +280,12 @@ class StageHolder:
         if (group := group_in(request)) is not None:
             return shard_stage(group, request, computing)
         return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype))
+
+    def _window_stage(self, request: InitRequest, computing: Computing) -> WindowStage:
+        """A stage whose weights a window will hold."""
+        if (group := group_in(request)) is not None:
+            return window_shard_stage(group, request, computing)
+        return WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
 
     def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""

@@ -21,6 +21,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.measure.planning import told_blocks
+from mdi.measure.window_plan import without_limits
 from mdi.node.driver import EngineThread
 from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.model_family import ModelFamily
@@ -192,9 +193,11 @@ class StarterNode(StarterReport):
     def _profiled(self, check: Callable[[], None]) -> ClusterProfile:
         """What the nodes measure of themselves, in the format of the run."""
         if self._profile is None or self._profile.format != self.computing.format:
-            self._profile = measured_cluster(
+            found = measured_cluster(
                 self._cluster_here, self.weights, self._options, self.computing, self.run_id, check
             )
+            has_window = window_of(self._options.weight_memory) is not None
+            self._profile = without_limits(found) if has_window else found
         return self._profile
 
     @property

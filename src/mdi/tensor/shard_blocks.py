@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,11 @@ from mdi.kernels.structures import PIECES, MdiFrame, MdiNorm
 from mdi.tensor.shares import Share
 
 Slices = Sequence[tuple[int, int, int]]
+Ready = Callable[[int, int], contextlib.AbstractContextManager[None]]
+
+
+def _always(block: int, half: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class Sum(Protocol):
@@ -57,11 +63,12 @@ class ShardBlocks(Blocks):
             self._gains[i] = q + offset, k + offset
             self._blocks[i - self.start].norm_q = self._blocks[i - self.start].norm_k = MdiNorm(None, None)
 
-    def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum) -> None:
+    def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum, ready: Ready = _always) -> None:
         """Run the blocks over the rows, in place; all nodes of the group do so at the same time, and end with the same rows.
 
         Args:
             rows: float32 (N, n_embd), contiguous; the same on all nodes.
+            ready: as of Blocks.forward_in_halves. Nothing is summed meanwhile but what norms over all heads need.
 
         Raises:
             EngineError: as Blocks.forward. RingError: a node of the group is lost.
@@ -69,9 +76,11 @@ class ShardBlocks(Blocks):
         frame, kept = self._frame(rows, slices)
         y, z = np.empty_like(rows), np.empty_like(rows)
         for i in range(self.start, self.stop):
-            self._attention(i, frame, len(rows), y, group)
+            with ready(i, 0):
+                self._attention(i, frame, len(rows), y, group)
             if self._is_parallel:
-                self._mlp(i, frame, z)
+                with ready(i, 1):
+                    self._mlp(i, frame, z)
             if self._is_one_sum:
                 y += z
             group.reduce(y)
@@ -79,7 +88,8 @@ class ShardBlocks(Blocks):
             if self._is_one_sum:
                 continue
             if not self._is_parallel:
-                self._mlp(i, frame, z)
+                with ready(i, 1):
+                    self._mlp(i, frame, z)
             group.reduce(z)
             self._piece(i, PIECES["add_mlp"], frame, z)
         del kept

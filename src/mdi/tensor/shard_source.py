@@ -6,6 +6,7 @@ a whole part. Its file says in its metadata what it is a shard of.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.cut import cut
+from mdi.kernels.cut import cut, skipped
 from mdi.kernels.layout import Matrix, aligned_bytes
 from mdi.tensor.pieces import Piece, piece_of
 from mdi.tensor.shares import Share
@@ -129,12 +130,20 @@ class ShardSource(WeightSource):
         assert isinstance(packed, Matrix)
         return cut(packed, None, (first - start, last - start)) if piece.columns else packed
 
-    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+    @property
+    def has_single_tensors(self) -> bool:
+        return True
+
+    def packed(self, name: str, packing: Packing) -> PartWeights:
+        """The share of a tensor; a node's own wish for another format does not count here."""
+        return self.shard_of(name)
+
+    def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         return shard_shapes(self.share, self.packing, part)
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
         """The shards of a part, where they are packed already. A node's own wish for another format does not count here."""
-        return {key: weight for name in self._shapes(part) for key, weight in self.shard_of(name).items()}
+        return {key: weight for name in self.shapes(part) for key, weight in self.shard_of(name).items()}
 
     def part_names(self) -> list[str]:
         return self._source.part_names()
@@ -165,7 +174,7 @@ class ShardFile(PartFile):
         super().__init__(path, info, dict(share.config), config_hash)
         self.share = share
 
-    def _shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+    def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         assert self.packing is not None
         return shard_shapes(self.share, self.packing, part)
 
@@ -175,10 +184,10 @@ class ShardFile(PartFile):
         return {name: self._with_skip(name, weight) for name, weight in found.items()}
 
     def _with_skip(self, name: str, weight: Matrix | np.ndarray) -> Matrix | np.ndarray:
+        return replace(weight, skip=self.skipped_inputs(name)) if isinstance(weight, Matrix) else weight
+
+    def skipped_inputs(self, name: str) -> int:
         piece = piece_of(name, self.share)
-        if not isinstance(weight, Matrix) or piece is None or piece.columns is None:
-            return weight
-        first, last = piece.columns
-        return Matrix(
-            weight.format, weight.n_out, weight.n_in, weight.data, weight.n_in - (last - first) if last > first else 0
-        )
+        if piece is None or piece.columns is None or self.packing is None:
+            return 0
+        return skipped(self.packing.blocks, *piece.columns)

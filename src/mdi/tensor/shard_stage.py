@@ -8,7 +8,7 @@ import numpy as np
 
 from mdi.errors import EngineError
 from mdi.kernels.blocks import Blocks
-from mdi.kernels.head import Head, Weights
+from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Tally
@@ -36,7 +36,7 @@ class ShardStage(KernelStage):
         self.share = share
         self.group: AllReduce | None = None
         self.tally, self.group_name = Tally(), ""
-        self._own_head: Head | None = None
+        self._own_head: Callable[[np.ndarray], np.ndarray] | None = None
 
     def join(self, name: str, group: AllReduce) -> None:
         """The nodes of the group of this name are connected: from here on frames can be computed."""
@@ -66,14 +66,16 @@ class ShardStage(KernelStage):
     def _made_blocks(self) -> Blocks:
         return ShardBlocks(self.share, self.start, self.stop, self._of_block, self.cache_type, self._context)
 
-    def forward(self, x: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
         """As KernelStage's, together with the other nodes: all of them compute the same rows at the same time.
 
         Raises:
             RingError: one of them is lost.
         """
+        self._blocks.forward_shared(rows, slices, self._joined)
+
+    @property
+    def _joined(self) -> AllReduce:
         if self.group is None:
             raise EngineError("a share of the blocks cannot be computed alone")
-        rows = np.array(x, dtype=np.float32, order="C", copy=True)
-        self._blocks.forward_shared(rows, slices, self.group)
-        return rows
+        return self.group

@@ -27,7 +27,7 @@ class SharedHeadStage(KernelStarterStage):
         super().__init__(config, 0, n_threads, cache_type)
         self._share, self._mesh = share, mesh
 
-    def _made_head(self, weights: Weights) -> Head:
+    def _made_head(self, weights: Weights) -> Callable[[np.ndarray], np.ndarray]:
         return made_head(self._share, weights, self._context)
 
     def head(self, x: np.ndarray) -> np.ndarray:
@@ -52,6 +52,6 @@ def made_head(share: Share, weights: Weights, context: Any) -> Head:
     return Head(share.config, weights, end - first, context)
 
 
-def send_logits(mesh: Mesh, head: Head, x: np.ndarray) -> None:
+def send_logits(mesh: Mesh, head: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> None:
     """A member's rows of the logits of rows x (M, n_embd), to the first node."""
     mesh.swap([(0, head(x).reshape(-1).view(np.uint8).data)], [])

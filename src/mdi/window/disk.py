@@ -30,6 +30,8 @@ def choose_way(files: Iterable[WeightBytes], unit: Unit, memory: np.ndarray) -> 
         bytes per second of that way; 0 if the unit is too small to tell.
     """
     files = list(files)
+    if not unit.runs:
+        return 0.0
     run = max(unit.runs, key=lambda one: one.stop - one.start)
     n_bytes = min(PROBE_BYTES, (run.stop - run.start) // (2 * TURNS) // PAGE_BYTES * PAGE_BYTES)
     if not n_bytes:

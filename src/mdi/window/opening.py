@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import WeightSource
@@ -13,12 +13,26 @@ from mdi.units import size
 from mdi.window.budget import MemoryLimit, RunMemory, choose_window, taken_bytes
 from mdi.window.options import WindowOptions
 from mdi.window.plan import WindowPlan
-from mdi.window.stage import WindowStage
-from mdi.window.stored import StoredParts
+from mdi.window.stored import StoredPart, StoredParts
 from mdi.window.units import HEAD, block_units
 from mdi.window.window import Window
 
-AnyStage = TypeVar("AnyStage", bound=WindowStage)
+
+class Taker(Protocol):
+    """A stage, or stages, that a window can give their weights: window.stage.WindowStage."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def run_bytes(self, max_length: int) -> int: ...
+
+    def take(
+        self, stored: Mapping[str, StoredPart], window: Window, cache_bytes: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None: ...  # fmt: skip
+
+
+AnyStage = TypeVar("AnyStage", bound=Taker)
 
 logger = logging.getLogger("mdi")
 
@@ -51,6 +65,8 @@ def open_window(
         found.finish()
         blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
         head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None
+        if head is not None and not head.n_bytes:  # a share of it without rows
+            head = None
         plan = choose_window(name, options, blocks, head, run, taken_bytes())
         window = Window(plan, check)
     except BaseException:

@@ -64,7 +64,8 @@ def plan_window(blocks: Sequence[Unit], head: StoredMatrix | None, n_slots: int,
     pieces: list[Unit] = []
     if head is not None:
         # No larger than the smallest unit, so that they make no slot larger.
-        smallest = min((blocks[i].n_bytes for i in range(len(blocks)) if i not in set(kept)), default=HEAD_PIECE_BYTES)
+        sizes = [unit.n_bytes for i, unit in enumerate(blocks) if i not in set(kept) and unit.n_bytes]
+        smallest = min(sizes, default=HEAD_PIECE_BYTES)
         pieces = head_units(head, smallest, n_slots, n_streamed)
     units = (*blocks, *pieces)
     if retain == 1 or n_slots >= n_streamed + len(pieces):

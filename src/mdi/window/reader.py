@@ -103,7 +103,7 @@ class Reader:
 
     def _file_of(self, position: int) -> str:
         unit = self._units[position % len(self._units)]
-        return str(unit.runs[0].file.path) if unit is not None else ""
+        return str(unit.runs[0].file.path) if unit is not None and unit.runs else ""
 
     def _move_to(self, position: int) -> None:
         """All below it is done with."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.errors import KernelError
-from mdi.kernels.head import Head, Weights
+from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
 from mdi.kernels.layout import Matrix
+from mdi.window.pieced_head import PiecedHead
 from mdi.window.stored import StoredPart
 from mdi.window.units import HEAD
 from mdi.window.window import Window
-
-_HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
 
 class WindowStage(KernelStage):
@@ -73,8 +73,11 @@ class WindowStage(KernelStage):
         return self._window
 
     def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
-        self._blocks.forward_in_halves(rows, slices, lambda block, half: self._window.unit(f"block.{block}", half))
+        self._blocks.forward_in_halves(rows, slices, self._ready)
         self._check()
+
+    def _ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
+        return self._window.unit(f"block.{block}", half)
 
     def close(self) -> None:
         self._window.close()
@@ -97,26 +100,8 @@ class WindowStarterStage(WindowStage, KernelStarterStage):
         self._head = self._made_head(stored[HEAD].arrays)
 
     def _made_head(self, weights: Weights) -> Callable[[np.ndarray], np.ndarray]:
-        pieces: list[Head] = []
-        n_rows, bias = 0, weights.get(_HEAD_BIAS)
-        for unit in self._window.matrices(HEAD):
-            matrix = unit[_HEAD]
-            of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
-            if isinstance(bias, np.ndarray):
-                of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
-            pieces.append(Head(self.config, of_piece, matrix.n_out, self._context))
-            n_rows += matrix.n_out
-        if n_rows != self.config["padded_vocab_size"]:
-            raise KernelError(f"the head has {n_rows} rows, {self.config['padded_vocab_size']} expected")
-        return lambda x: self._logits(pieces, x)
+        return PiecedHead(self.config, weights, self._window, self._n_head_rows, self._context)
 
-    def _logits(self, pieces: Sequence[Head], x: np.ndarray) -> np.ndarray:
-        """Rows of the head, one piece after the other."""
-        logits = np.empty((len(x), self.config["padded_vocab_size"]), dtype=np.float32)
-        first = 0
-        for i, piece in enumerate(pieces):
-            with self._window.unit(HEAD, i):
-                part = piece(x)
-            logits[:, first : first + part.shape[1]] = part
-            first += part.shape[1]
-        return logits
+    @property
+    def _n_head_rows(self) -> int:
+        return int(self.config["padded_vocab_size"])

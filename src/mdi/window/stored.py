@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights
-from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TYPES
-from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, LimitError
 from mdi.kernels.layout import Matrix
@@ -63,7 +61,8 @@ class StoredParts:
     def part(self, source: WeightSource, part: str) -> StoredPart:
         """Raises CheckpointError: the source does not have it, or there is no space for what has to be packed."""
         stored = source.packing
-        if stored is not None and stored.of_part(part) == self._packing.of_part(part):
+        is_packed_so = stored is not None and stored.of_part(part) == self._packing.of_part(part)
+        if stored is not None and is_packed_so and all(map(source.extent, source.part_specs(part))):
             return self._in_place(source, part, stored)
         return self._spilled(source, part)
 
@@ -81,13 +80,13 @@ class StoredParts:
     def _in_place(self, source: WeightSource, part: str, packing: Packing) -> StoredPart:
         specs = source.part_specs(part)
         found = StoredPart()
-        for name, shape in model_shapes(source.config_dict, str(source)).items():
-            if part_of(name) != part:
-                continue
+        for name, shape in source.shapes(part).items():
             keys = packing.check(name, shape, specs, str(source))
             file, start = self._place(source, name)
             if form := packing.format_of(name, shape):
-                found.matrices[name] = StoredMatrix(name, form, shape[0], shape[1], file, start)
+                found.matrices[name] = StoredMatrix(
+                    name, form, shape[0], shape[1], file, start, source.skipped_inputs(name)
+                )
                 continue
             dtype = TYPES[specs[name].dtype].numpy
             if name == EMBEDDING:
@@ -116,12 +115,12 @@ class StoredParts:
         if self._spill is None:
             self._spill = _Spill(self._folder)
         found = StoredPart()
-        if source.packing is not None:
+        if not source.has_single_tensors:
             self._check_memory(part, source.n_bytes(part))
             self._add(found, source.weights(part, self._packing))
             return found
-        for name, spec in source.part_specs(part).items():
-            self._check_memory(name, 4 * math.prod(spec.shape))
+        for name, shape in source.shapes(part).items():
+            self._check_memory(name, 4 * math.prod(shape))
             self._add(found, source.packed(name, self._packing))
             source.release()
         return found
@@ -132,7 +131,9 @@ class StoredParts:
         for name, weight in weights.items():
             if isinstance(weight, Matrix):
                 start = spill.add(weight.data)
-                found.matrices[name] = StoredMatrix(name, weight.format, weight.n_out, weight.n_in, spill.file, start)
+                found.matrices[name] = StoredMatrix(
+                    name, weight.format, weight.n_out, weight.n_in, spill.file, start, weight.skip
+                )
             elif name == EMBEDDING:
                 found.table = RowTable(spill.file, spill.add(weight), (weight.shape[0], weight.shape[1]), weight.dtype)
             else:

@@ -17,7 +17,7 @@ HEAD_PIECE_BYTES = 32 << 20  # where no block says how large a unit is
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A packed weight in a file; `start` is its first byte there."""
+    """A packed weight in a file; `start` is its first byte there, and `skip` that of kernels.layout.Matrix."""
 
     name: str
     format: str
@@ -25,6 +25,7 @@ class StoredMatrix:
     n_in: int
     file: WeightBytes
     start: int
+    skip: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -64,17 +65,22 @@ class Unit:
 
     def placed(self, memory: np.ndarray) -> dict[str, Matrix]:
         """The weights by their names, in memory that will hold this unit: uint8, (n_bytes) or more."""
-        found = {}
-        for stored in self.matrices:
-            run = next(r for r in self.runs if r.file is stored.file and r.start <= stored.start < r.stop)
-            first = run.at + stored.start - run.start
-            data = memory[first : first + stored.n_bytes]
-            found[stored.name] = Matrix(stored.format, stored.n_out, stored.n_in, data)
-        return found
+        return {
+            one.name: Matrix(one.format, one.n_out, one.n_in, self._data(one, memory), one.skip)
+            for one in self.matrices
+        }
+
+    def _data(self, stored: StoredMatrix, memory: np.ndarray) -> np.ndarray:
+        if not stored.n_bytes:  # of a share without heads, or without columns
+            return memory[:0]
+        run = next(r for r in self.runs if r.file is stored.file and r.start <= stored.start < r.stop)
+        first = run.at + stored.start - run.start
+        return memory[first : first + stored.n_bytes]
 
 
 def _runs(matrices: Sequence[StoredMatrix]) -> tuple[Run, ...]:
     """The pages that some weights lie on, each once; what lies side by side is read at once."""
+    matrices = [stored for stored in matrices if stored.n_bytes]
     files = list(dict.fromkeys(stored.file for stored in matrices))
     runs: list[Run] = []
     at = 0
