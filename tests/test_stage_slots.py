@@ -8,9 +8,11 @@ import pytest
 
 import mdi.node.stage_slots as module
 from mdi.control.messages import InitRequest, PartSpec
+from mdi.engine.sent_rows import SentRows
 from mdi.errors import ControlError
 from mdi.kernels.page_sizes import CacheClass
 from mdi.machine.computing import Computing
+from mdi.net.wire import Frame, FrameType, Slice
 from mdi.node.cache_budget import CacheReport
 from mdi.node.stage_slots import Slot, StageSlots
 
@@ -183,3 +185,18 @@ def test_memory_for_caches_that_was_set_by_hand_is_for_all_runs_together(report:
     assert slots.grant(filled(slots, second), second).limit_bytes == 0
     slots.release(one, "a" * 16)
     assert slots.grant(slots.listed[1], second).limit_bytes == 80
+
+
+def test_rows_that_are_kept_are_promised_and_counted_once(slots: StageSlots, report: list[Any]) -> None:
+    """No more than the run's positions have, 10 of 4 bytes each; what is there already is not to come any more."""
+    wanted = request("m", config={"n_layer": 1, "n_embd": 1}, replay_bytes=1 << 30)
+    slot = filled(slots, wanted)
+    assert slots.in_use_bytes("cpu") == 300 + 40
+    slots.grant(slot, wanted)
+    assert report[-1][1] == 40
+    slot.sent = SentRows(1 << 30)
+    slot.sent.add(Frame(FrameType.BATCH, 1, 0, "float32", 6, 1, (Slice(0, 0, 6, 0),), payload=bytes(24)))
+    slots.grant(slot, wanted)
+    assert report[-1][1] == 16
+    with pytest.raises(ControlError):
+        slots.reserve(request("n", "b" * 16, 700, config={"n_layer": 1, "n_embd": 1}, replay_bytes=1 << 30), COMPUTING)

@@ -141,3 +141,13 @@ def test_a_large_cluster_is_shown_in_short() -> None:
     nodes = [node("starter", 1, 400), *(node(f"secondary{i}", 0.01, 400) for i in range(30))]
     text = format_plan(plan(cluster(*nodes), model(6), Workload(1, 100)))
     assert "left out: 22 more" in text and len(text.splitlines()) < 25
+
+
+def test_rows_that_are_kept_take_memory_that_caches_do_not_get() -> None:
+    profile, shape = cluster(node("a", memory_mb=150), node("b", memory_mb=115)), model(6)
+    plain, kept = (plan(profile, shape, Workload(2, 500, replay_bytes=n)) for n in (0, 64 << 20))
+    assert kept.nodes[0].memory.total - plain.nodes[0].memory.total == 2 * 500 * shape.row_bytes, "no text has more"
+    alone = plan(cluster(node("a", memory_mb=300)), shape, Workload(2, 500, replay_bytes=64 << 20))
+    assert alone.nodes[0].memory == plan(cluster(node("a", memory_mb=300)), shape, Workload(2, 500)).nodes[0].memory
+    with pytest.raises(PlacementError):
+        plan(profile, shape, Workload(400, 500, replay_bytes=64 << 20))

@@ -121,6 +121,10 @@ def add_recovery_flags(group: argparse._ActionsContainer) -> None:
         "--silence-s", type=float, default=SILENCE_S, metavar="S", help="a node that is not heard of for so many seconds is "
         "lost (%(default)g)",
     )  # fmt: skip
+    add_replay_memory(group)
+
+
+def add_replay_memory(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--replay-memory", metavar="SIZE", help="what each node keeps of the rows that it has sent, so that a lost node's "
         "blocks alone compute them again (default: 64M; 0 keeps none)",

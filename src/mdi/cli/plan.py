@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
-    from mdi.cli.flags import add_kv_dtype
+    from mdi.cli.flags import add_kv_dtype, add_replay_memory
     from mdi.cli.window_flags import add_window_flags
 
     nodes = parser.add_argument_group("nodes")
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=DTYPES, help="without a weight format: what is stored and computed in")
     add_kv_dtype(model)
     run_group = parser.add_argument_group("run")
+    add_replay_memory(run_group)
     run_group.add_argument("--n-samples", type=int, default=1, metavar="S", help="sequences at once (%(default)s)")
     run_group.add_argument(
         "--sequence-length", type=int, metavar="L", help="tokens that each may reach (default: the model's context)"
@@ -233,8 +234,8 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 
 def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
+    from mdi.cli.session_flags import parsed_bytes, replay_bytes
     from mdi.cli.window_flags import asked_window
-    from mdi.config import parse_bytes
     from mdi.measure.computed_by import with_paths
     from mdi.measure.model_shape import model_shape
     from mdi.measure.planning import smaller_shapes
@@ -263,7 +264,7 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     report = plan(
         profile if window is None else without_limits(profile),
         shape,
-        Workload(args.n_samples, length),
+        Workload(args.n_samples, length, replay_bytes=replay_bytes(args)),
         method=args.placement,
         layers=layers,
         preferences=preferences(args),
@@ -273,8 +274,7 @@ def plan_on(args: argparse.Namespace, profile: ClusterProfile) -> PlanReport:
     )
     if window is None:
         return report
-    rate = None if args.disk_rate is None else parse_bytes(args.disk_rate, "--disk-rate")
-    return with_windows(report, profile, config, shape, window, rate)
+    return with_windows(report, profile, config, shape, window, parsed_bytes(args, "disk_rate"))
 
 
 def preferences(args: argparse.Namespace) -> dict[tuple[str, str], float]:

@@ -86,6 +86,14 @@ def parsed_bytes(args: argparse.Namespace, name: str) -> int | None:
     return None if value is None else parse_bytes(value, f"--{name.replace('_', '-')}")
 
 
+def replay_bytes(args: argparse.Namespace) -> int:
+    """What --replay-memory says, or the default. UsageError."""
+    from mdi.replay_memory import REPLAY_BYTES
+
+    value = parsed_bytes(args, "replay_memory")
+    return REPLAY_BYTES if value is None else value
+
+
 def chosen_placement(args: argparse.Namespace) -> str | None:
     """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
     from mdi.errors import UsageError
@@ -104,7 +112,6 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
     from mdi.cli.window_flags import weight_memory
     from mdi.control.messages import N_FRAMES_LIMIT, SILENCE_LIMITS_S
     from mdi.control.requested import Requested
-    from mdi.engine.sent_rows import REPLAY_BYTES
     from mdi.errors import UsageError
     from mdi.net.wire import SILENCE_S
     from mdi.node.options import StarterOptions
@@ -122,7 +129,6 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
     n_frames = getattr(args, "frames", None)
     if n_frames is not None and not 1 <= n_frames <= N_FRAMES_LIMIT:
         raise UsageError(f"--frames must be from 1 to {N_FRAMES_LIMIT}, got {n_frames}")
-    replay_memory = parsed_bytes(args, "replay_memory")
     return StarterOptions(
         ckpt=args.ckpt,
         chunk=getattr(args, "chunk", None),
@@ -139,7 +145,7 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
         parallel=parallel_options(args),
         fixed=getattr(args, "fixed", True),
         silence_s=silence_s,
-        replay_memory=REPLAY_BYTES if replay_memory is None else replay_memory,
+        replay_memory=replay_bytes(args),
         n_spans=N_SPANS if getattr(args, "trace", None) is not None else 0,
         **vars(replace(Requested.of(args), quantize_head=args.quantize_head or args.quantize)),
     )

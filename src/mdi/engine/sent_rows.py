@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from mdi.errors import EngineError
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType, Slice
 
-REPLAY_BYTES = 64 << 20  # that a node keeps, if nothing else is said
 COMPUTE, FILL, PASS = "compute", "fill", "pass"  # what a node may be told to do with replays, see SecondaryLoop
 
 

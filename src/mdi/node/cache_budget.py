@@ -139,18 +139,21 @@ class SharedCaches:
         self._lock = threading.Lock()
         self._granted: dict[CachingStage, tuple[str, int]] = {}
 
-    def grant(self, stage: CachingStage, device: str, by_hand: int | None, share: float) -> CacheReport:
+    def grant(
+        self, stage: CachingStage, device: str, by_hand: int | None, share: float, rows_bytes: int = 0
+    ) -> CacheReport:
         """What the caches of a stage may take.
 
         Args:
             by_hand: the limit that the user set, for all of the process together.
             share: of what is free, what one run may take.
+            rows_bytes: that are kept beside them, of rows that were sent.
         """
         with self._lock:
             self._granted.pop(stage, None)
             if by_hand is not None:
                 by_hand -= sum(n for own, (where, n) in self._granted.items() if where == device)
-            report = report_caches(stage, device, by_hand, self._promised(device))
+            report = report_caches(stage, device, by_hand, self._promised(device) + rows_bytes)
             report = replace(report, limit_bytes=int(report.limit_bytes * share))
             self._granted[stage] = device, report.limit_bytes
             return report

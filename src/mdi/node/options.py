@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mdi.config import WeightMemory
 from mdi.control.requested import Requested
-from mdi.engine.sent_rows import REPLAY_BYTES
 from mdi.net.wire import SILENCE_S
+from mdi.replay_memory import REPLAY_BYTES
 
 
 @dataclass(frozen=True)

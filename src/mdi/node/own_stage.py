@@ -169,9 +169,9 @@ class OwnStage:
     def _key_of(weights: StarterWeights, computing: Computing, parts: Sequence[str]) -> tuple[Any, ...]:
         return weights.config_hash, weights.blocks[0][1], tuple(parts), computing
 
-    def grant(self, device: str, by_hand: int | None) -> CacheReport:
+    def grant(self, device: str, by_hand: int | None, rows_bytes: int) -> CacheReport:
         """What its caches may take; see SharedCaches."""
-        return self._caches.grant(self.loaded, device, by_hand, self._options.cache_share)
+        return self._caches.grant(self.loaded, device, by_hand, self._options.cache_share, rows_bytes)
 
     def drop(self) -> None:
         """Give its memory back; harmless if there is none."""

@@ -26,6 +26,7 @@ from mdi.node.part_sending import Holders
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
+from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.tracing.recorder import extensions_of
 from mdi.window.options import extensions_of as window_extensions
 
@@ -178,7 +179,7 @@ class Preparation:
                 hand_over=not (options.fixed or self.own.is_shared),
                 keep_caches=self._replays is not None,
                 replay=(self._replays or {}).get(client.node.name, COMPUTE),
-                replay_bytes=0 if self.own.is_shared else options.replay_bytes,
+                replay_bytes=self._replay_bytes,
                 exclusive=self.own.is_shared,
                 extensions={
                     **extensions_of(options.n_spans),
@@ -237,7 +238,9 @@ class Preparation:
     def _reckon_memory(self, setups: Sequence[SecondarySetup]) -> CacheMemory:
         """What the caches of all nodes can hold. Where weights were loaded, nodes of that machine have less than they said."""
         computing, nodes = self._computing, self._cluster.nodes
-        own = self.own.grant(computing.device, self._kv_memory)
+        row_bytes = self._weights.config.get("n_embd", 0) * ROW_VALUE_BYTES
+        kept = most_bytes(self._replay_bytes, self._n_sequences, self._max_length, row_bytes) if setups else 0
+        own = self.own.grant(computing.device, self._kv_memory, kept)
         is_asked = self._has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         told = [(node.name, node.addr, report) for node, report in zip(nodes, reports, strict=True)]
@@ -245,6 +248,11 @@ class Preparation:
         n_sequences = memory.n_sequences(self._max_length)
         logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, self._max_length)
         return memory
+
+    @property
+    def _replay_bytes(self) -> int:
+        """What each node may keep of the rows that it has sent."""
+        return 0 if self.own.is_shared else self._options.replay_bytes
 
     @property
     def _kv_memory(self) -> int | None:

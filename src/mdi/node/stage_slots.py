@@ -22,6 +22,7 @@ from mdi.machine.computing import Computing
 from mdi.model.array_stage import ArrayStage
 from mdi.node.cache_budget import CacheReport, report_caches, share_in
 from mdi.node.stage_holder import StageHolder
+from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.units import size
 from mdi.window.stage import WindowStage
 
@@ -44,7 +45,7 @@ class Slot:
             it takes.
         cache_bytes: what its caches may come to take.
         loaded: weights for it that were in memory already, by part.
-        sent: rows that its ring has sent to the next node, as long as its caches are there.
+        sent: rows that its ring has sent to the next node, as long as its caches are there; replay_bytes: that they may take.
     """
 
     key: tuple[Any, ...]
@@ -59,6 +60,7 @@ class Slot:
     stage: NodeStage | None = None
     loaded: dict[str, Weights] = field(default_factory=dict)
     sent: SentRows | None = None
+    replay_bytes: int = 0
     use: str = "USED"
     since: float = field(default_factory=time.monotonic)
 
@@ -73,12 +75,18 @@ class Slot:
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
+    @property
+    def rows_to_come(self) -> int:
+        """Bytes of rows that are still to be kept."""
+        return max(0, self.replay_bytes - (0 if self.sent is None else self.sent.n_bytes))
+
     def promised_beside(self, other: Slot) -> int:
         """What is not free for another slot, whatever the system says: what caches will take, and files that must stay."""
         if self.stage is None:
-            return self.weight_bytes
+            return self.weight_bytes + self.rows_to_come
         shared = sum(n for what, n in self.weights.items() if what in other.weights)
-        return max(0, self.stage.mapped_bytes - shared) + max(0, self.cache_bytes - self.stage.caches.n_bytes)
+        caches_to_come = max(0, self.cache_bytes - self.stage.caches.n_bytes)
+        return max(0, self.stage.mapped_bytes - shared) + caches_to_come + self.rows_to_come
 
 
 class StageSlots:
@@ -114,16 +122,18 @@ class StageSlots:
             if (found := self._same(key, request.run)) is not None:
                 has_caches = request.keep_caches and found.use == "KEPT" and found.run == request.run
                 found.run, found.owner, found.model = request.run, request.epoch, request.model
+                found.replay_bytes = _replay_bytes(request)
                 found.turn("USED")
                 return found, has_caches and self._reaches(found, request.max_length)
             loaded = self._loaded(request, computing)
             needed = self._holder.needed_bytes(request, computing, loaded)
-            self._admit(request, computing, needed)
+            self._admit(request, computing, needed + _replay_bytes(request))
             shas = {part.name: part.sha256 for part in request.parts}
             slot = Slot(
                 key, request.run, request.epoch, request.model, request.blocks, computing, {request.epoch: needed}, shas,
                 loaded=loaded,
             )  # fmt: skip
+            slot.replay_bytes = _replay_bytes(request)
             self._slots.append(slot)
             return slot, False
 
@@ -150,7 +160,7 @@ class StageSlots:
             by_hand = self._kv_memory
             if by_hand is not None:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
-            promised = sum(one.promised_beside(slot) for one in others) + request.replay_bytes
+            promised = sum(one.promised_beside(slot) for one in others) + slot.rows_to_come
             report = report_caches(slot.stage, slot.device, by_hand, promised)
             share = share_in(request.extensions)
             report = replace(report, limit_bytes=int(report.limit_bytes * share))
@@ -288,9 +298,15 @@ class StageSlots:
             )
 
 
+def _replay_bytes(request: InitRequest) -> int:
+    """What the run may keep here of rows that were sent."""
+    row_bytes = request.config.get("n_embd", 0) * ROW_VALUE_BYTES
+    return most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
+
+
 def _bytes_of(slots: Sequence[Slot]) -> int:
     """What these take together: weights that several have are there once."""
     weights: dict[Any, int] = {}
     for slot in slots:
         weights.update(slot.weights)
-    return sum(weights.values()) + sum(slot.cache_bytes for slot in slots)
+    return sum(weights.values()) + sum(slot.cache_bytes + slot.replay_bytes for slot in slots)

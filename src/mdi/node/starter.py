@@ -143,7 +143,7 @@ class StarterNode(StarterReport):
         """
         weights, options = self.weights, self._options
         self._n_sequences = n_sequences
-        work = Workload(n_sequences, min(max_length, self.context_length))
+        work = Workload(n_sequences, min(max_length, self.context_length), replay_bytes=options.replay_bytes)
         if (stages := self._chosen_stages(work, check)) is not None:
             return self._share_out(stages, work, check)
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
@@ -243,7 +243,7 @@ class StarterNode(StarterReport):
         self._rings = rings = RunRings(basis, cluster, self._epoch)
         if not self._options.fixed and cluster.secondaries and self._family.is_placed:
             nodes = (*cluster.spares, *cluster.secondaries, *self._left_out)
-            workload = Workload(self._n_sequences or 1, self.max_length)
+            workload = Workload(self._n_sequences or 1, self.max_length, replay_bytes=self._options.replay_bytes)
             self._recovery = RingRecovery(
                 rings, self.weights, nodes, self._profile, self._options.silence_s, workload, check, self._newcomers
             )
@@ -265,7 +265,7 @@ class StarterNode(StarterReport):
         engine = StarterEngine(
             rings.preparation.stage, scheduler, self.max_length, rings.preparation.own.rows, options.wire_dtype
         )
-        engine.sent = SentRows(0 if rings.is_shared else options.replay_bytes)
+        engine.sent = SentRows(self.replay_bytes)
         self._state = "RUNNING"
         self._texts = Texts(engine, self.codec, self.max_length)
         if recorder is not None:

@@ -158,6 +158,11 @@ class StarterReport(StatusOnly):
         return self._device
 
     @property
+    def replay_bytes(self) -> int:
+        """What this node may keep of the rows that it has sent; from `prepare` on."""
+        return 0 if self._recovery is None or self.is_shared else self._options.replay_bytes
+
+    @property
     def format(self) -> str:
         """What weights are held in, on this node."""
         return self.computing.quantize or self.computing.dtype

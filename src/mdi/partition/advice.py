@@ -83,9 +83,9 @@ def _largest_that_fits(cost: CostModel) -> Workload | None:
     workload = cost.workload
     while workload.n_sequences > 1 or workload.sequence_length > 64:
         if workload.n_sequences > 1:
-            workload = Workload(workload.n_sequences // 2, workload.sequence_length)
+            workload = replace(workload, n_sequences=workload.n_sequences // 2)
         else:
-            workload = Workload(1, max(64, workload.sequence_length // 2))
+            workload = replace(workload, sequence_length=max(64, workload.sequence_length // 2))
         if _fits(CostModel(cost.profile, cost.shape, workload)):
             return workload
     return None

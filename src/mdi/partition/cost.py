@@ -24,7 +24,7 @@ FLAT_ROWS = 8
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one node; `activations` also covers what loading takes beside the weights, if that is more."""
+    """Bytes on one node; `activations` also covers kept rows, and what loading takes beside the weights, if that is more."""
 
     weights: int
     caches: int
@@ -221,7 +221,12 @@ class CostModel:
     def fixed_bytes(self, i: int) -> int:
         """What a node needs whatever blocks it holds, except for what depends on the rows of a frame."""
         own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
-        return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own
+        return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own + self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of rows that a node has sent; a ring of one of these nodes keeps none, which is not reckoned with."""
+        return self.workload.kept_bytes(self.shape.row_bytes, len(self.profile.nodes))
 
     def load_bytes(self, i: int) -> int:
         """Where layers are packed, one part exists twice while a stage is loaded (model/stage.py)."""
@@ -245,7 +250,7 @@ class CostModel:
         return MemoryUse(
             weights=int(own + self.weights[stop] - self.weights[start]),
             caches=int(caches),
-            activations=int(max(running, self.load_bytes(i) - caches)) + self.shape.runtime_bytes,
+            activations=int(max(running, self.load_bytes(i) - caches)) + self.shape.runtime_bytes + self.kept_bytes,
             process=self.profile.nodes[i].process_bytes,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mdi.errors import UsageError
 from mdi.kernels.page_sizes import PAGE, n_pages
+from mdi.replay_memory import most_bytes
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,25 @@ class Workload:
 
     Attributes:
         more_frames: in flight beyond one per node.
+        replay_bytes: that each node may keep of the rows that it has sent.
     """
 
     n_sequences: int = 1
     sequence_length: int = 2048
     more_frames: int = 0
+    replay_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.n_sequences < 1 or self.sequence_length < 1:
             raise UsageError(
                 f"a plan needs at least one sequence of one token, got {self.n_sequences} of {self.sequence_length}"
             )
+
+    def kept_bytes(self, row_bytes: int, n_nodes: int) -> int:
+        """What a node keeps of the rows that it has sent to another one."""
+        if n_nodes < 2:
+            return 0
+        return most_bytes(self.replay_bytes, self.n_sequences, self.sequence_length, row_bytes)
 
     def rows_per_frame(self, n_nodes: int) -> int:
         """A frame goes round for each node, or more, each with an even share of the sequences (engine/scheduler.py)."""

@@ -91,7 +91,7 @@ def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
     running = max(1, ring["texts"]["running"])
     shape = model_shape(node.weights.config, node.format, node.computing.kv_dtype)
     profile = profile_now(node, ring, shape)
-    work = Workload(running, node.max_length)
+    work = Workload(running, node.max_length, replay_bytes=node.replay_bytes)
     try:
         report = plan(profile, shape, work, measured=shape)
         as_it_is = plan(profile, shape, work, layers=[one["blocks"][1] - one["blocks"][0] for one in ring["nodes"]])
