@@ -78,11 +78,18 @@ async def complete(port: int, body: dict[str, Any]) -> Answer:
 @contextlib.contextmanager
 def serving(args: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server; its port and process."""
+    command = [sys.executable, str(SRC / "serve.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
+    with answering([*command, "--max-running", "1024", *args.flags]) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def answering(command: list[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server that takes --port and has /v1/models, once it answers; its port and process."""
     from mdi.node.local import free_ports
 
     (port,) = free_ports(1)
-    command = [sys.executable, str(SRC / "serve.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
-    process = subprocess.Popen([*command, "--port", str(port), "--max-running", "1024", *args.flags])
+    process = subprocess.Popen([*command, "--port", str(port)])
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError, urllib.error.URLError):

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """What serving costs and brings: the numbers of docs/benchmarks.md, "Serving".
 
-    benchmarks/serving.py clients | texts | turns | prompt  --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]
+    benchmarks/serving.py clients | texts | turns | prompt | peer  --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]
 
 clients   --n streaming clients beside --silent connections that say nothing: tokens/s, first token, how even, whether
           each text is the one that the server gives to the same request alone.
 texts     --n texts at once through the API, and the same by local_ring.py: tokens/s of each, taking turns --rounds times.
 turns     a chat of --length tokens, then its next turn of 32 more: first token with and without the caches of the first.
 prompt    time between tokens of --n clients, alone, and while a prompt of --length tokens comes.
+peer      --n streaming clients of this server and of llama.cpp's (--llama-server, with --gguf, a thread for each core), taking
+          turns --rounds times: tokens/s of all, first token. Prompts are --length random ids, others in each round.
 
 The client is asyncio on plain sockets, in this process. Nothing is asserted.
 """
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from records import add_json_flag, save
-from serve_client import HOST, SRC, complete, p95, rss_bytes, serving
+from serve_client import HOST, SRC, Answer, answering, complete, p95, rss_bytes, serving
 
 
 def clients(args: argparse.Namespace) -> dict[str, Any]:
@@ -173,9 +175,47 @@ def prompt(args: argparse.Namespace) -> dict[str, Any]:
         return asyncio.run(run(port))
 
 
+def peer(args: argparse.Namespace) -> dict[str, Any]:
+    n_cores = len(os.sched_getaffinity(0))
+    theirs = [str(args.llama_server), "--model", str(args.gguf), "--parallel", str(args.n), "--threads", str(n_cores)]
+    theirs += ["--ctx-size", str(args.n * (args.length + args.tokens + 64)), "--host", HOST, "--log-disable"]
+
+    async def ask(port: int, number: int, more: dict[str, Any]) -> list[Answer]:
+        def body(i: int) -> dict[str, Any]:
+            ids = [5 + (number * 7919 + i * 104729 + k * 1299709) % 900 for k in range(args.length)]
+            # An event for each token, also for one that is no text; llama.cpp's server sends one anyway.
+            return {"prompt": ids, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True, **more}
+
+        return await asyncio.gather(*(complete(port, body(i)) for i in range(args.n)))
+
+    found: dict[str, dict[str, list[float]]] = {name: {"tokens_s": [], "first_s": []} for name in ("ours", "theirs")}
+    errors: list[str] = []
+    with serving(args) as (own_port, _), answering(theirs) as (their_port, _):
+        for number in range(args.rounds + 1):
+            for name, port, more in (("ours", own_port, {"logprobs": 0}), ("theirs", their_port, {})):
+                begin = time.perf_counter()
+                answers = asyncio.run(ask(port, number, more))
+                taken = time.perf_counter() - begin
+                errors += [a.error for a in answers if a.error]
+                if not number:
+                    continue  # to warm up
+                found[name]["tokens_s"].append(sum(a.n_tokens for a in answers) / taken)
+                found[name]["first_s"] += [a.first_s for a in answers if a.times]
+            print(json.dumps({name: one["tokens_s"] for name, one in found.items()}), flush=True)
+    rates = {name: statistics.median(one["tokens_s"]) for name, one in found.items()}
+    return {
+        "tokens_s": {name: one["tokens_s"] for name, one in found.items()}, "ratio": rates["ours"] / rates["theirs"],
+        "first_token_p95_s": {name: p95(one["first_s"]) for name, one in found.items()},
+        "first_token_p50_s": {name: statistics.median(one["first_s"]) for name, one in found.items()}, "errors": errors[:5],
+    }  # fmt: skip
+
+
+WHAT = {"clients": clients, "texts": texts, "turns": turns, "prompt": prompt, "peer": peer}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("clients", "texts", "turns", "prompt"))
+    parser.add_argument("what", choices=tuple(WHAT))
     parser.add_argument("--ckpt", type=Path, default=SRC.parent / "assets" / "nano-llama")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--n", type=int, default=256, help="texts at once (%(default)s)")
@@ -183,6 +223,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="per text (%(default)s)")
     parser.add_argument("--length", type=int, default=1000, help="of the long prompt (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--llama-server", type=Path, metavar="FILE", help="peer: llama.cpp's server, built for this machine"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="peer: the same model for it")
     add_json_flag(parser, "serving")
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
@@ -194,11 +238,11 @@ def main() -> None:
 
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    found = {"clients": clients, "texts": texts, "turns": turns, "prompt": prompt}[args.what](args)
+    found = WHAT[args.what](args)
     print(json.dumps(found, indent=1))
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
     old = json.loads(args.json.read_text()) if args.json.is_file() else {}
-    kept = {name: value for name, value in old.items() if name in ("clients", "texts", "turns", "prompt")}
+    kept = {name: value for name, value in old.items() if name in WHAT}
     save(args.json, {**kept, args.what: {"flags": shown, **found}})
 
 
