@@ -20,6 +20,7 @@ ALLOWED = {
     "cache_dir": set(),
     "limits": set(),
     "block_ranges": set(),
+    "slices": set(),
     "settings_file": {"limits", "errors"},
     "units": set(),
     "replay_memory": set(),
@@ -32,10 +33,10 @@ ALLOWED = {
     "security": {"errors"},
     "config": {"json_fields", "security", "settings_file", "errors"},
     "disk_space": {"config", "units", "errors"},
-    "net": {"json_fields", "security", "config", "errors", "terminal"},
+    "net": {"slices", "json_fields", "security", "config", "errors", "terminal"},
     "control_groups": set(),
-    "kernels": {"weight_formats", "cache_dir", "control_groups", "errors"},
-    "model": {"kernels", "config", "errors"},
+    "kernels": {"slices", "weight_formats", "cache_dir", "control_groups", "errors"},
+    "model": {"slices", "kernels", "config", "errors"},
     "checkpoint": {
         "whole_files",
         "json_fields",
@@ -51,7 +52,7 @@ ALLOWED = {
         "config",
         "errors",
     },
-    "window": {"json_fields", "weight_formats", "units", "kernels", "checkpoint", "config", "errors"},
+    "window": {"slices", "json_fields", "weight_formats", "units", "kernels", "checkpoint", "config", "errors"},
     "partition": {
         "replay_memory",
         "json_fields",
@@ -64,7 +65,7 @@ ALLOWED = {
         "errors",
     },
     "training": {"whole_files", "units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
-    "engine": {"units", "kernels", "model", "net", "config", "errors"},
+    "engine": {"slices", "units", "kernels", "model", "net", "config", "errors"},
     "control": {
         "json_fields",
         "units",
@@ -97,6 +98,7 @@ ALLOWED = {
     "tracing": {"whole_files", "block_ranges", "columns", "units", "net", "errors"},
 }
 ALLOWED["tensor"] = {
+    "slices",
     "weight_formats",
     "window",
     "checkpoint",

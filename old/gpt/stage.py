@@ -17,8 +17,7 @@ from mdi.errors import EngineError
 from mdi.model.cache import TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage, StarterStage
-
-Slices = Sequence[tuple[int, int, int]]
+from mdi.slices import Slices
 
 
 class WholeTextStage(Stage):
@@ -44,7 +43,7 @@ class WholeTextStage(Stage):
     def forward(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
         """(N, n_embd), the rows of all slices -> the same after the blocks. EngineError if a text does not come whole."""
         outs, first = [], 0
-        for seq_id, start, n_rows in slices:
+        for seq_id, start, n_rows, *_ in slices:
             if start or n_rows > self.config.block_size:
                 raise EngineError(
                     f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "

@@ -7,7 +7,8 @@ import numpy as np
 from mdi.engine.encoding import ENCODED, ENCODERS
 from mdi.errors import WireError
 from mdi.kernels.layout import float32_from_bf16
-from mdi.net.wire import Frame, Slice
+from mdi.net.wire import Frame
+from mdi.slices import Slices
 
 Floats = np.ndarray  # of float32
 
@@ -29,7 +30,7 @@ class ArrayRows:
     def read(self, frame: Frame, n_cols: int) -> Floats:
         return rows_of(frame, n_cols)
 
-    def wanting_logits(self, x: Floats, slices: tuple[Slice, ...]) -> Floats:
+    def wanting_logits(self, x: Floats, slices: Slices) -> Floats:
         kept = logit_rows(slices)
         return x if kept is None else x[kept]
 
@@ -76,7 +77,7 @@ def bytes_of(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-def logit_rows(slices: tuple[Slice, ...]) -> list[int] | None:
+def logit_rows(slices: Slices) -> list[int] | None:
     """Of all rows of a frame, those that want logits: the last stage sends no others. None if all do."""
     if all(s.n_logits == s.n_rows for s in slices):
         return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from mdi.engine.sent_rows import COMPUTE, FILL, PASS, SentRows
 from mdi.errors import RingEndedError, WireError
 from mdi.net.ring import Ring
-from mdi.net.wire import Frame, Slice
+from mdi.net.wire import Frame
+from mdi.slices import Slices
 
 
 class Caches(Protocol):
@@ -27,8 +27,8 @@ class FrameStage(Protocol):
     @property
     def caches(self) -> Caches: ...
 
-    def __call__(self, x: Any, slices: Sequence[tuple[int, int, int]]) -> Any:
-        """The rows (N, n_embd) of slices (seq_id, start position, n_rows) -> (N, n_embd)"""
+    def __call__(self, x: Any, slices: Slices) -> Any:
+        """The rows (N, n_embd) of all slices -> (N, n_embd)"""
 
 
 class Rows(Protocol):
@@ -37,7 +37,7 @@ class Rows(Protocol):
     def read(self, frame: Frame, n_cols: int) -> Any:
         """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
 
-    def wanting_logits(self, x: Any, slices: tuple[Slice, ...]) -> Any:
+    def wanting_logits(self, x: Any, slices: Slices) -> Any:
         """Of all rows of a frame, those that want logits."""
 
     def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
@@ -111,7 +111,7 @@ class SecondaryLoop:
             raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
         x = self._rows.read(frame, self._stage.n_embd)
         if frame.n_rows:
-            x = self._stage(x, [(s.seq_id, s.start, s.n_rows) for s in frame.slices])
+            x = self._stage(x, frame.slices)
         if self._is_last:
             x = self._rows.wanting_logits(x, frame.slices)
         dtype, payload = self._rows.payload(x, self._wire)

@@ -6,11 +6,11 @@ byte, so that the caches become the same again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mdi.errors import EngineError
-from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType, Slice
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
+from mdi.slices import Slice, Slices
 
 COMPUTE, FILL, PASS = "compute", "fill", "pass"  # what a node may be told to do with replays, see SecondaryLoop
 
@@ -72,7 +72,7 @@ class SentRows:
         while self._n_bytes > self._limit_bytes:
             self._forget(next(iter(self._texts)))
 
-    def fill(self, slices: Sequence[Slice]) -> tuple[str, int, bytes]:
+    def fill(self, slices: Slices) -> tuple[str, int, bytes]:
         """The rows of these slices: their type, columns, and payload. Raises EngineError if some are not here."""
         scale, value = self._row_bytes
         scales, values = bytearray(), bytearray()

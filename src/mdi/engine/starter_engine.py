@@ -21,7 +21,8 @@ from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
-from mdi.net.wire import Frame, FrameType, Slice
+from mdi.net.wire import Frame, FrameType
+from mdi.slices import Slice
 
 _DROPPED = Row(SamplingParams(temperature=0), 0)
 
@@ -231,7 +232,7 @@ class StarterEngine:
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
             x = self.stage.embed(self._rows.ids(ids))
-            x = self.stage(x, [(s.seq_id, s.start, s.n_rows) for s in slices])
+            x = self.stage(x, slices)
         else:
             x = self._rows.none(self.stage.n_embd)
         is_alone = ring.n_nodes == 1  # nothing travels

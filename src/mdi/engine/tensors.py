@@ -8,7 +8,8 @@ import torch
 
 from mdi.engine import arrays
 from mdi.engine.encoding import ENCODED
-from mdi.net.wire import Frame, FrameType, Slice
+from mdi.net.wire import Frame, FrameType
+from mdi.slices import Slice, Slices
 
 DTYPES = {
     "float32": torch.float32,
@@ -41,7 +42,7 @@ class TensorRows:
     def read(self, frame: Frame, n_cols: int) -> torch.Tensor:
         return rows_of(frame, n_cols, self._device, self._dtype)
 
-    def wanting_logits(self, x: torch.Tensor, slices: tuple[Slice, ...]) -> torch.Tensor:
+    def wanting_logits(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
         return logit_rows(x, slices)
 
     def payload(self, x: torch.Tensor, wire: str) -> tuple[str, memoryview]:
@@ -100,7 +101,7 @@ def pinned_buffer(n_bytes: int) -> Any:
     return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def logit_rows(x: torch.Tensor, slices: tuple[Slice, ...]) -> torch.Tensor:
+def logit_rows(x: torch.Tensor, slices: Slices) -> torch.Tensor:
     """Of all rows of a frame, those that want logits."""
     kept = arrays.logit_rows(slices)
     return x if kept is None else x[kept]

@@ -27,6 +27,7 @@ from mdi.kernels.structures import (
     MdiModel,
     MdiStage,
 )
+from mdi.slices import Slices
 
 # Settings of litgpt's Config that are read here and in kernels.rope.
 # fmt: off
@@ -155,12 +156,11 @@ class Blocks:
             self._cos[0].size, len(self._blocks), len(self.classes),
         )  # fmt: skip
 
-    def forward(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+    def forward(self, rows: np.ndarray, slices: Slices) -> None:
         """Run the blocks, in place.
 
         Args:
             rows: float32 (N, n_embd), contiguous: the rows of all slices.
-            slices: (seq_id, start position, n_rows) in row order; a sequence at most once.
 
         Raises:
             EngineError: a slice that fits neither the run's length nor its sequence's cache, or memory that has run out.
@@ -172,7 +172,7 @@ class Blocks:
         del kept
 
     def forward_in_halves(
-        self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]],
+        self, rows: np.ndarray, slices: Slices,
         ready: Callable[[int, int], contextlib.AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         """Run the blocks half by half, to the same bits as `forward`.
@@ -195,7 +195,7 @@ class Blocks:
                     raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
         del kept
 
-    def half(self, block: int, half: int, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
         """What one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
 
         Returns:
@@ -216,14 +216,14 @@ class Blocks:
         if done:
             raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows")
 
-    def _frame(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> tuple[MdiFrame, object]:
+    def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
         """The structure of a frame, and what it refers to."""
         n_classes = len(self.classes)
         filled = np.zeros(len(slices), dtype=SLICE)
         pages = np.zeros((len(slices), n_classes), dtype=np.uint64)
         first = np.zeros((len(slices), n_classes), dtype=np.int32)
         n_rows = 0
-        for i, (seq_id, start, n) in enumerate(slices):
+        for i, (seq_id, start, n, *_) in enumerate(slices):
             if start < 0 or n < 1:
                 raise EngineError(f"a slice of {n} rows from position {start} of sequence {seq_id} on")
             if start + n > self.max_length:

@@ -19,6 +19,7 @@ from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.rope import n_tables, rope_n_elem
+from mdi.slices import Slices
 
 
 class Table(Protocol):
@@ -135,12 +136,11 @@ class KernelStage:
     def caches(self) -> CachePages:
         return self._blocks.caches
 
-    def forward(self, x: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    def forward(self, x: np.ndarray, slices: Slices) -> np.ndarray:
         """Run the blocks.
 
         Args:
             x: float32 (N, n_embd), the rows of all slices; they stay as they are.
-            slices: (seq_id, start position, n_rows), in row order.
 
         Returns:
             float32 (N, n_embd), memory of its own.
@@ -153,7 +153,7 @@ class KernelStage:
             self._run(rows, slices)
         return rows
 
-    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+    def _run(self, rows: np.ndarray, slices: Slices) -> None:
         """All blocks, in place."""
         self._blocks.forward(rows, slices)
 

@@ -10,6 +10,7 @@ import numpy as np
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
 from mdi.kernels.pages import CachePages
+from mdi.slices import Slices
 
 
 class ArrayStage:
@@ -69,7 +70,7 @@ class ArrayStage:
         """The kernels read keys and values where they lie."""
         return 0.0
 
-    def __call__(self, x: Any, slices: Sequence[tuple[int, int, int]]) -> Any:
+    def __call__(self, x: Any, slices: Slices) -> Any:
         """float32 (N, n_embd) -> (N, n_embd), see KernelStage.forward."""
         found: np.ndarray = self.inner.forward(x, slices)
         return found

@@ -12,6 +12,7 @@ import torch
 from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import Table
 from mdi.model.cache import Memory, Selection, TorchCaches
+from mdi.slices import Slices
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
 # what is gathered for all of them is small.
@@ -102,19 +103,18 @@ class Batch:
     """A ragged batch; the caches have pages for all of its rows.
 
     Args:
-        slices: (seq_id, start, n_rows) in row order.
         caches: the stage's.
 
     Raises:
         EngineError: a slice that does not fit its sequence's cache, or memory that has run out.
     """
 
-    def __init__(self, slices: Sequence[tuple[int, int, int]], caches: TorchCaches) -> None:
+    def __init__(self, slices: Slices, caches: TorchCaches) -> None:
         self.caches = caches
         self.memory = Memory(caches.device)
         self.rows: list[Rows] = []
         n = 0
-        for seq_id, start, n_rows in slices:
+        for seq_id, start, n_rows, *_ in slices:
             self.rows.append(Rows(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
             n += n_rows
         ranges = [np.arange(rows.start, rows.end) for rows in self.rows]

@@ -27,6 +27,7 @@ from mdi.model.few_rows import pad_few_rows
 from mdi.model.fixed_batch import FixedBatch
 from mdi.model.packed_linear import Weights, install, is_packed
 from mdi.model.tiles import keep_rows_apart
+from mdi.slices import Slices
 
 # Of modules, measured: of a block without experts, of one expert.
 BLOCK_BYTES = 40_000
@@ -150,12 +151,11 @@ class Stage(nn.Module):
         return blocks
 
     @torch.inference_mode()
-    def forward(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
         """Run the blocks.
 
         Args:
             x: (N, n_embd), the rows of all slices.
-            slices: (seq_id, start position, n_rows), in row order.
 
         Returns:
             (N, n_embd)
@@ -163,7 +163,7 @@ class Stage(nn.Module):
         Raises:
             EngineError: a slice that fits neither the run's length nor its sequence's cache.
         """
-        for seq_id, first, n_rows in slices:
+        for seq_id, first, n_rows, *_ in slices:
             if first + n_rows > self.max_length:
                 raise EngineError(
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"

@@ -220,7 +220,7 @@ def _fields_of(frame: Frame) -> bytes:
 
 
 def _tables_of(frame: Frame) -> bytes:
-    tables = b"".join(_SLICE.pack(s.seq_id, s.start, s.n_rows, s.n_logits) for s in frame.slices)
+    tables = b"".join(_SLICE.pack(*s) for s in frame.slices)
     tables += b"".join(map(_SEQ_ID.pack, frame.freed))
     return tables + b"".join(_COPY.pack(*pair) for pair in frame.copies)
 

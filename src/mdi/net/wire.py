@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from mdi.slices import Slice as Slice
+
 SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead, unless the run says otherwise
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 
@@ -65,23 +67,6 @@ DTYPE_CODES = {payload_type.name: code for code, payload_type in DTYPES.items()}
 
 # What a run's rows travel as; "auto" is what each stage computes in. All nodes of a ring must agree (net.hello).
 WIRE_DTYPES = ("auto", "fp16", "int8")
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Rows of one sequence in a frame, which holds at most one slice of a sequence.
-
-    Attributes:
-        seq_id: the sequence.
-        start: position of the first row in the sequence; a start before the end of the cache truncates the cache.
-        n_rows: how many consecutive positions.
-        n_logits: how many of the last rows come back to the starter for logits: each may give a token.
-    """
-
-    seq_id: int
-    start: int
-    n_rows: int
-    n_logits: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mdi.machine.computing import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage
+from mdi.slices import Slices
 
 
 class TorchStage:
@@ -81,6 +82,6 @@ class TorchStage:
         """Of the model, in the form of `ModelFamily.config`."""
         return self.inner.config
 
-    def __call__(self, x: torch.Tensor, slices: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
         found: torch.Tensor = self.inner(x, slices)
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +12,9 @@ from mdi.kernels.blocks import Blocks
 from mdi.kernels.context import Context
 from mdi.kernels.reader import Tensors
 from mdi.kernels.structures import PIECES, MdiFrame, MdiNorm
+from mdi.slices import Slices
 from mdi.tensor.shares import Share
 
-Slices = Sequence[tuple[int, int, int]]
 Ready = Callable[[int, int], contextlib.AbstractContextManager[None]]
 
 

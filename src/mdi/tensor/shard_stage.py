@@ -10,6 +10,7 @@ from mdi.errors import EngineError
 from mdi.kernels.blocks import Blocks
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
+from mdi.slices import Slices
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Tally
 from mdi.tensor.shard_blocks import ShardBlocks
@@ -66,7 +67,7 @@ class ShardStage(KernelStage):
     def _made_blocks(self) -> Blocks:
         return ShardBlocks(self.share, self.start, self.stop, self._of_block, self.cache_type, self._context)
 
-    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+    def _run(self, rows: np.ndarray, slices: Slices) -> None:
         """As KernelStage's, together with the other nodes: all of them compute the same rows at the same time.
 
         Raises:

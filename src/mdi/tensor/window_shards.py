@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from mdi.slices import Slices
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
@@ -31,7 +32,7 @@ class WindowShardStage(WindowStage, ShardStage):
             arrays, n_rows = stored[HEAD].arrays, rows[1] - rows[0]
             self._own_head = PiecedHead(self.share.config, arrays, window, n_rows, self._context)
 
-    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+    def _run(self, rows: np.ndarray, slices: Slices) -> None:
         self._blocks.forward_shared(rows, slices, self._joined, self._ready)
         self._check()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mdi.errors import KernelError
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
 from mdi.kernels.layout import Matrix
+from mdi.slices import Slices
 from mdi.window.pieced_head import PiecedHead
 from mdi.window.stored import StoredPart
 from mdi.window.units import HEAD
@@ -72,7 +73,7 @@ class WindowStage(KernelStage):
     def window(self) -> Window:
         return self._window
 
-    def _run(self, rows: np.ndarray, slices: Sequence[tuple[int, int, int]]) -> None:
+    def _run(self, rows: np.ndarray, slices: Slices) -> None:
         self._blocks.forward_in_halves(rows, slices, self._ready)
         self._check()
 
