@@ -113,11 +113,11 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
     """A starter that runs one split after the other: JSON lines in, JSON lines out."""
     from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
-    set_threads(1)
+    choose_threads(1)
     cluster = load_cluster(nodes)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -72,11 +72,11 @@ def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
 def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], list[dict[str, Any]], float, float]:
     """Token ids, recoveries, and when the node was lost and the next token came."""
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
-    set_threads(1)
+    choose_threads(1)
     options = StarterOptions(
         ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,
         silence_s=args.silence_s,

@@ -72,13 +72,13 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
 
     from mdi.engine.tensors import frame_of, rows_of
     from mdi.errors import RingEndedError
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
     from mdi.net.codec import PLAIN
     from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import join_ring
     from mdi.net.wire import Limits
 
-    set_threads(1)
+    choose_threads(1)
     listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
     expectation = listener.expect(epoch, seat.prev_hello)
     raw, pickled, framed = (socket.create_connection((HOST, port)) for _ in range(3))
@@ -123,13 +123,13 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     import torch
 
     from mdi.engine.tensors import frame_of, rows_of
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
     from mdi.net.codec import PLAIN
     from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import close_starter_ring
     from mdi.net.wire import Limits, Slice
 
-    set_threads(1)
+    choose_threads(1)
     x = torch.randn(1, N_COLS)
     bare, epoch = bytearray(x.numpy().tobytes()), secrets.randbits(64)
     listener = open_listener("starter")

@@ -37,7 +37,7 @@ def run_case(case: Case) -> dict[str, Any]:
     from gpt.families import GPT2Family, NanoFamily
     from gpt.rings import GPT2Ring, NanoRing
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.device import set_threads
+    from mdi.machine.threads import choose_threads
     from mdi.metrics import tokens_over_time
     from mdi.node.local import LocalRing
     from mdi.node.model_family import ModelFamily
@@ -51,7 +51,7 @@ def run_case(case: Case) -> dict[str, Any]:
         "llama": (LocalRing, ModelFamily()),
     }
     make_ring, family = families[model.system]
-    set_threads(1)
+    choose_threads(1)
     ckpt = Path(case.ckpt)
     layers = ",".join(map(str, model.cuts[case.n_nodes]))
     params = SamplingParams(n_tokens=case.n_tokens, temperature=0.0 if case.is_greedy else 0.8, top_k=200)

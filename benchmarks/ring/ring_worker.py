@@ -26,7 +26,7 @@ import torch
 from mdi.cli import session_flags
 from mdi.cli import starter as cli_starter
 from mdi.engine.sequence import SamplingParams
-from mdi.machine.device import set_threads
+from mdi.machine.threads import choose_threads
 from mdi.node.local import LocalRing
 from mdi.node.starter import StarterNode
 from peers.protocol import Case, serve
@@ -69,7 +69,7 @@ class RingSystem:
         # Eight nodes that start at once on two cores take their time.
         flags = [*weights, "--wait", "180", "--prompt-style", "none", "--threads", threads]
         args = parse([*flags, *options["flags"]])
-        set_threads(args.threads, self._ring.cluster.starter.cores)
+        choose_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = StarterNode(self._ring.cluster, session_flags.starter_options(args))
         self._node.open()
         self._node.prepare(options["max_length"], self._ring.check)
