@@ -23,6 +23,7 @@ from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.recovery.moving import MovingCut
 from mdi.recovery.replacement import Stage
+from mdi.recovery.slow_nodes import SlowNodes, ask_all
 
 
 class RingRecovery:
@@ -88,7 +89,10 @@ class RingRecovery:
             clients = {client.node.name: client for client in self._clients}
             measure = self._measure if self._is_measured else None
             joins = Joins(self.keeper, self._cut, clients, frozenset(self._spares), self._newcomers, measure)
-            self._moves = Moves(self.keeper, self._cut, clients, joins, lambda: self._rings.leaving, engine.leave)
+            own = self._rings.cluster.starter.name
+            ask = ask_all(clients, self._rings.run, lambda: (own, (engine.compute_s, self._rings.measured()[3])))
+            slow = SlowNodes(self._cut, ask)
+            self._moves = Moves(self.keeper, slow, joins, lambda: self._rings.leaving, engine.leave)
 
     def close(self) -> None:
         if self._moves is not None:

@@ -46,6 +46,14 @@ class MovingCut:
             self._profile = replace(self._profile, nodes=(*self._profile.nodes, node))
             self._cost = CostModel(self._profile, self._shape, self._workload)
 
+    def expected_s(self, ring: Sequence[Stage]) -> dict[str, float]:
+        """Seconds of a frame on each node of a ring, by what was measured before it ran."""
+        found = {}
+        for place, stage in enumerate(ring):
+            block_s, base_s, _ = self._times(place, stage.name, len(ring))
+            found[stage.name] = base_s + block_s * (stage.stop - stage.start)
+        return found
+
     def set_pace(self, name: str, factor: float) -> None:
         """A node was seen to take `factor` times as long as it was measured to."""
         self._speeds[name] = factor

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
-WINDOW_S = 60.0
+PIECE_S = 15.0
+N_PIECES = 5  # more than a minute, whenever it became slow
 SLOWER = 1.25  # what counts as slower; less is noise
 
 
 @dataclass
 class _Seen:
-    counts: deque[tuple[float, float, int]] = field(default_factory=deque)  # time, compute_s, frames
-    best_s: float | None = None
+    counts: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=N_PIECES + 1))
+    paces: list[float] = field(default_factory=list)  # in the pieces of the last whole minute
+    best: float | None = None
+    before: float = 1.0  # how slow it was when that was forgotten
 
 
 class Paces:
-    """Pure: what each node has counted goes in, at some moments; how much slower it is than at its best comes out."""
+    """Pure: what each node has counted goes in, at some moments; how much slower it is than at its best comes out.
+
+    A pace is the time per frame, of that which is expected for its blocks: so it means the same with other blocks. Who is slow
+    in all pieces of a minute is slow. Frames take longer with more texts in them, on all nodes alike: so a node is slow by what
+    it has lost against the others, since the minute in which all of them came together.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def add(self, name: str, now: float, compute_s: float, n_frames: int) -> None:
-        """Node `name` has computed for so long, for so many frames, since its ring was closed."""
+    def add(self, name: str, now: float, compute_s: float, n_frames: int, expected_s: float) -> None:
+        """Node `name` has computed for so long, for so many frames, since its ring was closed.
+
+        Args:
+            expected_s: for a frame, with the blocks that it has.
+        """
         seen = self._seen.setdefault(name, _Seen())
-        if seen.counts and (compute_s < seen.counts[-1][1] or n_frames < seen.counts[-1][2]):
-            seen.counts.clear()  # it counts from the beginning: another ring
-        seen.counts.append((now, compute_s, n_frames))
-        while len(seen.counts) > 2 and seen.counts[1][0] <= now - WINDOW_S:
-            seen.counts.popleft()
-        pace_s = self._pace_s(name)
-        if pace_s is not None:
-            seen.best_s = pace_s if seen.best_s is None else min(seen.best_s, pace_s)
+        counts = seen.counts
+        if counts and now - counts[-1][0] < PIECE_S:
+            return
+        if counts and (compute_s < counts[-1][1] or n_frames <= counts[-1][2]):
+            counts.clear()  # it counts from the beginning, or has not computed
+        counts.append((now, compute_s, n_frames))
+        if len(counts) == counts.maxlen and expected_s > 0:
+            seen.paces = [(b[1] - a[1]) / (b[2] - a[2]) / expected_s for a, b in pairwise(counts)]
+            lowest = min(seen.paces)
+            seen.best = lowest / seen.before if seen.best is None else min(seen.best, lowest)
 
-    def factor(self, name: str) -> float:
-        """How many times as long as at its best a node has taken for a frame in the last minute; 1.0 if it is not known."""
-        seen, pace_s = self._seen.get(name), self._pace_s(name)
-        if seen is None or pace_s is None or not seen.best_s:
-            return 1.0
-        factor = pace_s / seen.best_s
-        return factor if factor > SLOWER else 1.0
+    def begin_again(self, names: Sequence[str]) -> None:
+        """Another ring: what nodes have counted begins anew; what is known of them stays until there is a minute of it."""
+        for seen in self._seen.values():
+            seen.counts.clear()
+        if set(names) != self._seen.keys():  # one that has come has seen no times with fewer texts
+            factors = self.factors([name for name in names if name in self._seen])
+            self._seen = {name: _Seen(before=factors.get(name, 1.0)) for name in names}
 
-    def forget(self) -> None:
-        """Other blocks, other times."""
-        self._seen.clear()
+    def factors(self, names: Sequence[str]) -> dict[str, float]:
+        """How many times as long as at its best each of these nodes takes, as far as not all do; 1.0 where it is little."""
+        lost = {name: self._lost(name) for name in names}
+        common = min((usual for _, usual in lost.values()), default=1.0)
+        return {name: usual / common if least > SLOWER * common else 1.0 for name, (least, usual) in lost.items()}
 
-    def _pace_s(self, name: str) -> float | None:
-        """Seconds per frame over a whole window; None before there is one."""
-        counts = self._seen[name].counts if name in self._seen else deque()
-        if len(counts) < 2 or counts[-1][0] - counts[0][0] < WINDOW_S:
-            return None
-        n_frames = counts[-1][2] - counts[0][2]
-        return (counts[-1][1] - counts[0][1]) / n_frames if n_frames else None
+    def _lost(self, name: str) -> tuple[float, float]:
+        """How many times as long as at its best a node takes: at least, and usually."""
+        seen = self._seen.get(name)
+        if seen is None or not seen.paces or not seen.best:
+            before = 1.0 if seen is None else seen.before
+            return before, before
+        return min(seen.paces) / seen.best, median(seen.paces) / seen.best
