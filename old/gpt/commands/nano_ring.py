@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 
-IS_ENDED_AT_ONCE = True
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.nano_starter import N_TOKENS

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-IS_ENDED_AT_ONCE = True
 SETTINGS = Path(__file__).resolve().parents[2] / "nanoGPT" / "settings"
 N_TOKENS = 1000  # per sample: thesis, section 4.1
 

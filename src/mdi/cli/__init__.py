@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -125,63 +126,63 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    is_debugging = bool(getattr(args, "debug", False))
-    form, inherited = form_of(command, bool(getattr(args, "log_json", False)), os.environ), os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = form  # for child processes
-    is_verbose, is_quiet = bool(getattr(args, "verb", False)), bool(getattr(args, "quiet", False))
-    _set_up_logging(command, form, is_verbose, is_debugging, is_quiet)
-    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
-    _on_signal(signal.SIGTERM, _raise_terminated)
-    is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
-    if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
-        _on_signal(signal.SIGINT, _raise_interrupted)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")
-    try:
-        _open_gguf(args)
-        status: int = module.run(args)
-        return status
-    except MdiError as e:
+    is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
+    with _log_lines(command, args), _signals(is_ended_at_once) as handlers:
+        try:
+            _open_gguf(args)
+            status: int = module.run(args)
+            return status
+        except Exception as e:
+            return _status_of(e, bool(getattr(args, "debug", False)))
+        except KeyboardInterrupt as e:
+            handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))  # nor must the interpreter's own end be disturbed
+            return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+
+
+def _status_of(error: Exception, is_debugging: bool) -> int:
+    """The exit status of a command that failed, which is told in one line; a defect goes through while debugging."""
+    if isinstance(error, BrokenPipeError):  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    if isinstance(error, MdiError):
         if is_debugging:
             logger.exception("failed")
-        _tell_failure(e)
-        return 2 if isinstance(e, UsageError) else 1
-    except ModuleNotFoundError as e:
-        if is_debugging or (e.name or "").startswith("mdi"):
-            raise
+        _tell_failure(error)
+        return 2 if isinstance(error, UsageError) else 1
+    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else None
+    if is_debugging or (missing is not None and missing.startswith("mdi")):
+        raise error
+    if missing is not None:
         print(
-            f"error: the library {e.name!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            f"error: the library {missing!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
             "or `make venv` and then .venv/bin/python",
             file=sys.stderr,
         )
-        return 1
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except MemoryError:
-        if is_debugging:
-            raise
+    elif isinstance(error, MemoryError):
         _tell_failure(
             "out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)"
         )
-        return 1
-    except Exception as e:  # a defect, or a machine at its limits: memory, a driver, a disk
-        if is_debugging:
-            raise
-        reason = (str(e).splitlines() or [""])[0]
-        _tell_failure(f"{type(e).__name__}: {reason} (-d shows where)")
-        return 1
-    except KeyboardInterrupt as e:
-        handlers = dict.fromkeys(handlers, signal.SIG_IGN)  # nor must the interpreter's own end be disturbed
-        return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+    else:  # a defect, or a machine at its limits: memory, a driver, a disk
+        reason = (str(error).splitlines() or [""])[0]
+        _tell_failure(f"{type(error).__name__}: {reason} (-d shows where)")
+    return 1
+
+
+@contextlib.contextmanager
+def _signals(is_ended_at_once: bool) -> Iterator[dict[signal.Signals, Any]]:
+    """SIGTERM ends a command in good order, and Ctrl-C one that it ends at once; gives the handlers that follow."""
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    _on_signal(signal.SIGTERM, _raise_terminated)
+    if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
+        _on_signal(signal.SIGINT, _raise_interrupted)
+    try:
+        yield handlers
     finally:
         for number, handler in handlers.items():
             _on_signal(number, handler)
-        _take_down_logging()
-        os.environ.pop(VARIABLE, None)
-        if inherited is not None:
-            os.environ[VARIABLE] = inherited
 
 
 def _tell_failure(message: Any) -> None:
@@ -244,6 +245,26 @@ def default_nodes_config() -> Path:
     return src / "settings_distr" / "configuration.json"
 
 
+@contextlib.contextmanager
+def _log_lines(command: str, args: argparse.Namespace) -> Iterator[None]:
+    """Log lines as the flags want them, here and in child processes. Afterwards all is as it was, and no file is open."""
+    is_debugging, is_verbose = bool(getattr(args, "debug", False)), bool(getattr(args, "verb", False))
+    inherited = os.environ.get(VARIABLE)
+    form = os.environ[VARIABLE] = form_of(command, bool(getattr(args, "log_json", False)), os.environ)
+    _set_up_logging(command, form, is_verbose, is_debugging, bool(getattr(args, "quiet", False)))
+    try:
+        yield
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers = []
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        os.environ.pop(VARIABLE, None)
+        if inherited is not None:
+            os.environ[VARIABLE] = inherited
+
+
 def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
@@ -262,15 +283,6 @@ def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: boo
         file_handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
         logger.addHandler(file_handler)
         logger.info("debug log: %s", path)
-
-
-def _take_down_logging() -> None:
-    """Leave no open file behind, and the logger as it was, for whoever calls `launch` in a program of their own."""
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers = []
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
 
 
 def _on_signal(number: signal.Signals, handler: object) -> None:

@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 
 INITS = ("scratch", "resume", "finetune", "hf", "huggingface")
 DEFAULT_DATASET = Path("data/shakespeare")
+DEFAULT = TrainingSettings(sequence_length=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_ckpt_folder
 
     ckpt = str(default_ckpt_folder() / "custom" / "NanoLlama")
-    default = TrainingSettings(sequence_length=1)
-
-    def number(group: argparse._ArgumentGroup, flag: str, value_type: type, text: str) -> None:
-        value = getattr(default, flag.replace("-", "_"))
-        group.add_argument(
-            f"--{flag}", type=value_type, metavar="N", help=f"{text} ({'never' if value is None else value})"
-        )
-
     parser.add_argument(
         "--ckpt",
         default=ckpt,
@@ -61,18 +54,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("-c", "--compile", action="store_true", help="compile the model first (needs a C++ compiler)")
     add_common_flags(parser)
+    _add_length_flags(parser)
+    _add_optimizer_flags(parser)
+    _add_lora_flags(parser)
+    group = parser.add_argument_group("number types")
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="of the matrix products (bfloat16 where a GPU has it, else float32)"
+    )
+    group.add_argument("--save-dtype", choices=DTYPES, help=f"of the checkpoints ({DEFAULT.save_dtype})")
 
+
+def _number(group: argparse._ArgumentGroup, flag: str, value_type: type, text: str) -> None:
+    value = getattr(DEFAULT, flag.replace("-", "_"))
+    group.add_argument(
+        f"--{flag}", type=value_type, metavar="N", help=f"{text} ({'never' if value is None else value})"
+    )
+
+
+def _add_length_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "how long and how much at once (when resuming, the defaults are the earlier run's)"
     )
-    number(group, "max-iters", int, "optimizer steps")
-    number(group, "batch-size", int, "windows per forward pass")
-    number(group, "grad-acc-steps", int, "forward passes per optimizer step, of all processes together")
+    _number(group, "max-iters", int, "optimizer steps")
+    _number(group, "batch-size", int, "windows per forward pass")
+    _number(group, "grad-acc-steps", int, "forward passes per optimizer step, of all processes together")
     group.add_argument("--sequence-length", type=int, metavar="N", help="tokens per window (the model's context)")
-    number(group, "ckpt-interval", int, "steps between evaluations, after each of which is saved")
-    number(group, "eval-iters", int, "batches per evaluation at most")
-    number(group, "log-interval", int, "steps between progress lines")
-    number(group, "patience", int, "stop after so many evaluations without a better one")
+    _number(group, "ckpt-interval", int, "steps between evaluations, after each of which is saved")
+    _number(group, "eval-iters", int, "batches per evaluation at most")
+    _number(group, "log-interval", int, "steps between progress lines")
+    _number(group, "patience", int, "stop after so many evaluations without a better one")
     group.add_argument(
         "-au",
         "--always-update",
@@ -80,18 +90,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="lit_model.pth: the last weights, not the best",
     )
-    number(group, "seed", int, "of the first weights and the order of the windows")
+    _number(group, "seed", int, "of the first weights and the order of the windows")
+
+
+def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer (AdamW) and learning rate (linear warm-up, then down)")
-    number(group, "lr", float, "learning rate after the warm-up")
-    number(group, "min-lr", float, "learning rate at the end; by default a tenth of --lr, if that is given")
-    number(group, "warmup-iters", int, "steps of warm-up")
-    group.add_argument("--schedule", choices=SCHEDULES, help=f"the way down ({default.schedule})")
+    _number(group, "lr", float, "learning rate after the warm-up")
+    _number(group, "min-lr", float, "learning rate at the end; by default a tenth of --lr, if that is given")
+    _number(group, "warmup-iters", int, "steps of warm-up")
+    group.add_argument("--schedule", choices=SCHEDULES, help=f"the way down ({DEFAULT.schedule})")
     group.add_argument("--decay-iters", type=int, metavar="N", help="step at which --min-lr is reached (--max-iters)")
-    number(group, "weight-decay", float, "on matrices only")
-    number(group, "beta1", float, "decay of the mean gradient")
-    number(group, "beta2", float, "decay of the mean squared gradient")
-    number(group, "eps", float, "added to the root of the latter")
-    number(group, "grad-clip", float, "largest norm of the gradient; 0: no limit")
+    _number(group, "weight-decay", float, "on matrices only")
+    _number(group, "beta1", float, "decay of the mean gradient")
+    _number(group, "beta2", float, "decay of the mean squared gradient")
+    _number(group, "eps", float, "added to the root of the latter")
+    _number(group, "grad-clip", float, "largest norm of the gradient; 0: no limit")
+
+
+def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
     lora = LoraSettings(r=1)
     group = parser.add_argument_group("LoRA (with --init finetune)")
     group.add_argument("--lora-r", type=int, metavar="N", help="train adapters of this rank, not the weights (off)")
@@ -100,11 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora-targets", metavar="A,B,...", help=f"of {','.join(LORA_TARGETS)} ({','.join(lora.targets)})"
     )
-    group = parser.add_argument_group("number types")
-    group.add_argument(
-        "--dtype", choices=DTYPES, help="of the matrix products (bfloat16 where a GPU has it, else float32)"
-    )
-    group.add_argument("--save-dtype", choices=DTYPES, help=f"of the checkpoints ({default.save_dtype})")
 
 
 def make_settings(
