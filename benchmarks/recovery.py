@@ -2,7 +2,7 @@
 """How long a run waits when one of its nodes is lost, and what failures at a given rate leave of its speed.
 
 recovery.py kill --times 5                    a node of three is killed (sockets closed) or stopped (silent); there is a spare
-recovery.py kill --ckpt FOLDER --n-samples 16 --n-prompt 1000 --quantize int8 --nodes 2
+recovery.py kill --ckpt FOLDER --n-samples 16 --n-prompt 1000 --n-tokens 320 --quantize int8 --nodes 2 --how killed --predict
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 N_TOKENS_BEFORE = 20  # of each text, before the node is lost
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -38,11 +38,15 @@ def main() -> None:
     parser.add_argument("--n-prompt", type=int, default=8, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--n-tokens", type=int, default=200, help="of each text (%(default)s)")
     parser.add_argument("--quantize", default=None)
+    parser.add_argument("--how", choices=list(KINDS), help="default: both")
+    parser.add_argument("--replay-memory", type=int, default=256, metavar="MB", help="(%(default)s)")
+    parser.add_argument("--predict", action="store_true", help="what the cost model says of restoring, beside it")
     parser.add_argument("--silence-s", type=float, default=6.0, help="(%(default)g)")
     add_json_flag(parser, "recovery")
     args = parser.parse_args()
-    rows = [measure_kill(args, how) for how in KINDS for _ in range(args.times)]
-    for how in KINDS:
+    hows = [args.how] if args.how else list(KINDS)
+    rows = [measure_kill(args, how) for how in hows for _ in range(args.times)]
+    for how in hows:
         found = [row for row in rows if row["how"] == how]
         waits = [row["from_loss_s"] for row in found]
         print(f"{how:8} from the loss to the next token: {', '.join(f'{s:.2f}' for s in waits)} s; median "
@@ -56,37 +60,37 @@ def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
     from mdi.node.local import LocalRing
 
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False, n_spares=1) as ring:
-        disturbed, recoveries, lost_s, first_s = run(args, ring, lambda: os.kill(ring.pids[0], KINDS[how]))
+        disturbed, found = run(args, ring, lambda: os.kill(ring.pids[0], KINDS[how]))
         if how == "stopped":
             os.kill(ring.pids[0], signal.SIGCONT)
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False) as ring:
-        undisturbed, *_ = run(args, ring, None)
-    (recovery,) = recoveries
-    row = {
-        "how": how, "from_loss_s": first_s - lost_s, "is_same": disturbed == undisturbed, **recovery,
-    }  # fmt: skip
+        undisturbed, _ = run(args, ring, None)
+    row = {"how": how, "is_same": disturbed == undisturbed, **found}
     print(row, flush=True)
     return row
 
 
-def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], list[dict[str, Any]], float, float]:
-    """Token ids, recoveries, and when the node was lost and the next token came."""
+def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.threads import choose_threads
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
-    choose_threads(1)
     options = StarterOptions(
         ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,
-        silence_s=args.silence_s,
+        threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
     )  # fmt: skip
     node = StarterNode(ring.cluster, options)
-    times = [0.0, 0.0]
+    times = {"lost": 0.0, "formed": 0.0, "first": 0.0}
+    result: dict[str, Any] = {}
     try:
         node.open()
+        node.place(args.n_samples, args.n_prompt + args.n_tokens)
+        if args.predict and lose is not None:
+            result["predicted_s"] = predicted_s(node, args, ring.check)
         node.prepare(args.n_prompt + args.n_tokens, ring.check)
         node.start()
+        note_forming(node, times)
         for i in range(args.n_samples):
             prompt = [1 + (7 * i + k) % 200 for k in range(args.n_prompt)]
             node.submit("", prompt, SamplingParams(args.n_tokens, temperature=0.0))
@@ -96,24 +100,58 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
         node.generate()
         if lose is not None:
             thread.join()
-        recoveries = [one for one in node.metrics().recoveries]
+            (recovery,) = node.metrics().recoveries
+            lost_s = times["lost"]
+            after = ([sample._begin + s for s in sample.token_times_s] for sample in node.samples)
+            next_s = [found[0] for times_s in after if (found := [s for s in times_s if s > times["formed"]])]
+            result |= {"from_loss_s": times["first"] - lost_s, "formed_s": times["formed"] - lost_s,
+                       "all_s": max(next_s) - lost_s, "n_texts": len(next_s), **recovery}  # fmt: skip
         node.end()
-        return [list(sample.token_ids) for sample in node.samples], recoveries, times[0], times[1]
+        return [list(sample.token_ids) for sample in node.samples], result
     finally:
         node.close()
 
 
-def disturb(node: Any, lose: Any, times: list[float]) -> None:
+def note_forming(node: Any, times: dict[str, float]) -> None:
+    """Note when another ring is formed."""
+    keeper = node._recovery.keeper
+    after_loss = keeper.after_loss
+
+    def noted(error: Any) -> Any:
+        ring = after_loss(error)
+        times["formed"] = time.perf_counter()
+        return ring
+
+    keeper.after_loss = noted
+
+
+def predicted_s(node: Any, args: argparse.Namespace, check: Any) -> float:
+    """How long the node in the lost one's place takes for the rows of all texts, and the caches that they look at."""
+    from mdi.engine.scheduler import CHUNK_ROWS
+    from mdi.measure.model_shape import model_shape
+    from mdi.partition.cost import CostModel
+    from mdi.partition.model import Workload
+
+    length = args.n_prompt + N_TOKENS_BEFORE
+    shape = model_shape(node.weights.config, node.computing.format, node.computing.kv_dtype)
+    cost = CostModel(node._profiled(check), shape, Workload(args.n_samples, args.n_prompt + args.n_tokens))
+    start, stop = node.weights.blocks[1]
+    n_chunks = args.n_samples * length / CHUNK_ROWS
+    read_s = cost.cache_read_s(1, 1) * shape.reference.read_bytes(length // 2)
+    return float(n_chunks * (stop - start) * (cost.block_s(1, CHUNK_ROWS) + read_s))
+
+
+def disturb(node: Any, lose: Any, times: dict[str, float]) -> None:
     """Lose a node when every text has some tokens, and wait for the next one."""
     deadline = time.monotonic() + DEADLINE_S
     while min(len(s.token_ids) for s in node.samples) < N_TOKENS_BEFORE and time.monotonic() < deadline:
         time.sleep(0.002)
     lose()
-    times[0] = time.perf_counter()
+    times["lost"] = time.perf_counter()
     while time.monotonic() < deadline:
         recoveries = node.metrics().recoveries
         if recoveries and recoveries[-1]["seconds"] is not None:
-            times[1] = node.engine.first_token_s
+            times["first"] = node.engine.first_token_s
             return
         time.sleep(0.002)
 
