@@ -104,6 +104,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
             lost_s = times["lost"]
             after = ([sample._begin + s for s in sample.token_times_s] for sample in node.samples)
             next_s = [found[0] for times_s in after if (found := [s for s in times_s if s > times["formed"]])]
+            result["prompts_s"] = max(sample.token_times_s[0] for sample in node.samples)
             result |= {"from_loss_s": times["first"] - lost_s, "formed_s": times["formed"] - lost_s,
                        "all_s": max(next_s) - lost_s, "n_texts": len(next_s), **recovery}  # fmt: skip
         node.end()
@@ -138,7 +139,9 @@ def predicted_s(node: Any, args: argparse.Namespace, check: Any) -> float:
     start, stop = node.weights.blocks[1]
     n_chunks = args.n_samples * length / CHUNK_ROWS
     read_s = cost.cache_read_s(1, 1) * shape.reference.read_bytes(length // 2)
-    return float(n_chunks * (stop - start) * (cost.block_s(1, CHUNK_ROWS) + read_s))
+    # Texts that go on have a frame after each piece: half of them, on average.
+    going_s = cost.block_s(1, max(1, args.n_samples // 4))
+    return float(n_chunks * (stop - start) * (cost.block_s(1, CHUNK_ROWS) + read_s + going_s))
 
 
 def disturb(node: Any, lose: Any, times: dict[str, float]) -> None:

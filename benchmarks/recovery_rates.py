@@ -35,7 +35,7 @@ from records import add_json_flag, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests/faults")]
 
 PROMPT = [1, 5, 9, 40]
 N_NODES = 3
@@ -77,28 +77,38 @@ def secondaries(ckpt: Path, stack: contextlib.ExitStack) -> list[Any]:
     return nodes
 
 
+def entries(nodes: list[Any], stack: contextlib.ExitStack, delay_s: float = 0.0, bytes_s: float = 0.0) -> list[Any]:
+    """The nodes as the starter's nodes file has them, if need be behind slow links: those of tests/faults."""
+    from faulty_links import FRONT, Network, Pace
+
+    from mdi.config import NodeConfig
+
+    addr = "127.0.0.1"
+    if delay_s or bytes_s:
+        addr, network = FRONT, Network()
+        stack.callback(network.close)
+        for node in nodes:
+            network.link(node.control_port, Pace(delay_s))
+            network.link(node.ring_port, Pace(delay_s, bytes_s))
+    return [NodeConfig(n.config.name, addr, n.control_port, n.ring_port) for n in nodes]
+
+
 class Ring:
     """A starter over secondaries of this process, which can be made to fail."""
 
     def __init__(
-        self,
-        nodes: list[Any],
-        args: argparse.Namespace,
-        replay_bytes: int,
-        entries: Sequence[Any] = (),
-        n_texts: int = 1,
+        self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int, places: Sequence[Any], n_texts: int = 1
     ) -> None:
         from mdi.config import ClusterConfig, NodeConfig
         from mdi.node.options import StarterOptions
         from mdi.node.starter import StarterNode
 
         self._nodes = nodes
-        entries = entries or [NodeConfig(n.config.name, "127.0.0.1", n.control_port, n.ring_port) for n in nodes]
         options = StarterOptions(
             ckpt=args.ckpt, device="cpu", placement="even", prompt_style="none", replay_memory=replay_bytes,
             quantize=args.quantize, quantize_head=args.quantize,
         )  # fmt: skip
-        self.starter = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entries)), options)
+        self.starter = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(places)), options)
         self.starter.open()
         self.starter.place(n_texts, len(PROMPT) + args.tokens)
         self.starter.prepare(len(PROMPT) + args.tokens)
@@ -176,10 +186,12 @@ def measure(args: argparse.Namespace, rates: list[float]) -> tuple[list[Row], fl
     without_s = 0.0
     with contextlib.ExitStack() as stack:
         nodes = secondaries(args.ckpt, stack)
+        places = entries(nodes, stack, args.delay_ms / 1e3)
         for way, replay_bytes in RESTORED.items():
-            ring = Ring(nodes, args, replay_bytes)
+            ring = Ring(nodes, args, replay_bytes, places)
             try:
-                expected = expected or ring.generate(PROMPT, args.tokens)
+                warm = [ring.generate(PROMPT, args.tokens) for _ in range(2)]
+                expected = expected or warm[0]
                 for seed in range(args.seed, args.seed + args.repeat):
                     for rate in rates:
                         rows.append(one(way, ring.restored, ring, rate, seed, expected))
@@ -245,12 +257,16 @@ def main() -> None:
     parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--quantize", help="what blocks and head are held in")
     parser.add_argument("--tokens", type=int, default=128, help="(%(default)s)")
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="of each link to a secondary, one way (%(default)g)"
+    )
     parser.add_argument("--rates", default="0,1e-4,1e-3,1e-2", help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="texts of each way and rate (%(default)s)")
     parser.add_argument("--limit", type=float, default=10.0, help="texts that restarts may cost (%(default)g)")
     parser.add_argument("--seed", type=int, default=1, help="of the failures (%(default)s)")
     add_json_flag(parser, "recovery_rates")
     args = parser.parse_args()
+    sys.setswitchinterval(5e-4)  # nodes of one process wait for each other as little as processes do
     logging.getLogger("mdi").setLevel(logging.ERROR)
     rates = [float(rate) for rate in args.rates.split(",")]
     rows, without_s = measure(args, rates)
@@ -263,7 +279,13 @@ def main() -> None:
     plain = [row.seconds / args.tokens for row in rows if not row.rate]
     print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: "
           f"{all(row.is_same for row in rows)}")  # fmt: skip
-    settings = {"model": args.ckpt.name, "quantize": args.quantize, "tokens": args.tokens, "seed": args.seed}
+    settings = {
+        "model": args.ckpt.name,
+        "delay_ms": args.delay_ms,
+        "quantize": args.quantize,
+        "tokens": args.tokens,
+        "seed": args.seed,
+    }
     save(args.json, {**settings, "no_cache_s": without_s, "lines": lines, "texts": [asdict(row) for row in rows]})
 
 

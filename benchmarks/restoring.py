@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tests/faults")]
 
-from recovery_rates import RESTORED, Ring, secondaries  # noqa: E402
+from recovery_rates import RESTORED, Ring, entries, secondaries  # noqa: E402
 
 N_BEFORE, N_AFTER = 3, 2  # tokens of each text, before the failure and after it
 SETTINGS = ("1x20", "1x100", "1x900", "4x100", "4x250", "1x100@20ms,1Mbit", "4x250@20ms,1Mbit")
@@ -72,27 +72,11 @@ class Row:
     texts: list[list[int]]
 
 
-def entries(nodes: list[Any], setting: Setting, stack: contextlib.ExitStack) -> tuple[Any, ...]:
-    """The nodes as the starter's nodes file has them, behind slow links."""
-    from faulty_links import FRONT, Network, Pace
-
-    from mdi.config import NodeConfig
-
-    if not setting.bytes_s:
-        return tuple(NodeConfig(n.config.name, "127.0.0.1", n.control_port, n.ring_port) for n in nodes)
-    network = Network()
-    stack.callback(network.close)
-    for node in nodes:
-        network.link(node.control_port)
-        network.link(node.ring_port, Pace(setting.delay_s, setting.bytes_s))
-    return tuple(NodeConfig(n.config.name, FRONT, n.control_port, n.ring_port) for n in nodes)
-
-
 def measure(args: argparse.Namespace, nodes: list[Any], setting: Setting) -> list[Row]:
     rows = []
     with contextlib.ExitStack() as stack:
         own = argparse.Namespace(**{**vars(args), "tokens": setting.length})
-        places = entries(nodes, setting, stack)
+        places = entries(nodes, stack, setting.delay_s, setting.bytes_s)
         for _, lost, way in itertools.product(range(args.repeat), range(len(nodes)), RESTORED):
             ring = Ring(nodes, own, RESTORED[way] and args.replay_bytes, places, setting.n_texts)
             try:
