@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from forced import forced, instruction_sets
 
-from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, matrix_bytes, pack, unpack
+from mdi.kernels import library
+from mdi.kernels.layout import (
+    bf16_from_float32,
+    float32_from_bf16,
+    matrix_bytes,
+    pack,
+    pack_int4_in_numpy,
+    unpack,
+)
 from mdi.weight_formats import LAYOUTS
 
 SHAPES = [(1, 1), (16, 128), (17, 130), (48, 64), (300, 257)]
@@ -53,6 +62,26 @@ def test_int4_searched_scales_beat_the_plain_ones() -> None:
     step = np.abs(groups).max(axis=2, keepdims=True) / 7
     plain = np.square(np.clip(np.rint(groups / step), -8, 7) * step - groups).mean()
     assert np.square(unpack(pack("int4", w)) - w).mean() < 0.9 * plain
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_int4_packed_in_the_kernels_has_the_bits_of_numpy(name: str) -> None:
+    """Also of groups that are zero, have equal largest numbers of either sign, or such as half precision cannot hold."""
+    random = np.random.default_rng(3)
+    w = weight((32, 640)) * 10.0 ** random.integers(-9, 9, (32, 640 // 32)).repeat(32, axis=1).astype(np.float32)
+    w[:8][random.random((8, 640)) < 0.7] = 0
+    w[8:16] = np.round(4 * w[8:16] / np.abs(w[8:16]).max(axis=1, keepdims=True))
+    w[16, 5], w[17, 40], w[18, 70], w[19] = 3e5, -1e18, 1e-40, 0
+    with forced(name):
+        found = pack("int4", w).data
+    assert np.array_equal(found, pack_int4_in_numpy(w))
+
+
+def test_int4_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight((17, 130))
+    expected = pack("int4", w).data
+    monkeypatch.setattr(library, "load", lambda: None)
+    assert np.array_equal(pack("int4", w).data, expected)
 
 
 def test_zeros_and_extremes() -> None:

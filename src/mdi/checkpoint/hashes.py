@@ -16,7 +16,7 @@ from mdi.errors import CheckpointError
 from mdi.settings_file import parse_json
 from mdi.whole_files import replacing
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # also of what the packed forms of a part are
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -143,10 +143,11 @@ def compile_library(compiler: Compiler, output: Path, csrc: Path) -> None:
 
 
 def compile_selftest(
-    compiler: Compiler, output: Path, csrc: Path, flags: Sequence[str], link_flags: Sequence[str]
-) -> None:
+    compiler: Compiler, output: Path, csrc: Path, flags: Sequence[str], link_flags: Sequence[str],
+    sets: Sequence[InstructionSet] = INSTRUCTION_SETS,
+) -> None:  # fmt: skip
     """Compile the program that prints a checksum of each kernel; `flags` are for compiling and linking."""
-    _compile(compiler, output, csrc, flags, (*flags, *link_flags), with_selftest=True)
+    _compile(compiler, output, csrc, flags, (*flags, *link_flags), sets, with_selftest=True)
 
 
 def sanitizing(names: str) -> tuple[str, ...]:
@@ -166,10 +167,11 @@ def _compile(
     csrc: Path,
     flags: Sequence[str],
     link_flags: Sequence[str],
+    sets: Sequence[InstructionSet] = INSTRUCTION_SETS,
     with_selftest: bool = False,
 ) -> None:
     sets = [
-        s for s in INSTRUCTION_SETS
+        s for s in sets
         if s.machine in ("", compiler.machine) and (csrc / s.source).is_file() and compiler.knows(s.flags)
     ]  # fmt: skip
     found = tuple(f"-DMDI_HAS_{s.name.upper()}=1" for s in sets)

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from mdi.errors import EngineError
+from mdi.kernels.memory_nodes import spread
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
@@ -94,6 +95,7 @@ class Pool(Pages):
         self._map, granted = _reserved(page_bytes, max(1, capacity))
         super().__init__(page_bytes, min(capacity, granted))
         self.memory = np.frombuffer(self._map, dtype=np.uint8).reshape(-1, page_bytes)
+        spread(self.memory)
         self._n_given_back = 0  # of the free pages, the first ones hold no memory
 
     @property

@@ -93,3 +93,7 @@ MDI_API int mdi_linear(void* context, const MdiModel* model, const MdiNorm* norm
 }
 
 MDI_API void mdi_function(int which, const float* x, int64_t n, float* y) { chosen()->function(which, x, n, y); }
+
+MDI_API void mdi_pack_int4(const float* rows, int n_panels, int width, const float* factors, int n_factors, uint8_t* to) {
+  chosen()->pack_int4(rows, n_panels, width, factors, n_factors, to);
+}

@@ -1,5 +1,6 @@
 // Included once per instruction set, with MDI_NS, MDI_NAME and MDI_TABLE defined and its vec_*.h included.
 #include "isa.h"
+#include "pack.h"
 #include "stage.h"
 
 namespace MDI_NS {
@@ -62,7 +63,13 @@ static void function(int which, const float* x, int64_t n, float* y) {
   }
 }
 
-static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, step, linear, function};
+static void pack_int4(const float* rows, int n_panels, int width, const float* factors, int n_factors, uint8_t* to) {
+  FloatMode mode;
+  for (int64_t p = 0; p < n_panels; p++)
+    pack_int4_panel(rows + p * 16 * width, width, factors, n_factors, to + p * (width / 64) * 9 * 64);
+}
+
+static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, step, linear, function, pack_int4};
 
 }  // namespace MDI_NS
 

@@ -21,6 +21,7 @@ int mdi_forward(void* context, const MdiStage* stage, const MdiFrame* frame);
 int mdi_half(void* context, const MdiStage* stage, int block, int half, const MdiFrame* frame, float* y);
 int mdi_linear(void* context, const MdiModel*, const MdiNorm*, const MdiMatrix*, const float* x, int n, float* y);
 void mdi_function(int which, const float* x, int64_t n, float* y);
+void mdi_pack_int4(const float* rows, int n_panels, int width, const float* factors, int n_factors, uint8_t* to);
 }
 
 using Floats = std::vector<float>;
@@ -120,6 +121,16 @@ static void try_functions(const char* set) {
     mdi_function(f, x.data(), (int64_t)x.size(), y.data());
     print(set, names[f], y);
   }
+}
+
+static void try_packing(const char* set) {
+  constexpr int kWidth = 192, kBytes = 2 * (kWidth / 64) * 9 * 64;
+  Floats rows = Random(5).numbers((size_t)32 * kWidth), factors = {-0.125f, -0.11f, -0.1f}, y(kBytes);
+  uint8_t* packed = (uint8_t*)std::aligned_alloc(64, kBytes);
+  mdi_pack_int4(rows.data(), 2, kWidth, factors.data(), (int)factors.size(), packed);
+  for (int i = 0; i < kBytes; i++) y[i] = packed[i];
+  std::free(packed);
+  print(set, "pack-int4", y);
 }
 
 static void try_linear(const char* set, int format, int n_out, int n_in) {
@@ -269,6 +280,7 @@ int main(int argc, char** argv) {
   for (std::string set; left-- > 0 && sets >> set;) {
     require(!mdi_force(set.c_str()), set + " cannot be forced");
     try_functions(set.c_str());
+    try_packing(set.c_str());
     for (int format = kFloat32; format <= kInt4; format++) {
       try_linear(set.c_str(), format, 16 * 5 + 5, 301);
       try_linear(set.c_str(), format, 7, 64);
