@@ -10,8 +10,8 @@ with the limit, each with the file out of the system's memory:
 2. one text, and several at once, with --memory;
 3. a format and kernels with which computing takes longer than reading (int8, plain C++), without and with a window of
    STEADY_UNITS: whether it ever waits, and what partition.steady says of it;
-4. accelerate's disk offload (with --peer-python, an interpreter that has torch, transformers and accelerate) over the same
-   weights in Hugging Face's form, under the same limit, or the least of LIMITS that it runs in.
+4. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
+   the same shape in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
 
 Nothing is asserted.
 """
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The ring is closed link by link."
 LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
 PIECE_BYTES = 8 << 20
+WINDOW_BYTES = 176 << 20  # of two units of the 1.1 B shape in float32
 STEADY_UNITS = 4
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
@@ -52,15 +53,21 @@ def drop(paths: list[Path]) -> None:
         os.close(fd)
 
 
-def disk_bytes_s(path: Path, is_direct: bool, limit_s: float = 3.0) -> float:
-    """Of one reader, piece after piece, into memory with large pages."""
+def disk_bytes_s(path: Path, is_direct: bool, limit_s: float = 2.0) -> float:
+    """Of one reader, piece after piece, into memory with large pages that is as large as a window: into a buffer that stays in
+    the processor's caches, disks that are emulated give half as much again."""
     import mmap
 
-    memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, WINDOW_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes(WINDOW_BYTES)
+    view = memoryview(memory)
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
     done, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < limit_s and (n := os.preadv(fd, [memory], done)) == PIECE_BYTES:
+    while time.perf_counter() - begin < limit_s:
+        at = done % WINDOW_BYTES
+        if (n := os.preadv(fd, [view[at : at + PIECE_BYTES]], done)) != PIECE_BYTES:
+            break
         if not is_direct:
             os.posix_fadvise(fd, done, n, os.POSIX_FADV_DONTNEED)
         done += n
@@ -152,16 +159,20 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """accelerate, under the same limit or the least that it runs in."""
+def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
+    """accelerate or transformers, under the same limit or the least that it runs in."""
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     tried = []
     for factor in LIMITS:
         limit = int(factor * args.memory)
-        drop(sorted(folder.glob("*.safetensors")))
+        files = sorted(folder.glob("*.safetensors"))
+        drop(files)
+        disk = [disk_bytes_s(max(files, key=lambda f: f.stat().st_size), is_direct, 1.0) for is_direct in (True, False)]
+        drop(files)
         command = [
             args.peer_python,
             str(ROOT / "benchmarks" / "window_peer.py"),
+            which,
             str(folder),
             str(limit),
             str(args.tokens),
@@ -171,7 +182,8 @@ def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             {"limit_bytes": limit, "status": status, "killed": n_killed, "error": err[-300:] if status else ""}
         )
         if status == 0:
-            return {**json.loads(out.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak, "tried": tried}
+            return {**json.loads(out.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak,
+                    "disk_bytes_s_before": disk, "tried": tried}  # fmt: skip
     return {"tried": tried}
 
 
@@ -202,8 +214,9 @@ def main() -> None:
         result["steady"] = steady(args, max(result["disk_bytes_s_1"]))
         print(json.dumps(result["steady"]), flush=True)
         if args.peer_python:
-            result["accelerate"] = peer(args, args.peer_folder)
-            print(json.dumps(result["accelerate"]), flush=True)
+            for which in ("accelerate", "transformers"):
+                result[which] = peer(args, which, args.peer_folder)
+                print(json.dumps(result[which]), flush=True)
     save(args.json, result)
 
 

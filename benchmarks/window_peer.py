@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""accelerate's disk offload, for window.py: greedy tokens of one text, and how long they took. Needs transformers, accelerate.
+"""accelerate's disk offload, or transformers alone, for window.py: greedy tokens of one text, and how long they took.
 
-window_peer.py FOLDER LIMIT_BYTES N_TOKENS N_THREADS
+window_peer.py accelerate|transformers FOLDER LIMIT_BYTES N_TOKENS N_THREADS
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ import time
 PROMPT_LENGTH = 8
 
 
+def disk_bytes() -> int:
+    """What the disk has given to this process so far, pages of mapped files among it."""
+    with open("/proc/self/io", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
+
+
 def main() -> None:
-    folder, limit, n_tokens, n_threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    which, folder = sys.argv[1:3]
+    limit, n_tokens, n_threads = map(int, sys.argv[3:])
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -24,21 +31,22 @@ def main() -> None:
     generous = limit > 1_500_000_000
     device_map = {"model.embed_tokens": "cpu" if generous else "disk", "model.layers": "disk", "model.norm": "cpu",
                   "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, device_map=device_map, offload_folder=None, low_cpu_mem_usage=True
-    )
+    offload = {"device_map": device_map, "offload_folder": None} if which == "accelerate" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, low_cpu_mem_usage=True, **offload)
     load_s = time.perf_counter() - begin
     ids = torch.arange(1, 1 + PROMPT_LENGTH)[None]
-    times, past, found = [], None, []
+    times, past, found, read = [], None, [], []
     with torch.inference_mode():
         for _ in range(n_tokens):
             out = model(ids, past_key_values=past, use_cache=True)
             past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
             found.append(int(ids))
             times.append(time.perf_counter())
-    decode_s = times[-1] - times[0]
-    print(json.dumps({"tokens_per_s": (n_tokens - 1) / decode_s, "pass_s": decode_s / (n_tokens - 1), "load_s": load_s,
-                      "token_ids": found}))  # fmt: skip
+            read.append(disk_bytes())
+    decode_s, n_passes = times[-1] - times[0], n_tokens - 1
+    print(json.dumps({"tokens_per_s": n_passes / decode_s, "pass_s": decode_s / n_passes, "load_s": load_s,
+                      "disk_bytes_per_token": (read[-1] - read[0]) / n_passes,
+                      "disk_bytes_s": (read[-1] - read[0]) / decode_s, "token_ids": found}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ FRAMES = (20, 1, 3)
 def source_of(chunk: ChunkFile, share: Share, folder: Path | None) -> dict[str, WeightSource]:
     """A node's shards of each block: cut out of the chunk, or with a folder from files as a node is sent them."""
     assert chunk.packing is not None
-    cut, found = ShardSource(chunk, share, chunk.packing), {}
+    cut = ShardSource(chunk, share, chunk.packing)
+    found: dict[str, WeightSource] = {}
     for part in stage_parts(0, chunk.config_dict["n_layer"], starter=False):
         found[part] = cut
         if folder is not None:
