@@ -180,7 +180,6 @@ class Preparation:
                 keep_caches=self._replays is not None,
                 replay=(self._replays or {}).get(client.node.name, COMPUTE),
                 replay_bytes=self._replay_bytes,
-                exclusive=self.own.is_shared,
                 extensions={
                     **extensions_of(options.n_spans),
                     **window_extensions(options.weight_memory),

@@ -72,7 +72,7 @@ class RingFormer:
             engine.kept = None if plan is None else plan.kept
             engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(fresh)
         self.restored_by = TOKENS if plan is None else REPLAY
-        self._stages = self._stages_of(cluster)
+        self._stages = self._stages_of(self._rings.cluster)
         return ring
 
     def form_first(self) -> LoopbackRing | TcpRing:

@@ -7,11 +7,14 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
+from mdi.control.fan_out import FanOut
 from mdi.control.messages import ProfileRequest
+from mdi.control.reach_node import reach_node
 from mdi.errors import MdiError, NodeLostError, UsageError
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
@@ -35,6 +38,9 @@ ENDED = ("left", "leaving", "disk")
 logger = logging.getLogger("mdi")
 
 
+MakeOwn = Callable[[ClusterConfig, Mapping[str, str]], tuple[ClusterConfig, OwnStage]]
+
+
 @dataclass(frozen=True)
 class RunBasis:
     """What all rings of a run have in common; see Preparation.
@@ -43,6 +49,8 @@ class RunBasis:
         process: a number that the starter's process drew.
         listener: the starter's ring port; None in a ring of one node.
         caches: of all runs of this process.
+        make_own: where the starter's own stage is not just its blocks: gives that, and the nodes in another order, for nodes
+            and, by the names of the secondaries, the numbers that their processes drew.
     """
 
     family: ModelFamily
@@ -55,9 +63,7 @@ class RunBasis:
     process: str
     listener: RingListener | None
     caches: SharedCaches
-    make_own: Callable[[ClusterConfig], OwnStage] | None = (
-        None  # the starter's own stage, where it is not just its blocks
-    )
+    make_own: MakeOwn | None = None
 
 
 class RunRings:
@@ -136,7 +142,8 @@ class RunRings:
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
         own = self.own
         if basis.make_own is not None:  # shares are others with every other set of nodes
-            own = basis.make_own(self.cluster)
+            self.cluster, own = basis.make_own(self.cluster, self._ask_processes(options.wait_s, check))
+            self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
             if self.own not in (None, own):
                 self.own.drop()
         elif own is None:
@@ -167,6 +174,20 @@ class RunRings:
             for sha256 in self._have.get(client.node.name, ()):
                 found.setdefault(sha256, []).append(client)
         return found
+
+    def _ask_processes(self, wait_s: float, check: Callable[[], None]) -> dict[str, str]:
+        """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
+        is_off = threading.Event()
+        try:
+            asked = FanOut({
+                client.node.name: partial(reach_node, client, wait_s, is_off) for client in self.clients
+            })  # fmt: skip
+            found = asked.wait(check)
+        finally:
+            is_off.set()
+        return {
+            client.node.name: str(status.get("process", "")) for client, status in zip(self.clients, found, strict=True)
+        }
 
     def _named(self, error: MdiError, failed: str | None) -> MdiError:
         """The error with the node that it is about, for who forms another ring without it."""

@@ -6,7 +6,6 @@ import threading
 
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
-from mdi.node.group_member import group_in
 from mdi.node.job import Job
 
 N_REMEMBERED = 16  # runs that are over: their starters ask what they measured
@@ -77,7 +76,7 @@ class Runs:
         for job in self.active:
             if not job.is_running and job.is_abandoned:
                 job.end()
-            elif job.run != request.run and not _may_share(request, job.request):
+            elif job.run != request.run and (request.exclusive or job.request.exclusive):
                 raise self.busy()
         return True
 
@@ -88,12 +87,3 @@ class Runs:
             409,
             code="busy",
         )
-
-
-def _may_share(one: InitRequest, other: InitRequest) -> bool:
-    """Whether two runs can be on one node.
-
-    Of runs whose nodes compute each block together a node can have one: two would wait for each other, each on another node.
-    """
-    are_groups = group_in(one) is not None and group_in(other) is not None
-    return not (one.exclusive or other.exclusive or are_groups)

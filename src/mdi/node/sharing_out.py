@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mdi.config import ClusterConfig
@@ -82,24 +82,33 @@ class SharingOut:
         self._alone: RingOfGroups | None = None  # the starter's stage where it is in no group
         self._cut(division.stages, division.counts)
 
-    def __call__(self, cluster: ClusterConfig) -> OwnStage:
-        """Raises SplitError: there are more stages than blocks."""
-        self._groups = groups_after(self._groups, [node.name for node in cluster.nodes])
+    def __call__(self, cluster: ClusterConfig, processes: Mapping[str, str]) -> tuple[ClusterConfig, OwnStage]:
+        """The stage, and the nodes in the order of the ring.
+
+        Args:
+            processes: by name of each secondary, the number that its process drew.
+
+        Raises:
+            SplitError: there are more stages than blocks.
+        """
+        groups = groups_after(self._groups, [node.name for node in cluster.nodes])
+        cluster = in_common_order(cluster, stages_of(groups), processes)
+        self._groups = {node.name: groups[node.name] for node in cluster.nodes}
         stages = stages_of(self._groups)
         counts = counts_after(self._counts, stages)
         self._counts = {stage.name: n for stage, n in zip(stages, counts, strict=True)}
         self._cut(stages, counts)
         name = cluster.starter.name
         if cluster.n_nodes == 1:
-            return OwnStage(name, self._family, self._config, self._options)
-        groups = [group for stage in stages for group in self._groups_of(cluster, stage)]
-        fields = name, self._family, self._config, self._options, groups, self._weights.config
-        if groups[0] is not None:
-            return GroupLeader(*fields)
+            return cluster, OwnStage(name, self._family, self._config, self._options)
+        of_nodes = [group for stage in stages for group in self._groups_of(cluster, stage)]
+        fields = name, self._family, self._config, self._options, of_nodes, self._weights.config
+        if of_nodes[0] is not None:
+            return cluster, GroupLeader(*fields)
         if self._alone is None:
             self._alone = RingOfGroups(*fields)
-        self._alone.regroup(groups)  # it keeps its weights
-        return self._alone
+        self._alone.regroup(of_nodes)  # it keeps its weights
+        return cluster, self._alone
 
     def _cut(self, stages: Sequence[RingStage], counts: Sequence[int]) -> None:
         self._weights.take_blocks(
@@ -128,6 +137,22 @@ class SharingOut:
             Group(rank, members, shares, packing, parallel.algorithm, parallel.reduce_dtype, n_here, stage.name)
             for rank in range(len(members))
         ]
+
+
+def in_common_order(cluster: ClusterConfig, stages: Sequence[RingStage], processes: Mapping[str, str]) -> ClusterConfig:
+    """The nodes of each group in an order that all runs have in common, whatever their nodes files say.
+
+    A node takes a frame, passes it on and then computes it, and no other frame meanwhile. So two groups that have nodes in
+    common wait for each other at the first of these, and can never hold one each that the other needs.
+    """
+    nodes = {node.name: node for node in cluster.nodes}
+    starter, *others = [
+        name
+        for stage in stages
+        for name in sorted(stage.members, key=lambda name: (name != cluster.starter.name, processes.get(name, "")))
+    ]
+    assert starter == cluster.starter.name
+    return replace(cluster, secondaries=tuple(nodes[name] for name in others))
 
 
 def told_shares(stage: RingStage, shares: Shares) -> str:

@@ -305,9 +305,10 @@ class StageHolder:
             return None
         if (group := group_in(request)) is None:
             return source
-        if self._shards is None or self._shards[0] != request.placement:
-            self._shards = request.placement, own_shards(group, request, source)
-        return self._shards[1]
+        shards = self._shards
+        if shards is None or shards[0] != request.placement:
+            self._shards = shards = request.placement, own_shards(group, request, source)
+        return shards[1]
 
 
 def _holds(source: WeightSource, part: PartSpec) -> bool:

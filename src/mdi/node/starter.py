@@ -26,7 +26,6 @@ from mdi.node.driver import EngineThread
 from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
-from mdi.node.own_stage import OwnStage
 from mdi.node.parallel_choice import chosen_stages, nodes_of_chunks
 from mdi.node.placing import divide, faster_way, measured_cluster, planned_ring
 from mdi.node.prompt_limits import check_prompt, context_length
@@ -77,7 +76,7 @@ class StarterNode(StarterReport):
         self._left_out: list[NodeConfig] = []  # that the placement gave no part
         self._profile: ClusterProfile | None = None
         self._given_ports = self._ports = ports
-        self._make_own: Callable[[ClusterConfig], OwnStage] | None = None  # where it is not just this node's blocks
+        self._make_own: SharingOut | None = None  # of this node's stage, where that is not just its blocks
         self._n_sequences: int | None = None  # at the same time, if that is known
 
     def __enter__(self) -> StarterNode:
