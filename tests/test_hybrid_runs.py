@@ -68,7 +68,8 @@ def test_blocks_and_shares_by_hand(checkpoint: Path, tmp_path: Path) -> None:  #
         cluster = grouped(nodes, ("a", "a", "b", "b"))
         told = expect_texts(*run(cluster, checkpoint, tmp_path, parallel, prompts=PROMPTS, layers="1,4"))
     assert [tuple(node["layers"]) for node in told] == [(0, 1), (0, 1), (1, 5), (1, 5)]
-    assert [tuple(node["heads"]) for node in told] == [(0, 2), (2, 6), (0, 6), (6, 6)]
+    n_heads = {node["name"]: node["heads"][1] - node["heads"][0] for node in told}
+    assert n_heads == {"starter": 2, "secondary0": 4, "secondary1": 6, "secondary2": 0}
 
 
 def test_stages_by_what_nodes_measure(
@@ -86,7 +87,8 @@ def test_stages_by_what_nodes_measure(
         told = expect_texts(
             *run(cluster, checkpoint, tmp_path, ParallelOptions(), prompts=PROMPTS, placement="throughput")
         )
-    assert [tuple(one.get("heads", ())) for one in told] == [(), (0, 5), (5, 6)]
+    n_heads = {one["name"]: one["heads"][1] - one["heads"][0] for one in told if "heads" in one}
+    assert n_heads == {"secondary0": 5, "secondary1": 1}
     assert told[0]["layers"][1] == 2 and told[1]["layers"] == told[2]["layers"]
 
 
@@ -100,7 +102,7 @@ def test_texts_go_on_when_a_member_is_lost(
     with secondaries(len(groups) - 1, tmp_path) as nodes:
 
         def losing(self: ShardStage, *args: Any) -> np.ndarray:
-            is_first = (self.share.rank, self.start) == ((1, 0) if groups[0] else (0, 2))
+            is_first = threading.current_thread().name == "secondary0"
             if is_first and self.tally.n_sums > 8 and not lost.is_set():
                 lost.set()
                 for ports in (nodes[0]._control, nodes[0]._listener):  # nobody is there any more

@@ -213,21 +213,6 @@ def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list
         assert caught.value.code == "busy"
 
 
-def test_two_runs_whose_nodes_compute_each_block_together_do_not_share_a_node(
-    node: SecondaryNode, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would wait, on another node, for the other one's turn."""
-    with contextlib.ExitStack() as stack:
-        first, second, plain = (stack.enter_context(frame_starter(node, checkpoints[0])) for _ in range(3))
-        first.form()
-        monkeypatch.setattr("mdi.node.runs.group_in", lambda request: None if request.run == plain.run else object())
-        with pytest.raises(ControlError) as caught:
-            second.init()
-        assert caught.value.code == "busy"
-        plain.form()
-        assert len(node._runs.active) == 2
-
-
 @pytest.mark.parametrize("state", ["LOADING", "READY", "RUNNING"])
 def test_a_starter_that_is_gone_takes_nothing_with_it(
     node: SecondaryNode, checkpoints: list[Path], state: str, monkeypatch: pytest.MonkeyPatch

@@ -33,9 +33,13 @@ def listed(nodes: Sequence[SecondaryNode], group: str | None = None) -> ClusterC
 
 
 @pytest.mark.parametrize(
-    "mode, group", [("tensor", None), ("ring", "b")], ids=["all nodes", "a group behind the starter"]
+    "modes, group",
+    [(("tensor", "tensor"), None), (("ring", "ring"), "b"), (("tensor", "ring"), None)],
+    ids=["all nodes", "a group behind the starter", "beside a ring of nodes alone"],
 )
-def test_two_groups_of_the_same_nodes(mode: str, group: str | None, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_two_runs_on_the_same_nodes(
+    modes: tuple[str, str], group: str | None, checkpoint: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
     """Each starter lists the nodes in another order."""
     found: dict[int, list[list[int]]] = {}
     with contextlib.ExitStack() as stack:
@@ -47,9 +51,8 @@ def test_two_groups_of_the_same_nodes(mode: str, group: str | None, checkpoint: 
 
         def generate(i: int) -> None:
             cluster = listed(nodes[:: -1 if i else 1], group)
-            found[i], _ = run(
-                cluster, checkpoint, tmp_path / f"starter{i}", ParallelOptions(mode), n_tokens=40, prompts=PROMPTS[:2]
-            )
+            parallel = ParallelOptions(modes[i])
+            found[i], _ = run(cluster, checkpoint, tmp_path / f"starter{i}", parallel, n_tokens=40, prompts=PROMPTS[:2])
 
         threads = [threading.Thread(target=generate, args=(i,), name=f"run{i}", daemon=True) for i in range(2)]
         for thread in threads:
