@@ -72,13 +72,14 @@ def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
+    from mdi.cache_dir import default_cache_dir
     from mdi.engine.sequence import SamplingParams
     from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
 
     options = StarterOptions(
         ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,
-        threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
+        cache_dir=default_cache_dir(), threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
     )  # fmt: skip
     node = StarterNode(ring.cluster, options)
     times = {"lost": 0.0, "formed": 0.0, "first": 0.0}

@@ -128,14 +128,24 @@ class Ring:
         self.n_failures = 0
 
     def generate(self, ids: list[int], n_tokens: int, on_token: Callable[[], object] = lambda: None) -> list[int]:
-        from mdi.engine.sequence import SamplingParams
-
-        def show(_: Any, text: str) -> None:
-            on_token()
-
-        sample = self.starter.submit("", ids, SamplingParams(n_tokens, temperature=0.0), on_text=show)
+        sample = self.submit(ids, n_tokens, on_token)
         self.starter.generate()
         return list(sample.token_ids)
+
+    def submit(self, ids: list[int], n_tokens: int, on_token: Callable[[], object]) -> Any:
+        """A sample; `on_token` is called for each of its tokens, whether that makes text or not."""
+        from mdi.engine.sequence import SamplingParams
+
+        sample = self.starter.submit("", ids, SamplingParams(n_tokens, temperature=0.0))
+        take = sample.take
+
+        def taken(event: Any) -> None:
+            take(event)
+            for _ in event.tokens:
+                on_token()
+
+        sample.take = taken
+        return sample
 
     def restored(self, n_tokens: int) -> list[int]:
         return self.generate(PROMPT, n_tokens, self._perhaps_fail)
@@ -190,8 +200,8 @@ def measure(args: argparse.Namespace, rates: list[float]) -> tuple[list[Row], fl
         for way, replay_bytes in RESTORED.items():
             ring = Ring(nodes, args, replay_bytes, places)
             try:
-                warm = [ring.generate(PROMPT, args.tokens) for _ in range(2)]
-                expected = expected or warm[0]
+                expected = expected or ring.generate(PROMPT, args.tokens)
+                ring.generate(PROMPT, min(32, args.tokens))  # warm
                 for seed in range(args.seed, args.seed + args.repeat):
                     for rate in rates:
                         rows.append(one(way, ring.restored, ring, rate, seed, expected))

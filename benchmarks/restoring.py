@@ -89,12 +89,9 @@ def measure(args: argparse.Namespace, nodes: list[Any], setting: Setting) -> lis
 
 
 def lose(ring: Ring, setting: Setting, lost: int, way: str) -> Row:
-    from mdi.engine.sequence import SamplingParams
-
-    params = SamplingParams(N_BEFORE + N_AFTER, temperature=0.0)
     failed_s = 0.0
 
-    def perhaps(*_: Any) -> None:
+    def perhaps() -> None:
         nonlocal failed_s
         if not failed_s and min(len(sample.token_ids) for sample in samples) >= N_BEFORE:
             ring.fail(lost)
@@ -103,7 +100,7 @@ def lose(ring: Ring, setting: Setting, lost: int, way: str) -> Row:
     samples: list[Any] = []
     for k in range(setting.n_texts):
         prompt = [1 + (7 * k + 3 * i) % 200 for i in range(setting.n_prompt)]
-        samples.append(ring.starter.submit("", prompt, params, on_text=perhaps))
+        samples.append(ring.submit(prompt, N_BEFORE + N_AFTER, perhaps))
     ring.starter.generate()
     (recovery,) = ring.starter.metrics().recoveries
     next_s = [min(t for t in map(sample._begin.__add__, sample.token_times_s) if t > failed_s) for sample in samples]
