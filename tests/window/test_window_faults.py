@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +15,14 @@ import pytest
 from windows import chunks, run, windowed
 
 from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import find_chunk
+from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
 from mdi.window import reader
 from mdi.window.options import WindowOptions
 from mdi.window.stage import WindowStage
+from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -84,6 +89,59 @@ def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeyp
     reading(monkeypatch, stuck)
     assert str(chunk.path) in fails(stage)
     go_on.set()
+
+
+def test_a_slow_disk_is_waited_for_with_a_word(
+    stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, read = threading.Event(), os.preadv
+
+    def late(fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "weights" and not slow.is_set():
+            assert said.wait(60)
+            slow.set()
+        return read(fd, buffers, offset)
+
+    said, warning = threading.Event(), logging.Handler()
+    warning.emit = lambda record: said.set()  # type: ignore[method-assign]
+    expected = windowed(chunk, 0, 5, WindowOptions(50))
+    wanted = run(expected, (3, 1))
+    run(stage, (2,))
+    monkeypatch.setattr(reader, "TOLD_S", 0.01)
+    reading(monkeypatch, late)
+    logging.getLogger("mdi").addHandler(warning)
+    try:
+        with caplog.at_level(logging.WARNING, logger="mdi"):
+            found = run(stage, (3, 1))
+    finally:
+        logging.getLogger("mdi").removeHandler(warning)
+    assert all((a == b).all() for a, b in zip(found, wanted, strict=True)) and slow.is_set()
+    assert str(chunk.path) in caplog.text and stage.weight_use.wait_s > 0
+    expected.close()
+
+
+@pytest.mark.parametrize("way", ["cut", "broken"])
+def test_a_run_whose_disk_fails_ends_with_one_line(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    assert launch("prepare-model", [str(folder), "--n-nodes", "1", "--quantize", "float32"]) == 0
+    path, read, n_reads = find_chunk(folder, 1, "starter"), os.preadv, iter(range(1000))
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "weights" and next(n_reads) == 40:  # in the third pass or so
+            if way == "broken":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.truncate(path, 8192)
+        return read(fd, buffers, offset)
+
+    reading(monkeypatch, failing)
+    capsys.readouterr()
+    flags = ["--ckpt", str(folder), "--window", "2", "--prompt-style", "none", "--json"]
+    assert launch("sample", [*flags, "--prompt", "Who are you?", "--n-tokens", "60", "--temperature", "0"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert "\n" not in told["error"] and str(path) in told["error"]
+    assert len(told["samples"]) == 1 and 0 < len(told["samples"][0]["token_ids"]) < 60, "what was reached is told"
 
 
 def test_reads_that_end_early_are_gone_on_with(chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
