@@ -5,7 +5,7 @@ Over three nodes in this process, one of which drops its caches and connections 
 tried both ways, in turns: how long until the first text has its next token, and until all have. What the run would
 choose is shown beside the better one. Slow links are those of tests/faults, before the ring port of each node.
 
-    restoring.py --setting 1x100 --setting 4x250 --setting 4x250@20ms,1Mbit --repeat 3
+    restoring.py --setting 1x100 --setting 4x250 --setting 2x100@20ms,1Mbit --repeat 3
     restoring.py --ckpt FOLDER --quantize int8 --setting 1x100 --setting 1x1000
 """
 
@@ -30,10 +30,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tests/faults")]
 
+from recovery import note_forming  # noqa: E402
 from recovery_rates import RESTORED, Ring, entries, secondaries  # noqa: E402
 
-N_BEFORE, N_AFTER = 3, 2  # tokens of each text, before the failure and after it
-SETTINGS = ("1x20", "1x100", "1x900", "4x100", "4x250", "1x100@20ms,1Mbit", "4x250@20ms,1Mbit")
+N_BEFORE, N_AFTER = 3, 40  # tokens of each text, before the failure and after it; the first texts have more by then
+SETTINGS = ("1x20", "1x100", "1x900", "4x100", "4x250", "1x100@20ms,1Mbit", "2x100@20ms,1Mbit")
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,15 @@ def lose(ring: Ring, setting: Setting, lost: int, way: str) -> Row:
             failed_s = time.perf_counter()
 
     samples: list[Any] = []
+    times = {"formed": 0.0}
+    note_forming(ring.starter, times)
     for k in range(setting.n_texts):
         prompt = [1 + (7 * k + 3 * i) % 200 for i in range(setting.n_prompt)]
         samples.append(ring.submit(prompt, N_BEFORE + N_AFTER, perhaps))
     ring.starter.generate()
     (recovery,) = ring.starter.metrics().recoveries
-    next_s = [min(t for t in map(sample._begin.__add__, sample.token_times_s) if t > failed_s) for sample in samples]
+    after = ([sample._begin + s for s in sample.token_times_s] for sample in samples)
+    next_s = [found[0] for times_s in after if (found := [s for s in times_s if s > times["formed"]])]
     texts = [list(sample.token_ids) for sample in samples]
     waits = [moment - failed_s for moment in next_s]
     return Row(setting.name, lost + 1, way, recovery["restored_by"], min(waits), max(waits), texts)
