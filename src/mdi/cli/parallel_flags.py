@@ -16,7 +16,7 @@ REDUCE_DTYPES = ("float32", "fp16", "int8")
 def add_parallel_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--parallel", choices=MODES, default="ring", help="ring: each node has some blocks, for many texts; tensor: all nodes "
-        "compute a share of every block, for one text or few; auto: by the number of texts (%(default)s)",
+        "compute a share of every block, for one text or few; auto: what is faster, by what nodes measure (%(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--shares", metavar="X,X,...", help="with --parallel tensor: how much of every block each node takes, starter first, "
