@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,38 @@ class Cluster:
         for process in self.secondaries:
             if process is not None:
                 process.end()
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[Callable[[], bool]], object]) -> Iterator[None]:
+    """Do something in a thread, beside what the caller does inside; `act` is given what says whether that is over."""
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act(over.is_set)
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, name="meanwhile")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(DEADLINE_S)
+    assert not errors, errors
+
+
+def wait_for_tokens(ring: Cluster, n_tokens: int, is_over: Callable[[], bool], n_samples: int = 3) -> None:
+    """Until each of so many samples has more tokens than this, as the starter itself tells."""
+    while not is_over():
+        with contextlib.suppress(requests.ConnectionError):  # it may still be importing
+            samples = ring.status(0).get("samples", [])
+            if len(samples) == n_samples and all(s["n_tokens"] > n_tokens for s in samples):
+                return
+    raise AssertionError("the run ended before its samples had tokens")
 
 
 def is_running(pid: int) -> bool:

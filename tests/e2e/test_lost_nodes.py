@@ -9,14 +9,12 @@ import contextlib
 import json
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import requests
 
-from processes import DEADLINE_S, SOON_S, Cluster, Process, Result, Spawn, Starter
+from processes import SOON_S, Cluster, Process, Result, Spawn, Starter, meanwhile, wait_for_tokens
 from tiny_checkpoint import reference
 
 ENDLESS = ("--prompt-style", "none", "--n-tokens", 60000, "--n-samples", 3, "--temperature", 0)
@@ -28,43 +26,20 @@ def running(ring: Cluster, endless: Path, spawn: Spawn) -> Callable[..., Process
 
     def start(*flags: object) -> Process:
         process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, *ENDLESS, *flags)
-        wait_for_tokens(ring, lambda: process.child.poll() is None)
+        wait_for_tokens(ring, 5, lambda: process.child.poll() is not None)
         return process
 
     return start
 
 
-def wait_for_tokens(ring: Cluster, is_alive: Callable[[], bool]) -> None:
-    """Until each of three samples has some tokens, as the starter itself tells."""
-    while is_alive():
-        with contextlib.suppress(requests.ConnectionError):  # it is still importing
-            samples = ring.status(0).get("samples", [])
-            if len(samples) == 3 and all(s["n_tokens"] > 5 for s in samples):
-                return
-    raise AssertionError("the starter ended before its samples had tokens")
-
-
-@contextlib.contextmanager
-def in_mid_run(ring: Cluster, action: Callable[[], None]) -> Iterator[None]:
+def in_mid_run(ring: Cluster, action: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Do something as soon as the run that the caller drives inside is well under way."""
-    over = threading.Event()
-    errors: list[BaseException] = []
 
-    def act() -> None:
-        try:
-            wait_for_tokens(ring, lambda: not over.is_set())
-            action()
-        except BaseException as e:
-            errors.append(e)
+    def act(is_over: Callable[[], bool]) -> None:
+        wait_for_tokens(ring, 5, is_over)
+        action()
 
-    thread = threading.Thread(target=act, name="in-mid-run")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(DEADLINE_S)
-    assert not errors, errors
+    return meanwhile(act)
 
 
 def check_next_run(ring: Cluster, checkpoint: Path, starter: Starter) -> None:

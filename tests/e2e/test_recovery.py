@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
-from processes import DEADLINE_S, SOON_S, Cluster, Reader, Result, Spawn, Starter
+from processes import SOON_S, Cluster, Reader, Result, Spawn, Starter, meanwhile, wait_for_tokens
 
 N_TOKENS = 1500  # so that a run lasts until something has happened in the middle of it
 
@@ -42,37 +40,15 @@ def nodes(spared: Cluster) -> Cluster:
     return spared
 
 
-def wait_for_tokens(ring: Cluster, n_tokens: int, is_over: Callable[[], bool]) -> None:
-    while not is_over():
-        with contextlib.suppress(requests.ConnectionError):
-            samples = ring.status(0).get("samples", [])
-            if samples and all(s["n_tokens"] > n_tokens for s in samples):
-                return
-    raise AssertionError("the run ended before it could be disturbed")
-
-
-@contextlib.contextmanager
-def disturbed(ring: Cluster, *actions: Callable[[], object]) -> Iterator[None]:
+def disturbed(ring: Cluster, *actions: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """Do one thing after the other, each after some more tokens of all samples."""
-    over = threading.Event()
-    errors: list[BaseException] = []
 
-    def act() -> None:
-        try:
-            for k, action in enumerate(actions):
-                wait_for_tokens(ring, 5 + 15 * k, over.is_set)
-                action()
-        except BaseException as e:
-            errors.append(e)
+    def act(is_over: Callable[[], bool]) -> None:
+        for k, action in enumerate(actions):
+            wait_for_tokens(ring, 5 + 15 * k, is_over)
+            action()
 
-    thread = threading.Thread(target=act, name="disturb")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(DEADLINE_S)
-    assert not errors, errors
+    return meanwhile(act)
 
 
 def run(starter: Starter, endless: Path, nodes: Path, *flags: object) -> Result:

@@ -8,8 +8,7 @@ import resource
 import shutil
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import requests
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
-from processes import DEADLINE_S, SOON_S, Cluster, Spawn, Starter
+from processes import SOON_S, Cluster, Spawn, Starter, meanwhile
 from tiny_checkpoint import reference, write_checkpoint
 
 ONE = ("--n-tokens", 6, "--n-samples", 1)
@@ -123,30 +122,17 @@ def test_full_disk_while_weights_arrive(
     assert [(one["node"], one["replaced_by"]) for one in result.json["recoveries"]] == [("secondary0", "starter")]
 
 
-@contextlib.contextmanager
-def in_mid_transfer(ring: Cluster, index: int, action: Callable[[], None]) -> Iterator[None]:
+def in_mid_transfer(ring: Cluster, index: int, action: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Do something as soon as some of the weights have arrived at secondary `index`, before all have."""
-    over = threading.Event()
-    errors: list[BaseException] = []
 
-    def act() -> None:
-        try:
-            while not over.is_set():
-                progress = ring.status(index + 1)["progress"]
-                if progress and 0 < progress["bytes"] < progress["total_bytes"]:
-                    return action()
-            raise AssertionError("no transfer was seen under way")
-        except BaseException as e:
-            errors.append(e)
+    def act(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            progress = ring.status(index + 1)["progress"]
+            if progress and 0 < progress["bytes"] < progress["total_bytes"]:
+                return action()
+        raise AssertionError("no transfer was seen under way")
 
-    thread = threading.Thread(target=act, name="in-mid-transfer")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(DEADLINE_S)
-    assert not errors, errors
+    return meanwhile(act)
 
 
 @pytest.mark.parametrize(("number", "is_fixed"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)])

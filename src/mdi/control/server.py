@@ -300,7 +300,7 @@ class ControlServer:
         host: Host | None = None,
     ) -> None:
         admission = Admission()
-        pages = _Pages(node, admission, Gate(keys, name), host)
+        self._pages = pages = _Pages(node, admission, Gate(keys, name), host)
         app = cherrypy.Application(pages, "", {"/": {"error_page.default": _plain_error}})
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
@@ -333,3 +333,4 @@ class ControlServer:
     def close(self) -> None:
         self._server.stop()
         self._thread.join(10)
+        vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector

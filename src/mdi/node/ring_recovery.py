@@ -22,7 +22,7 @@ from mdi.recovery.joins import Joins, Newcomers
 from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.recovery.moving import MovingCut
-from mdi.recovery.replacement import Stage
+from mdi.recovery.replacement import Cut, Stage
 from mdi.recovery.slow_nodes import SlowNodes, ask_all
 
 
@@ -47,7 +47,6 @@ class RingRecovery:
         newcomers: Newcomers,
     ) -> None:  # fmt: skip
         self._rings = rings
-        self._weights = weights
         self._newcomers = newcomers
         self._is_measured = profile is not None
         self._former = former = RingFormer(rings, weights, nodes, check)
@@ -58,7 +57,7 @@ class RingRecovery:
         self._cut = MovingCut(shape, profile, workload, part_bytes, lambda: former.n_rounds_left)
         self._moves: Moves | None = None
         self._first: LoopbackRing | TcpRing | None = None  # the first ring, if that was closed in `prepare`
-        self.keeper = RingKeeper(former, self._clients, self._spares, self._cut_over, silence_s)
+        self.keeper = RingKeeper(former, self._clients, self._spares, _cut_of(rings, self._cut), silence_s)
 
     def prepare(self, check: Callable[[], None]) -> None:
         """Get the first ring ready; a node that is lost meanwhile is replaced, and the ring closed in one go.
@@ -97,6 +96,7 @@ class RingRecovery:
     def close(self) -> None:
         if self._moves is not None:
             self._moves.close()
+            self._moves = None
 
     def _measure(self, client: ControlClient) -> NodeProfile:
         """What a node that has come says of itself. Raises MdiError."""
@@ -105,7 +105,13 @@ class RingRecovery:
         profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         return replace(profile, machine=host_of(node.addr))
 
-    def _cut_over(self, holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
-        if self._rings.is_shared:  # those that are left get new shares
-            return (self._weights.n_layer, *(0 for _ in holders[1:]))
-        return self._cut(holders, most)
+
+def _cut_of(rings: RunRings, cut: MovingCut) -> Cut:
+    """How a run's model is cut over the nodes that are left."""
+
+    def cut_over(holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
+        if rings.is_shared:  # they get new shares
+            return (rings.n_layer, *(0 for _ in holders[1:]))
+        return cut(holders, most)
+
+    return cut_over

@@ -115,6 +115,10 @@ class RunRings:
         return profile_request(model_of(weights), computing, self._basis.options, run=self.run)
 
     @property
+    def n_layer(self) -> int:
+        return self._basis.weights.n_layer
+
+    @property
     def max_length(self) -> int:
         """Tokens that the longest text of the run can reach."""
         return self._basis.max_length

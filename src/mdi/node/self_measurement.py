@@ -70,7 +70,12 @@ class SelfMeasurement:
         with self._admission:
             self.check_idle()
             if self._runs.active and not is_kept:
-                raise self._runs.busy()
+                raise ControlError(
+                    f"{self._runs.busy()}, and measures itself only between runs: wait for the end of that one, or place the "
+                    "blocks without measuring (--placement even)",
+                    409,
+                    code="busy",
+                )
             self.planned_run = request.run
             if not is_kept:
                 self._task = task = MainThreadTask(measure)
