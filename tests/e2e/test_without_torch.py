@@ -1,8 +1,11 @@
-"""Secondaries that have neither torch nor litgpt: what requirements-secondary.txt lists is enough for blocks in the kernels."""
+"""Nodes without torch: blocks in the kernels need none. For secondaries what requirements-secondary.txt lists is enough."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,3 +103,21 @@ def test_what_needs_torch_is_refused_in_one_line(start: Start, checkpoint: Path,
     result = starter(checkpoint, cluster.path, *RUN, "--dtype", "bfloat16")
     assert result.status == 1 and "pip install -r requirements.txt" in result.err and "Traceback" not in result.err
     assert starter(checkpoint, cluster.path, *RUN).token_ids == [list(reference(PROMPT, N_TOKENS))], "it goes on"
+
+
+def test_a_starter_whose_blocks_are_in_the_kernels_loads_no_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    assert launch("prepare-model", [str(folder), "--n-nodes", "1"]) == 0
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=["torch", "lightning"]))
+    flags = ["--ckpt", str(folder), "--window", "2", "--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--json"]
+    flags += ["--temperature", "0.9", "--seed", "3", "--top-p", "0.9"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "MDI_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(ROOT / "src" / "sample.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert launch("sample", flags) == 0
+    found, here = json.loads(done.stdout), json.loads(capsys.readouterr().out)
+    assert found["samples"][0]["token_ids"] == here["samples"][0]["token_ids"]
