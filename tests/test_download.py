@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 
 from hub_server import HubModel, HubServer
 from mdi.checkpoint.download import MARKER, choose_files, download
-from mdi.checkpoint.folder import is_repo_id
+from mdi.checkpoint.folder import checkpoints_in, is_repo_id
+from mdi.checkpoint.source import open_source
+from mdi.cli import launch
 from mdi.errors import DownloadError
+from mdi.serve.catalog import Catalog
 from tiny_models import tiny_hf, tiny_lit
 
 SRC = Path(__file__).parents[1] / "src"
@@ -199,3 +202,33 @@ def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path) -> N
     assert len(hub.requests) == n_requests
     index = json.loads((tmp_path / "m" / "org" / "plain" / MARKER).read_text())
     assert index["commit"] == hub.models["org/plain"].commit
+
+
+def test_models_are_pulled_listed_and_removed(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server offers by name what was pulled; a second pull fetches nothing, and what is removed is gone from the disk."""
+    home = tmp_path / "models"
+    folder = ["--ckpt-folder", str(home)]
+    for name in ("org/plain", "org/lit"):
+        assert launch("pull", [name, *folder]) == 0
+    n_requests = len(hub.requests)
+    assert launch("pull", ["org/plain", *folder]) == 0
+    assert not [path for _, path, _ in hub.requests[n_requests:] if "/resolve/" in path]
+    capsys.readouterr()
+    assert launch("list", folder) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("org/")]
+    assert listed == ["org/lit", "org/plain"] == list(checkpoints_in(home))
+    assert Catalog(home, home / "org" / "lit").names() == ["org/lit", "org/plain"]
+    source = open_source(home / "org" / "plain")
+    source.close()
+    assert launch("rm", ["org/plain", "--yes", *folder]) == 0
+    assert list(checkpoints_in(home)) == ["org/lit"] and not (home / "org" / "plain").exists()
+    assert launch("pull", ["org/plain", *folder]) == 0 and "org/plain" in checkpoints_in(home), "it can be had again"
+
+
+def test_a_model_that_cannot_be_pulled_is_not_listed(hub: HubServer, tmp_path: Path) -> None:
+    folder = ["--ckpt-folder", str(tmp_path / "models")]
+    for name in ("org/gated", "org/nothing", "org/empty"):
+        assert launch("pull", [name, *folder]) != 0
+    assert not checkpoints_in(tmp_path / "models")

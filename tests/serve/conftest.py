@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_server import SEEDS
+
+from mdi.node.secondary import SecondaryNode
+from mdi.tracing.chrome import read_trace
+from secondaries import secondaries
+from tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "assets" / "nano-llama"
@@ -99,10 +105,28 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "keys").write_text(f"# two of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n")
-    made = Server(folder, "--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16)
+    flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16)
+    made = Server(folder, *flags, "--trace", folder / "trace.json")
     try:
         made.wait()
         yield made
     finally:
         status = made.end()
     assert status == 0, made.log.read_text()
+    trace = read_trace(folder / "trace.json")
+    assert [node.name for node in trace.nodes] == ["starter", "secondary0"] and trace.n_tokens
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three models."""
+    made = tmp_path_factory.mktemp("models")
+    for name, seed in SEEDS.items():
+        write_checkpoint(made / name, seed)
+    return made
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[SecondaryNode]]:
+    with secondaries(2, tmp_path, kv_memory=32 << 20) as made:
+        yield made

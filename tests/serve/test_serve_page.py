@@ -81,8 +81,8 @@ def test_the_ring_is_told_once_a_second(server: Server) -> None:
     assert all(node["is_here"] and node["compute_s"] > 0 for node in ring["nodes"])
     found = scrape(server)
     for name in ("starter", "secondary0"):
-        assert found["mdi_node_compute_seconds_total", (("node", name),)] > 0
-        assert found["mdi_node_up", (("node", name),)] == 1
+        assert found["mdi_node_compute_seconds_total", (("model", "nano-llama"), ("node", name))] > 0
+        assert found["mdi_node_up", (("model", "nano-llama"), ("node", name))] == 1
     assert server.ask("POST", "/api/plan")[1]["text"]
     doctor = server.ask("POST", "/api/doctor")[1]
     assert [node["name"] for node in doctor["nodes"]] == ["starter", "secondary0"]

@@ -3,117 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from own_server import right, run, server
 
 from mdi.errors import EngineError
 from mdi.net.hello import Fault
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.serve.backend import Backend
-from mdi.serve.catalog import Catalog
-from mdi.serve.client import EngineClient
-from mdi.serve.host import ModelHost
-from mdi.serve.lines import Lines
-from mdi.serve.models import Models
-from mdi.serve.questions import handlers
-from mdi.serve.snapshot import Snapshots
-from mdi.session.node_source import NodeSource
-from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, reference, write_checkpoint
-
-SEEDS = {"one": 4, "two": 5, "three": 6}
-TEXT = "The ring"
-DEADLINE_S = 60.0
-KV_BYTES = 32 << 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models")
-    for name, seed in SEEDS.items():
-        write_checkpoint(made / name, seed)
-    return made
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[SecondaryNode]]:
-    with secondaries(2, tmp_path, kv_memory=KV_BYTES) as made:
-        yield made
-
-
-class Server:
-    """An engine process, in this one, and what the API process has of it."""
-
-    def __init__(self, host: ModelHost, client: EngineClient, models: Models) -> None:
-        self.host = host
-        self.client = client
-        self.models = models
-
-    @property
-    def serving(self) -> set[str]:
-        return {name for name in SEEDS if self.client.state.is_serving(name)}
-
-    async def write(self, name: str, n_tokens: int) -> list[int]:
-        """A greedy text of a model."""
-        async with self.models.using(name) as model:
-            sampling = {"temperature": 0, "n_tokens": n_tokens, "seed": 1, "logit_bias": []}
-            asked = {"model": model.name, "ids": encode(TEXT), "sampling": sampling, "owner": "", "grammar": None}
-            found: list[int] = []
-            with self.client.generate([asked]) as texts:
-                async for _, event in texts:
-                    found += event.tokens
-            return found
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(int(DEADLINE_S / 0.02)):
-            if condition():
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(self.client.state.statuses)
-
-
-def right(name: str, n_tokens: int) -> list[int]:
-    return list(reference(TEXT, n_tokens, SEEDS[name]))
-
-
-@contextlib.asynccontextmanager
-async def server(folder: Path, nodes: list[SecondaryNode], **options: Any) -> AsyncIterator[Server]:
-    """One that was started with the first model."""
-    ours, theirs = socket.socketpair()
-    lines, catalog = Lines(ours), Catalog(folder, folder / "one")
-    chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", placement="even", **options)
-    host = ModelHost(NodeSource(lambda: cluster_of(nodes)), chosen, catalog, 300, lines)
-    snapshots = Snapshots(host)
-    backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)
-    thread = threading.Thread(target=host.run, name="host")
-    client = EngineClient(lambda: None)
-    made = Server(host, client, Models(client, catalog, lambda: None))
-    talking = asyncio.create_task(client.run(theirs))
-    thread.start()
-    try:
-        await made.until(lambda: "one" in made.serving)
-        yield made
-    finally:
-        host.leave()
-        await asyncio.to_thread(thread.join, DEADLINE_S)
-        await asyncio.to_thread(host.close)
-        await asyncio.to_thread(backend.close)
-        await talking
-    assert not thread.is_alive()
-
-
-def run(scenario: Awaitable[None]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(scenario, DEADLINE_S)
-
-    asyncio.run(limited())
+from secondaries import secondaries
 
 
 def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryNode]) -> None:
@@ -157,7 +55,7 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
             assert await made.write("", 20) == right("two", 20), "the one that was used last"
             for node in nodes:
                 assert held(node) <= most
-                assert sum(slot.cache_bytes for slot in node._slots.listed) <= KV_BYTES
+                assert sum(slot.cache_bytes for slot in node._slots.listed) <= node._slots._kv_memory
 
     run(scenario())
 

@@ -1,0 +1,130 @@
+"""A client that goes away frees its text, wherever that is: in the prompt, in the queue, being written, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_server import OwnServer, right, run, server
+
+from mdi.engine.planned import Plan
+from mdi.node.secondary import SecondaryNode
+from mdi.serve.completions import Completion
+from mdi.serve.endpoint import Endpoint
+from tiny_checkpoint import encode
+
+PROMPT = encode("The ring is closed link by link. ") * 8
+
+
+class Client:
+    """One request, whose client may go away."""
+
+    def __init__(self, made: OwnServer, **fields: Any) -> None:
+        self.sent: list[MutableMapping[str, Any]] = []
+        self._gone = asyncio.Event()
+        self._body: bytes | None = json.dumps({"prompt": PROMPT, "temperature": 0, **fields}).encode()
+        scope = {"type": "http"}
+        self.task = asyncio.create_task(Endpoint(made.service, Completion)(scope, self._receive, self._send))
+
+    async def _receive(self) -> MutableMapping[str, Any]:
+        if self._body is None:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.sent.append(message)
+
+    async def go(self) -> None:
+        """Away; returns when the server has noticed."""
+        self._gone.set()
+        await self.task
+
+
+class Gate:
+    """Holds the engine up before the first frame from `number` on, until it is opened."""
+
+    def __init__(self, made: OwnServer, number: int) -> None:
+        self._engine = made.engine
+        self.is_reached, self._is_open = threading.Event(), threading.Event()
+        compute = self._engine._compute
+
+        def held(plan: Plan, ring: Any) -> Any:
+            if plan.number >= number:
+                self.is_reached.set()
+                assert self._is_open.wait(60)
+            return compute(plan, ring)
+
+        self._engine._compute = held  # type: ignore[method-assign]
+
+    async def open(self, made: OwnServer, n_left: int = 0) -> None:
+        """When the engine was told what it has to be told; returns when it has so many texts left."""
+        await made.until(lambda: bool(self._engine._inbox._commands))
+        self._is_open.set()
+        await made.until(lambda: len(self._engine._live) == n_left)
+        await made.until(lambda: made.engine.texts()[0] == n_left)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_in_its_prompt(folder: Path, nodes: list[SecondaryNode], is_streamed: bool) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            made.engine._scheduler.chunk_rows = 8
+            gate = Gate(made, 4)
+            client = Client(made, max_tokens=50, stream=is_streamed)
+            await made.until(gate.is_reached.is_set)
+            await client.go()
+            await gate.open(made)
+            assert made.engine.n_tokens == 0 and not client.sent
+            assert await made.write("one", 10) == right("one", 10)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_in_the_middle_of_its_text(folder: Path, nodes: list[SecondaryNode], is_streamed: bool) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            gate = Gate(made, 20)
+            client = Client(made, max_tokens=200, stream=is_streamed, n=2)
+            await made.until(gate.is_reached.is_set)
+            await client.go()
+            await gate.open(made)
+            assert 0 < made.engine.n_tokens < 60 and bool(client.sent) == is_streamed
+
+    run(scenario())
+
+
+def test_in_the_queue(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes, max_running=1) as made:
+            gate = Gate(made, 5)
+            first = Client(made, max_tokens=6, stream=True)
+            await made.until(gate.is_reached.is_set)
+            second, third = (Client(made, max_tokens=6) for _ in range(2))
+            await made.until(lambda: made.service.counts["waiting"] == 2)
+            await second.go()
+            assert made.service.counts == {"running": 1, "waiting": 1, "limit": 512} and not second.sent
+            gate._is_open.set()
+            await asyncio.gather(first.task, third.task)
+            assert made.engine.n_tokens == 12, "the second was never begun"
+            assert third.sent[0]["status"] == 200
+
+    run(scenario())
+
+
+def test_while_its_model_is_loaded(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            client = Client(made, model="two", max_tokens=6)
+            await made.until(lambda: made.models._loading == "two")
+            await client.go()
+            assert await made.write("two", 6) == right("two", 6) and not client.sent
+
+    run(scenario())
