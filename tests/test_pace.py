@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mdi.engine.pace import FIRST_ROWS, LEAST_ROWS, PromptPace, rows_beside
@@ -30,8 +32,25 @@ def test_a_frame_with_prompt_rows_takes_less_than_twice_as_long(decode_s: float,
     assert n_prompt == LEAST_ROWS or decode_s / 3 < n_prompt * row_s < decode_s, "and not slower than need be"
 
 
+@pytest.mark.parametrize("tile", [8, 16, 32])
+@pytest.mark.parametrize("scatter", [0.0, 0.4])
+def test_rows_that_cost_nothing_until_a_tile_is_full_are_not_taken_for_cheap(tile: int, scatter: float) -> None:
+    """Neither in a frame whose rows are as many as may be, nor at the 95th percentile where times scatter."""
+    pace, chance, now = PromptPace(), random.Random(1), 0.0
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(600):
+        n_prompt = min(64, rows_beside(pace.doubling_rows, 1, 8)) if number >= 100 else 0
+        pace.sent(plan_of(number, n_prompt, 4), now)
+        time_s = (0.03 + 0.06 * -(-(4 + n_prompt) // tile)) * chance.lognormvariate(0, scatter)
+        now += time_s
+        pace.returned(number, now)
+        took[n_prompt > 0].append(time_s)
+    before, beside = (sorted(times)[int(0.95 * len(times))] for times in took.values())
+    assert beside <= 2 * before
+
+
 def test_many_that_wait_get_more_of_the_time_than_few_that_decode() -> None:
-    assert rows_beside(20.0, 1, 8) == rows_beside(20.0, 4, 8) == 14
+    assert rows_beside(20.0, 1, 8) == rows_beside(20.0, 4, 8) == 12
     assert (rows_beside(20.0, 16, 8), rows_beside(20.0, 200, 2)) == (40, 2000)
 
 

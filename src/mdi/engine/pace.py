@@ -3,35 +3,34 @@
 One prompt lets the others wait at most twice as long for their tokens. Where more sequences wait for their first token than
 decode, they get as much more of the time as they are more.
 
-A frame's time is taken to be that of the decoding rows and so much for each prompt row; both are measured as frames come back.
-Pure: times come in as numbers.
+What prompt rows cost depends on how many they are: kernels take rows in tiles, so that a few more may cost nothing, or as much
+as a whole tile. So nothing is concluded from few rows on many: the number follows what frames with about so many rows took, up
+slowly and down fast. Pure: times come in as numbers.
 """
 
 from __future__ import annotations
 
 from mdi.engine.planned import Plan
 
-SLOWER = 0.7  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
+SLOWER = 0.6  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
 FIRST_ROWS = 16  # before anything was measured
 LEAST_ROWS = 4
-WEIGHT = 0.2  # of the newest measurement
+WEIGHT = 0.2  # of the newest frame without prompt rows
+UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 
 
 class PromptPace:
-    """Belongs to the engine's thread."""
+    """Belongs to the engine's thread.
+
+    Attributes:
+        doubling_rows: prompt rows that take as long as all decoding ones of a frame.
+    """
 
     def __init__(self) -> None:
+        self.doubling_rows = FIRST_ROWS / SLOWER
         self._sent: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
         self._decode_s: float | None = None
-        self._row_s: float | None = None
-
-    @property
-    def doubling_rows(self) -> float:
-        """Prompt rows that take as long as all decoding ones of a frame."""
-        if self._decode_s is None or not self._row_s:
-            return FIRST_ROWS / SLOWER
-        return self._decode_s / self._row_s
 
     def sent(self, plan: Plan, now_s: float) -> None:
         """A frame leaves."""
@@ -48,17 +47,20 @@ class PromptPace:
             del self._sent[earlier]
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
-        if n_decoding and not n_prompt:
-            self._decode_s = _mean(self._decode_s, time_s)
-        elif n_prompt:
-            own_s = time_s - (self._decode_s or 0.0 if n_decoding else 0.0)
-            self._row_s = _mean(self._row_s, max(own_s, 0.0) / n_prompt)
+        if not n_decoding:
+            return  # nobody waits for it
+        if not n_prompt:
+            self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
+        elif self._decode_s:
+            self._follow(n_prompt, time_s / self._decode_s - 1)
+
+    def _follow(self, n_prompt: int, slower: float) -> None:
+        """So many rows made a frame so much slower."""
+        most = UP * self.doubling_rows
+        found = n_prompt / slower if slower > n_prompt / most else most
+        self.doubling_rows = max(found, DOWN * self.doubling_rows, LEAST_ROWS)
 
 
 def rows_beside(doubling_rows: float, n_prompts: int, n_decoding: int) -> int:
     """Prompt rows that the next frame may take beside decoding ones."""
     return max(LEAST_ROWS, int(doubling_rows * max(SLOWER, n_prompts / n_decoding)))
-
-
-def _mean(before: float | None, new: float) -> float:
-    return new if before is None else before + WEIGHT * (new - before)
