@@ -114,21 +114,7 @@ class InitRequest(Requested):
     def from_json(cls, data: Any) -> InitRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
         get = Fields(data, "request", _refused)
-        version = data.get("control_version")
-        if type(version) is not int or version != CONTROL_VERSION:
-            raise ControlError(
-                f"the starter speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
-                "install the same version of MDI-LLM on both",
-                409,
-                code="version",
-            )
-        if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
-            raise ControlError(
-                f"the starter packs weights in version {data['layout_version']} of their layout, this node in version "
-                f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
-                409,
-                code="version",
-            )
+        _check_versions(get)
         names = tuple(get.strings("names"))
         if not names:
             raise get.wrong("names", "the names of all nodes")
@@ -160,14 +146,7 @@ class InitRequest(Requested):
             extensions=get.object("extensions"),
             **Requested.read(get),
         )
-        _check_counts(request.config)
-        n_layer = data["config"].get("n_layer")
-        if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
-            raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
-        names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
-        blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
-        if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
-            raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
+        _check_blocks(request)
         return request
 
 
@@ -292,6 +271,36 @@ class ForwardRequest:
             run=get.hex("run", 16), part=part, offset=get.integer("offset", 0, part.n_bytes), node=get.string("node"),
             addr=get.string("addr"), port=get.integer("port", 1, 65535),
         )  # fmt: skip
+
+
+def _check_versions(get: Fields) -> None:
+    version = get.data.get("control_version")
+    if type(version) is not int or version != CONTROL_VERSION:
+        raise ControlError(
+            f"the starter speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
+            "install the same version of MDI-LLM on both",
+            409,
+            code="version",
+        )
+    if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
+        raise ControlError(
+            f"the starter packs weights in version {get.data['layout_version']} of their layout, this node in version "
+            f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
+            409,
+            code="version",
+        )
+
+
+def _check_blocks(request: InitRequest) -> None:
+    _check_counts(request.config)
+    start, stop = request.blocks
+    n_layer = request.config.get("n_layer")
+    if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
+        raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
+    names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
+    blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
+    if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
+        raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
 
 
 def _check_counts(config: dict[str, Any]) -> None:

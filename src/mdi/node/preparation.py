@@ -141,64 +141,60 @@ class Preparation:
         identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(own) for client, own in zip(self._clients, parts, strict=True)}
-        setups = []
         self.has_begun = True
-        for index, (client, blocks) in enumerate(zip(self._clients, weights.blocks[1:], strict=True), 1):
-            following = nodes[(index + 1) % len(nodes)]
-            port_in = following.port_in
-            if index == len(nodes) - 1:
-                assert self._ring_port is not None
-                port_in = self._ring_port
-            node = client.node
-            asked = replace(
-                Requested.of(options),
-                device=node.device,
-                threads=node.threads,
-                quantize=self._computing.quantize,
-                quantize_head=None,
+        return [
+            SecondarySetup(
+                client, self._request(index, names, tuple(parts[index - 1]), shares[index - 1]),
+                self.own.weights_of(weights, index), options.wait_s, client.node.name in self._known, self._holders,
             )
-            request = InitRequest(
-                run=self._run_id,
-                epoch=self._epoch,
-                index=index,
-                names=names,
-                placement=self.placement,
-                next_addr=following.addr,
-                next_port=port_in,
-                model=weights.model,
-                config=weights.config,
-                config_hash=weights.config_hash,
-                stored_dtype=weights.dtype,
-                blocks=blocks,
-                parts=tuple(parts[index - 1]),
-                max_length=self._max_length,
-                n_sequences=self._n_sequences,
-                stored_format=weights.stored_format,
-                n_frames=options.n_frames,
-                silence_s=options.silence_s,
-                hand_over=not (options.fixed or self.own.is_shared),
-                keep_caches=self._replays is not None,
-                replay=(self._replays or {}).get(client.node.name, COMPUTE),
-                replay_bytes=self._replay_bytes,
-                extensions={
-                    **extensions_of(options.n_spans),
-                    **window_extensions(options.weight_memory),
-                    **share_extensions(options.cache_share),
-                    **shares[index - 1],
-                },
-                **vars(asked),
-            )
-            setups.append(
-                SecondarySetup(
-                    client,
-                    request,
-                    self.own.weights_of(weights, index),
-                    options.wait_s,
-                    client.node.name in self._known,
-                    self._holders,
-                )
-            )
-        return setups
+            for index, client in enumerate(self._clients, 1)
+        ]  # fmt: skip
+
+    def _request(
+        self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...], share: dict[str, Any]
+    ) -> InitRequest:
+        """What node `index` of the ring is to do."""
+        weights, options, nodes = self._weights, self._options, self._cluster.nodes
+        node, following = nodes[index], nodes[(index + 1) % len(nodes)]
+        port_in = following.port_in
+        if index == len(nodes) - 1:
+            assert self._ring_port is not None
+            port_in = self._ring_port
+        asked = replace(
+            Requested.of(options), device=node.device, threads=node.threads, quantize=self._computing.quantize,
+            quantize_head=None,
+        )  # fmt: skip
+        return InitRequest(
+            run=self._run_id,
+            epoch=self._epoch,
+            index=index,
+            names=names,
+            placement=self.placement,
+            next_addr=following.addr,
+            next_port=port_in,
+            model=weights.model,
+            config=weights.config,
+            config_hash=weights.config_hash,
+            stored_dtype=weights.dtype,
+            blocks=weights.blocks[index],
+            parts=parts,
+            max_length=self._max_length,
+            n_sequences=self._n_sequences,
+            stored_format=weights.stored_format,
+            n_frames=options.n_frames,
+            silence_s=options.silence_s,
+            hand_over=not (options.fixed or self.own.is_shared),
+            keep_caches=self._replays is not None,
+            replay=(self._replays or {}).get(node.name, COMPUTE),
+            replay_bytes=self._replay_bytes,
+            extensions={
+                **extensions_of(options.n_spans),
+                **window_extensions(options.weight_memory),
+                **share_extensions(options.cache_share),
+                **share,
+            },
+            **vars(asked),
+        )
 
     def _hash_parts(self) -> list[list[PartSpec]]:
         """What each secondary needs. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
