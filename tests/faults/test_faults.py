@@ -25,7 +25,7 @@ from fault_schedule import Fault, Saboteur, complaint, schedule
 
 N_TOKENS = 60
 SILENCE_S = 3.0
-SHORT_SILENCE_S = 1.0  # where it does no harm that a slow machine is taken for a lost one
+SHORT_SILENCE_S = 0.6  # where it does no harm that a slow machine is taken for a lost one
 FORMATS = ("float32", "int8", "int4")
 
 
@@ -120,7 +120,7 @@ def test_a_node_that_is_frozen_behind_its_link_is_lost(nodes: FaultRing, checkpo
     running = Running()
     wanted = texts(2, 400, 1)
     saboteur = Freezer(nodes, running)
-    outcome = run(nodes.cluster(3), options(checkpoint, fixed=True), wanted, running)
+    outcome = run(nodes.cluster(3), options(checkpoint, fixed=True, silence_s=SHORT_SILENCE_S), wanted, running)
     saboteur.join()
     assert isinstance(outcome.error, NodeLostError)
     assert complaint(outcome, undisturbed(checkpoint, "float32", 2, 1, 400), may_be_lost=True) == ""
