@@ -86,6 +86,8 @@ def test_texts_are_those_of_the_whole_model(
     assert len({node["reduces"] for node in told["nodes"]}) == 1 and told["nodes"][0]["reduces"] > 0
     whole = sum(node["weights_resident_bytes"] for node in told["nodes"])
     assert all(0 < node["weights_resident_bytes"] < whole for node in told["nodes"])
+    if parts is None:  # the same share of all blocks, and embedding and head besides
+        assert told["nodes"][0]["weights_resident_bytes"] > told["nodes"][1]["weights_resident_bytes"]
 
 
 def test_a_run_with_a_key_and_rounded_sums(checkpoint: Path, tmp_path: Path) -> None:

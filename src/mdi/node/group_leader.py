@@ -175,7 +175,12 @@ class GroupLeader(RingOfGroups):
 
     @property
     def weight_use(self) -> WeightUse:
-        return self.loaded.weight_use if self._is_loaded else WeightUse(0, 0, 0.0)
+        """Of the share, and of embedding and head."""
+        share = super().weight_use
+        if not self._is_loaded or self._window is not None:  # a window holds them all
+            return share
+        ends = self.stage.weight_use
+        return WeightUse(share.resident_bytes + ends.resident_bytes, share.read_bytes + ends.read_bytes, share.wait_s)
 
     @property
     def share(self) -> ShareMetrics | None:

@@ -13,7 +13,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import NoMemoryError
-from mdi.kernels.kernel_stage import KernelStarterStage, Weights
+from mdi.kernels.kernel_stage import KernelStarterStage, Weights, WeightUse
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_threads
@@ -192,6 +192,10 @@ class OwnStage:
     @property
     def is_loaded(self) -> bool:
         return self._key is not None
+
+    @property
+    def weight_use(self) -> WeightUse:
+        return self.loaded.weight_use if self.is_loaded else WeightUse(0, 0, 0.0)
 
     @property
     def rows(self) -> StarterRows:

@@ -258,8 +258,7 @@ class RunRings:
     @property
     def weight_use(self) -> WeightUse:
         """What the starter's own stage has read."""
-        loaded = None if self.preparation is None else self.preparation.loaded
-        return WeightUse(0, 0, 0.0) if loaded is None else loaded.weight_use
+        return WeightUse(0, 0, 0.0) if self.preparation is None else self.preparation.own.weight_use
 
     @property
     def is_shared(self) -> bool:
