@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {li
 
 PROMPTS = ("Who are you?", "The ring", TEXT)
 N_TOKENS = 10
+# A text may come when the first frame is under way, and so end in a later one; one more, without rows, may free the caches.
+MOST_FRAMES = N_TOKENS + len(PROMPTS)
 
 
 @pytest.fixture
@@ -54,9 +56,9 @@ def test_from_a_checkpoint_and_from_a_chunk(checkpoint: Path, capsys: pytest.Cap
     n_bytes = sum(stop - start for start, stop in read_header(chunk).offsets.values())
     for one in (found["nodes"][0], again["nodes"][0]):
         assert 0 < one["weights_resident_bytes"] < n_bytes
-        # Three prompts in one frame, then a frame for every token but the last: each is a pass.
+        # The prompts in a frame, then a frame for every token but the last: each is a pass.
         assert one["weights_read_bytes"] > (N_TOKENS - 1) * (n_bytes - one["weights_resident_bytes"]) / 2
-        assert one["frames"] in (N_TOKENS, N_TOKENS + 1), "one more, without rows, may free the caches"
+        assert N_TOKENS <= one["frames"] <= MOST_FRAMES
         assert one["disk_wait_s"] >= 0
     whole = sample(capsys, "--ckpt", str(checkpoint))["nodes"][0]
     assert whole["weights_resident_bytes"] == whole["weights_read_bytes"] > again["nodes"][0]["weights_resident_bytes"]
@@ -115,6 +117,6 @@ def test_a_ring_whose_nodes_all_have_a_window(
             found = json.loads(capsys.readouterr().out)
             assert ids(found) == EXPECTED
             for one in found["nodes"]:
-                assert one["frames"] <= N_TOKENS + 1, "all texts go round in one frame"
+                assert one["frames"] <= MOST_FRAMES, "all texts go round in one frame"
                 times_read = one["weights_read_bytes"] / one["weights_resident_bytes"]
                 assert 0.9 < times_read <= 1 if with_chunks else times_read > N_TOKENS
