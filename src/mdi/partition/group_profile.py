@@ -41,11 +41,6 @@ def stage_places(profile: ClusterProfile) -> list[list[int]]:
     return list(found.values())
 
 
-def without_groups(profile: ClusterProfile) -> ClusterProfile:
-    """The same nodes, each a stage of its own."""
-    return replace(profile, nodes=tuple(replace(node, group="") for node in profile.nodes))
-
-
 def merged(
     profile: ClusterProfile, shape: ModelShape, workload: Workload
 ) -> tuple[ClusterProfile, tuple[GroupPlan, ...]]:

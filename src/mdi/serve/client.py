@@ -130,10 +130,6 @@ class EngineClient:
     def status(self) -> dict[str, Any]:
         return self.state.status
 
-    @property
-    def n_live(self) -> int:
-        return len(self._live)
-
     async def run(self, sock: socket.socket) -> None:
         """Take what the engine says until it is gone; then everybody who waits gets an error."""
         reader, self._writer = await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES)

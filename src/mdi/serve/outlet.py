@@ -57,10 +57,6 @@ class Outlet:
             request.cancel()
         return request is not None
 
-    @property
-    def n_live(self) -> int:
-        return len(self._requests)
-
     def close(self) -> None:
         """After the engine's end, when all events are there."""
         self._events.put(_END)

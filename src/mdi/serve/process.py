@@ -64,10 +64,6 @@ class ApiProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def drain(self) -> None:
         """Take no more requests, and wait until those that are under way have been answered, as long as that may take."""
         self.lines.send({"is": "drain"})

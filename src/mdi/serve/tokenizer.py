@@ -40,14 +40,6 @@ class ServedTokenizer(FileTokenizer):
     def _control_ids(self) -> list[int]:
         return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]
 
-    def name_of(self, token: int) -> str:
-        """A token as the vocabulary writes it; "" if there is none."""
-        find = self.processor.id_to_token if self.backend == "huggingface" else self.processor.id_to_piece
-        try:
-            return str(find(token) or "")
-        except (IndexError, OverflowError):
-            return ""
-
 
 class AnswerText:
     """The text of one answer as its tokens come, up to a stop string.
