@@ -30,7 +30,11 @@ def planned(capsys: pytest.CaptureFixture[str], profiles: Path, *flags: str, sta
 
 
 def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = planned(capsys, profiles, "--window", "2", "--disk-rate", "100M")["windows"][0]
+    of_slow = planned(capsys, profiles, "--window", "2", "--disk-rate", "100M")
+    slow = of_slow["windows"][0]
+    n_texts, pass_s = of_slow["n_sequences"], slow["chosen"]["times"]["pass_s"]
+    assert of_slow["tokens_per_s"] == pytest.approx(n_texts / pass_s), "the speed has the waits in it"
+    assert of_slow["tokens_per_s_one_sequence"] * slow["pass_bytes"] <= slow["disk_bytes_s"] * 1.001
     assert slow["chosen"]["units"] == 2 and slow["chosen"]["retain"] is None
     assert not slow["is_tight"] and not slow["is_loose"]
     assert slow["chosen"]["times"]["wait_s"] > 0.5 * slow["chosen"]["times"]["pass_s"]

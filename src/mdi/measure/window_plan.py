@@ -61,7 +61,16 @@ def with_windows(
         windows.append(window)
         memory = replace(node.memory, weights=chosen.resident_bytes)
         nodes.append(replace(node, memory=memory, free_bytes=options.memory or of.memory_bytes))
-    return replace(report, nodes=tuple(nodes), windows=tuple(windows))
+    return replace(_with_waits(report, windows), nodes=tuple(nodes), windows=tuple(windows))
+
+
+def _with_waits(report: PlanReport, windows: Sequence[NodeWindow]) -> PlanReport:
+    """The speeds with what nodes wait for their disks: one frame is in flight, and has a row of every text."""
+    n, first = report.workload.n_sequences, windows[0].chosen.times
+    round_s = first.pass_s - first.wait_s + sum(window.chosen.times.wait_s for window in windows)
+    read_s = max(window.pass_bytes / window.disk_bytes_s for window in windows)
+    one = n / round_s if n == 1 else min(report.tokens_s_one, 1 / read_s if read_s else report.tokens_s_one)
+    return replace(report, n_frames=1, n_rows=n, more_frames=0, tokens_s=n / round_s, tokens_s_one=one)
 
 
 def _of_node(
