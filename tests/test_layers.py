@@ -288,7 +288,7 @@ def test_only_plots_draws(path: Path) -> None:
 def heavy_after(code: str) -> set[str]:
     """Which of the heavy libraries a fresh interpreter has loaded after `code`."""
     code += "\nimport sys; print('HEAVY', *sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
-    heavy = ["torch", "litgpt", "matplotlib", "cherrypy", "transformers", "numpy"]
+    heavy = ["torch", "litgpt", "matplotlib", "cherrypy", "transformers", "numpy", "cryptography"]
     done = subprocess.run(
         [sys.executable, "-c", code, *heavy], cwd=SRC, capture_output=True, text=True, timeout=120, check=False
     )

@@ -15,17 +15,17 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
-from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError
 from mdi.litgpt_module import litgpt_module
 from mdi.node.group_member import group_in
-from mdi.text import TextCodec
 
 if TYPE_CHECKING:
     from litgpt.config import Config
 
+    from mdi.engine.scheduler import Scheduler
     from mdi.model.stage import Stage, StarterStage
     from mdi.node.starter_weights import StarterWeights
+    from mdi.text import TextCodec
 
 
 class ModelFamily:
@@ -52,6 +52,8 @@ class ModelFamily:
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         """Raises CheckpointError, UsageError."""
+        from mdi.text import TextCodec
+
         return TextCodec.from_checkpoint(directory, prompt_style)
 
     def config(self, fields: dict[str, Any]) -> Config:

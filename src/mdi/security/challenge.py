@@ -7,13 +7,14 @@ the cluster key, and both messages. So a recorded connection cannot be played ag
 
 from __future__ import annotations
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from typing import TYPE_CHECKING
 
 from mdi.errors import AccessError
 from mdi.security.keys import key_of, mac
 from mdi.security.session import KEY_BYTES, Session, has_fast_aes
+
+if TYPE_CHECKING:  # the library takes 6 MB of memory, which a node without a key can do without
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 PUBLIC_BYTES = 32
 MAC_BYTES = 32
@@ -26,7 +27,7 @@ class Caller:
 
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         self._secret = keys[0]
-        self._private = X25519PrivateKey.generate()
+        self._private = _new_private()
         open_part = bytes([has_fast_aes()]) + public_bytes(self._private)
         self.call = open_part + mac(self._secret, _CALL, open_part)
 
@@ -45,11 +46,17 @@ def answer_to(call: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, Session]:
     secret = key_of(call[len(open_part) :], keys, _CALL, open_part)
     if secret is None:
         raise AccessError("it has another cluster key")
-    private = X25519PrivateKey.generate()
+    private = _new_private()
     mine = bytes([has_fast_aes()]) + public_bytes(private)
     answer = mine + mac(secret, _ANSWER, call, mine)
     theirs_key, mine_key = _session_keys(private, secret, open_part[1:], call + answer)
     return answer, Session(mine_key, theirs_key, bool(call[0] and answer[0]))
+
+
+def _new_private() -> X25519PrivateKey:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    return X25519PrivateKey.generate()
 
 
 def public_bytes(private: X25519PrivateKey) -> bytes:
@@ -58,6 +65,10 @@ def public_bytes(private: X25519PrivateKey) -> bytes:
 
 def shared_key(private: X25519PrivateKey, public: bytes, secret: bytes, info: bytes, n_bytes: int) -> bytes:
     """Key material that only the two sides have. Raises AccessError for a public value that no honest side draws."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:

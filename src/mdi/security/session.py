@@ -12,9 +12,6 @@ import platform
 import sys
 from pathlib import Path
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
-
 from mdi.errors import WireError
 
 TAG_BYTES = 16
@@ -41,6 +38,10 @@ class Session:
     """
 
     def __init__(self, send_key: bytes, read_key: bytes, is_aes: bool) -> None:
+        from cryptography.exceptions import InvalidTag  # here: see challenge
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+        self._broken = InvalidTag
         cipher = AESGCM if is_aes else ChaCha20Poly1305
         self._send, self._read = cipher(send_key), cipher(read_key)
         self._sent = itertools.count()  # taken from it at once, so that no number is ever used twice
@@ -54,7 +55,7 @@ class Session:
         """The next message that was read, written to `into`, which is TAG_BYTES shorter. WireError if it is not that one."""
         try:
             self._read.decrypt_into(_nonce(self._n_read), sealed, None, into)
-        except InvalidTag:
+        except self._broken:
             raise WireError("a frame was changed, repeated, left out, or made by somebody else") from None
         self._n_read += 1
 
