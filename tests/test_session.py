@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mdi.cli import launch
 from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
@@ -147,6 +148,21 @@ def test_processes_outlive_a_session_and_are_started_again_where_that_is_wanted(
             assert failure.value.code == "lost"
     assert rings[0].is_closed and len(rings) == 1
     nodes.close()
+
+
+def test_processes_of_this_machine_have_equal_parts(options: StarterOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all alike: nothing is measured."""
+    seen: list[StarterOptions] = []
+
+    class Seen(Session):
+        def open(self) -> None:
+            seen.append(self._options)
+            raise UsageError("enough")
+
+    monkeypatch.setattr("mdi.session.run_session.Session", Seen)
+    assert launch("local-ring", ["--nodes", "2", "--ckpt", str(options.ckpt)]) == 2
+    assert launch("local-ring", ["--nodes", "2", "--ckpt", str(options.ckpt), "--placement", "latency"]) == 2
+    assert [one.placement for one in seen] == ["even", "latency"]
 
 
 def test_a_missing_model_is_told_by_its_type(tmp_path: Path) -> None:

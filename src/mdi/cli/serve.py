@@ -100,10 +100,11 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     from mdi.serve.snapshot import Snapshots
     from mdi.tracing.recorder import SERVE_SPANS
 
+    nodes = _nodes(args)  # first, for it says how blocks lie on processes of this machine
     options = starter_options(args)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
-    with _nodes(args) as nodes:
+    with nodes:
         host = ModelHost(
             nodes, options, Catalog(args.ckpt_folder, args.ckpt), args.sequence_length or CONTEXT_LIMIT, api.lines,
             _after(args),

@@ -159,12 +159,11 @@ def _generate(
         prompts = [text.prompt for text in known]
     params = sampling_params(args)
     check_model(args, is_litgpt=family is None)
-    options = starter_options(args)
     is_streaming = is_reported and not (args.json or args.no_stream)
     failure: BaseException | None = None
     with make_nodes() as nodes:
         session = Session(
-            nodes, options, args.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
+            nodes, starter_options(args), args.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
             family=family, leave=getattr(args, "stop_nodes", False), on_close=ignore_interrupts,
         )  # fmt: skip
         try:
