@@ -79,7 +79,7 @@ def test_a_closed_connection_is_a_lost_node_unless_the_run_says_otherwise() -> N
 
     with meshes(2) as found:
         found[1].close()
-        found[0]._check = over
+        found[0].check = over
         with pytest.raises(RingEndedError):
             sums(found)[0].reduce(np.ones((1, 8), dtype=np.float32))
 
@@ -89,7 +89,7 @@ def test_who_waits_hears_that_the_run_is_over() -> None:
         raise RingEndedError("the ring was ended")
 
     with meshes(2) as found:
-        found[0]._check = over
+        found[0].check = over
         with pytest.raises(RingEndedError):
             sums(found)[0].reduce(np.ones((1, 8), dtype=np.float32))
 

@@ -9,7 +9,16 @@ if TYPE_CHECKING:
     from mdi.node.options import ParallelOptions
 
 MODES = ("ring", "tensor", "auto")
-ALGORITHMS = ("auto", "star", "exchange", "scatter", "ring", "tree")  # tensor.allreduce, which takes numpy
+ALGORITHMS = (
+    "auto",
+    "star",
+    "exchange",
+    "scatter",
+    "ring",
+    "tree",
+    "gloo",
+    "nccl",
+)  # tensor.allreduce, which takes numpy
 REDUCE_DTYPES = ("float32", "fp16", "int8")
 
 
@@ -24,7 +33,7 @@ def add_parallel_flags(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
     group.add_argument(
         "--reduce", choices=ALGORITHMS, default="auto", help="... how the nodes sum what they computed (%(default)s: by the "
-        "measured delay and rate of the links)",
+        "measured delay and rate of the links; gloo and nccl by torch, without encryption)",
     )  # fmt: skip
     group.add_argument(
         "--reduce-dtype",

@@ -12,10 +12,12 @@ from mdi.control_groups import n_cores
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
+from mdi.machine.torch_use import has_torch
 from mdi.metrics import ShareMetrics
 from mdi.model.array_stage import ArrayStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
+from mdi.tensor.allreduce import TORCH_SUMS
 from mdi.tensor.group import Group, group_of
 from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks
@@ -44,8 +46,17 @@ def window_shard_stage(group: Group, request: InitRequest, computing: Computing)
 def _made(stage_class: type[AnyShardStage], group: Group, request: InitRequest, computing: Computing) -> AnyShardStage:
     if computing.packing is None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
+    check_torch_sums(group.algorithm)
     share = group.share(request.config)
     return stage_class(share, *request.blocks, n_threads(), computing.kv_dtype)
+
+
+def check_torch_sums(algorithm: str) -> None:
+    """Raises UsageError if sums are to be torch's, and torch is not here."""
+    if algorithm in TORCH_SUMS and not has_torch():
+        raise UsageError(
+            f"--reduce {algorithm} takes torch, which is not here: install it on all nodes, or use --reduce auto"
+        )
 
 
 def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:

@@ -22,7 +22,8 @@ from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import EXACT, Numbers
 
 AUTO = "auto"
-CHOICES = (AUTO, *ALGORITHMS)
+TORCH_SUMS = ("gloo", "nccl")  # see torch_sums
+CHOICES = (AUTO, *ALGORITHMS, *TORCH_SUMS)
 
 Floats = np.ndarray
 
@@ -31,7 +32,7 @@ class AllReduce:
     """Sums over a mesh.
 
     Args:
-        algorithm: one of CHOICES; "auto" takes for each size what the model of costs says.
+        algorithm: "auto" or one of ALGORITHMS; "auto" takes for each size what the model of costs says.
         numbers: what partial sums travel as.
         speed: of the links, the same numbers on all nodes.
     """
@@ -50,11 +51,14 @@ class AllReduce:
         if self.mesh.size == 1:
             return
         begin = time.perf_counter()
-        numbers = self._numbers if x.shape[1] > 2 else EXACT  # sums of squares are few, and rounding would tell
-        _WAYS[self._algorithm(x.shape, numbers)](self.mesh, x, numbers)
+        self._sum(x)
         tally = self.mesh.tally
         tally.n_sums += 1
         tally.reduce_s += time.perf_counter() - begin
+
+    def _sum(self, x: Floats) -> None:
+        numbers = self._numbers if x.shape[1] > 2 else EXACT  # sums of squares are few, and rounding would tell
+        _WAYS[self._algorithm(x.shape, numbers)](self.mesh, x, numbers)
 
     def _algorithm(self, shape: tuple[int, int], numbers: Numbers) -> str:
         if self._forced is not None:

@@ -21,7 +21,7 @@ from mdi.net.listener import Expectation, RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.wire import Frame, FrameType
 from mdi.partition.sum_cost import LinkSpeed
-from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.allreduce import TORCH_SUMS, AllReduce
 from mdi.tensor.group import Group
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.numbers import Numbers
@@ -75,6 +75,10 @@ class GroupLinks:
             for rank, expectation in self._expected.items():
                 peers[rank] = self._await(rank, expectation, check)
             mesh = Mesh(group.rank, peers, is_busy, check)
+            if group.algorithm in TORCH_SUMS:
+                from mdi.tensor.torch_sums import TorchSums
+
+                return TorchSums(mesh, [member.addr for member in group.members], group.algorithm)
             return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype), agree_on_speed(mesh))
         except BaseException:
             for peer in peers:

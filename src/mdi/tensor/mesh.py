@@ -131,7 +131,7 @@ class Mesh:
         self.rank, self.size = rank, len(peers)
         self._peers = list(peers)
         self._busy_s = BUSY_S if is_busy else 0.0
-        self._check = check
+        self.check = check
         self.tally = Tally()
 
     @property
@@ -160,7 +160,7 @@ class Mesh:
         try:
             return self._swap(sends, receives)
         except NodeLostError:
-            self._check(VERDICT_S)  # the ring knows better who was lost: others close their connections for that
+            self.check(VERDICT_S)  # the ring knows better who was lost: others close their connections for that
             raise
 
     def _swap(self, sends: Iterable[tuple[int, Buffer]], receives: Iterable[tuple[int, int]]) -> dict[int, memoryview]:
@@ -198,7 +198,7 @@ class Mesh:
         for peer in leaving:
             poll.register(peer.fd, select.POLLOUT | (select.POLLIN if peer in arriving else 0))
         while not poll.poll(1000 * SLEEP_S):
-            self._check(0.0)
+            self.check(0.0)
             if time.perf_counter() - begin > STALL_S:
                 raise EngineError(f"nothing came from {', '.join(peer.name for peer in arriving)} for {STALL_S:.0f} s")
 
