@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import mdi.node.group_member
 from cluster_keys import key_file
@@ -52,6 +53,12 @@ def test_a_node_that_ends_ends_the_sum() -> None:
             return failure.value.code
 
         assert on_all(2, work) == [RingError.code, "left"]
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with meshes(2) as found, pytest.raises(UsageError):
+        TorchSums(found[0], HERE, "nccl")
 
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from mdi.errors import RingError
+from mdi.errors import RingError, UsageError
 from mdi.partition.sum_cost import LinkSpeed
 from mdi.tensor.allreduce import AUTO, AllReduce
 from mdi.tensor.mesh import VERDICT_S, Mesh
@@ -33,11 +33,13 @@ class TorchSums(AllReduce):
         backend: one of allreduce.TORCH_SUMS.
 
     Raises:
-        RingError: torch cannot connect the nodes.
+        RingError: torch cannot connect the nodes. UsageError: there is no NCCL, or no GPU.
     """
 
     def __init__(self, mesh: Mesh, addrs: Sequence[str], backend: str) -> None:
         super().__init__(mesh, AUTO, EXACT, LinkSpeed(0.0, 1e9))
+        if backend == "nccl" and not (torch.cuda.is_available() and distributed.is_nccl_available()):
+            raise UsageError("--reduce nccl takes a GPU and NCCL on each node: use --reduce auto or gloo")
         self._device = "cuda" if backend == "nccl" else "cpu"
         try:
             self._group = _process_group(mesh, addrs, backend)
@@ -81,9 +83,9 @@ def _process_group(mesh: Mesh, addrs: Sequence[str], backend: str) -> Any:
     else:
         (port,) = _PORT.unpack(mesh.swap([], [(0, _PORT.size)])[0])
         store = distributed.TCPStore(addrs[0], port, is_master=False, wait_for_workers=False, timeout=WAIT)
-    if backend == "nccl":
-        return distributed.ProcessGroupNCCL(store, mesh.rank, mesh.size, WAIT)
-    options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=addrs[mesh.rank])]
+    made: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
+    options = made.Options() if backend == "nccl" else made._Options()
     options._timeout = WAIT
-    return distributed.ProcessGroupGloo(store, mesh.rank, mesh.size, options)
+    if backend == "gloo":
+        options._devices = [made.create_device(hostname=addrs[mesh.rank])]
+    return made(store, mesh.rank, mesh.size, options)
