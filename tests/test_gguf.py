@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -14,15 +16,19 @@ from litgpt.model import GPT
 
 from families import greedy, prompt
 from gguf_files import as_stored, gguf_families, rope_factors, write_gguf, write_shard
+from gguf_reference.write_ids import write_nano
+from loopback import CPU
 from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, unpack
+from mdi.model.stage import StarterStage
 from tiny_models import State, tiny_state
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
+OF_LLAMA_CPP = json.loads((Path(__file__).parent / "gguf_reference" / "llama_cpp_ids.json").read_text())
 
 # What the format has no field for is as in the real models.
 _AS_REAL = {
@@ -62,6 +68,31 @@ def test_greedy_tokens_are_those_of_the_checkpoint_it_was_written_from(
     for seed in range(2):
         ids = prompt(30, seed)
         assert greedy(_model(source), ids, 24) == greedy(written, ids, 24)
+
+
+@pytest.mark.parametrize("matrices", OF_LLAMA_CPP["of"])
+def test_greedy_tokens_of_a_trained_model_are_llama_cpps(tmp_path: Path, matrices: str) -> None:
+    """32 after each prompt; llama.cpp's were written by gguf_reference/write_ids.py, from a file of the same bytes."""
+    expected = OF_LLAMA_CPP["of"][matrices]
+    path = write_nano(tmp_path / "nano.gguf", matrices)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == expected["sha256"], "write the ids anew"
+    source = GgufSource(path)
+    n_layer = source.config_dict["n_layer"]
+    stage = StarterStage(Config(**source.config_dict), n_layer)
+    weights = {name: source.tensor(name) for name in source.specs}
+    stage.load(["all"], lambda _: weights, CPU, torch.float32)
+    stage.prepare(64, CPU, torch.float32)
+    prompts = OF_LLAMA_CPP["prompts"]
+    found = [[next_id(stage, i, ids, 0)] for i, ids in enumerate(prompts)]
+    for _ in range(31):
+        for i, ids in enumerate(prompts):
+            found[i].append(next_id(stage, i, found[i][-1:], len(ids) + len(found[i]) - 1))
+    assert found == expected["ids"]
+
+
+def next_id(stage: StarterStage, seq_id: int, ids: list[int], start: int) -> int:
+    x = stage(stage.embed(torch.tensor(ids)), [(seq_id, start, len(ids))])
+    return int(stage.head(x[-1:]).argmax())
 
 
 @pytest.mark.parametrize("matrices, code", [("Q8_0", "F16"), ("Q4_0", "F16"), ("BF16", "BF16")])
