@@ -40,7 +40,7 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
         nonlocal most
         for node in nodes:
             node._slots._available = lambda device, node=node: most - held(node)  # type: ignore[misc]
-        async with server(folder, nodes) as made:
+        async with server(folder, nodes, replay_memory=0) as made:
             assert await made.write("two", 20) == right("two", 20)
             most = held(nodes[0]) * 8 // 5  # of three, one finds no memory for its caches
             assert await made.write("one", 20) == right("one", 20)
