@@ -56,6 +56,7 @@ def in_groups(*groups: str | None, **more: Any) -> dict[str, Any]:
 def test_nodes_in_groups(tmp_path: Path) -> None:
     cluster = load_cluster(write(tmp_path, in_groups("a", "b", "a", None, "b")))
     assert [node.group for node in cluster.nodes] == ["a", "b", "a", None, "b"]
+    assert cluster.n_stages == 3, "so many numbers has --layers"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ class ClusterConfig:
     def n_nodes(self) -> int:
         return 1 + len(self.secondaries)
 
+    @property
+    def n_stages(self) -> int:
+        """Nodes and groups that have blocks of their own."""
+        return len({(node.group, None) if node.group else (None, node.name) for node in self.nodes})
+
 
 def standalone() -> ClusterConfig:
     """A ring of one node, on loopback and free ports."""

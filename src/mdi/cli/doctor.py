@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         from mdi.cli.checks import check_cut, check_model
 
         check_model(args)
-        check_cut(args, cluster.n_nodes)
+        check_cut(args, cluster.n_stages)
 
     from mdi.cache_dir import default_cache_dir
     from mdi.examine.doctor import examine

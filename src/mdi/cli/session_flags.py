@@ -33,7 +33,7 @@ def nodes_of(args: argparse.Namespace, find: Callable[[], ClusterConfig]) -> Nod
     def found() -> ClusterConfig:
         nonlocal latest
         latest = with_keys(args, find())
-        check_cut(args, latest.n_nodes)
+        check_cut(args, latest.n_stages)
         return latest
 
     return NodeSource(found, args.threads, cores_of(args), arrivals(args, lambda: latest))
