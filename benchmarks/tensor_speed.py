@@ -56,7 +56,7 @@ class Node:
         self.first = None
         if rank == 0:
             if is_head_shared:
-                self.first = SharedHeadStage(self.config, self.share, lambda: self.mesh, 1, "float32", 0)
+                self.first = SharedHeadStage(self.config, self.share, lambda: self.mesh, 1, "float32")
             else:
                 self.first = KernelStarterStage(self.config, 0)
             self.first.load(

@@ -12,7 +12,6 @@ import yaml
 
 from families import config_of
 from mdi.cli import launch
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.control.requested import Requested
@@ -106,21 +105,17 @@ def tight() -> ClusterProfile:
     return cluster(replace(node("starter", KERNELS), memory_bytes=used + (caches[1] - caches[0]) // 2))
 
 
-def test_a_run_is_placed_by_what_its_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_placed_by_what_its_caches_hold() -> None:
     from types import SimpleNamespace
 
-    monkeypatch.setattr(placing, "measured_cluster", lambda *args: tight())
     weights: Any = SimpleNamespace(model="tiny", config=CONFIG, config_hash=SHAPE.config_hash, dtype="float32")
-    here = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0))
 
     def place(kv_dtype: str) -> Any:
         computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
         work = Workload(16, CONFIG["block_size"])
-        return placing.measured_placement(
-            here, weights, StarterOptions(ckpt=Path()), computing, work, "throughput", "r", lambda: None
-        )
+        return placing.planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
 
-    assert place("int8")[1].counts == (5,)
+    assert place("int8").counts == (5,)
     with pytest.raises(PlacementError):
         place("auto")
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "net": {"slices", "json_fields", "security", "config", "errors", "terminal"},
     "control_groups": set(),
     "kernels": {"slices", "weight_formats", "cache_dir", "control_groups", "errors"},
-    "model": {"slices", "kernels", "config", "errors"},
+    "model": {"weight_formats", "slices", "kernels", "config", "errors"},
     "checkpoint": {
         "whole_files",
         "json_fields",

@@ -21,7 +21,7 @@ import mdi.periodic
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
-from mdi.cli.starter import chosen_placement
+from mdi.cli.session_flags import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest, Slots

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -55,21 +54,12 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(question: str, ids: list[int], params: Any, stop: list[str], on_text: Any) -> Any:
         on_text(None, HOSTILE)
         on_text(None, "")
-        ended = threading.Event()
-        ended.set()
-        return SimpleNamespace(ended=ended, text=HOSTILE)
+        return SimpleNamespace(text=HOSTILE)
 
     codec = SimpleNamespace(encode_chat=lambda history, question: [1])
-    node = SimpleNamespace(
-        codec=codec,
-        max_length=100,
-        failed=False,
-        check_prompt=lambda ids: None,
-        submit=submit,
-        generate=lambda: None,
-        raise_failure=lambda: None,
-    )
-    reply = cli_chat._answer(node, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
+    starter = SimpleNamespace(codec=codec, max_length=100, check_prompt=lambda ids: None)
+    session = SimpleNamespace(starter=starter, submit=submit, read=lambda: None)
+    reply = cli_chat.answer(session, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
     assert reply == HOSTILE, "what the model said goes back to the model"
     assert HARMLESS in screen.getvalue()
     assert not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")

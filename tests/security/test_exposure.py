@@ -63,7 +63,8 @@ def test_commands_refuse_it_before_torch(command: str, tmp_path: Path) -> None:
     entry = {"addr": "0.0.0.0", "communication": {"port": 1}, "inference": {"port_in": 2}}
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps({"nodes": {"starter": entry, "secondary": [{**entry, "addr": "0.0.0.1"}]}}))
-    argv = [command, "--nodes-config", str(path), *(["0"] if command == "secondary" else [])]
+    model = ["--ckpt", str(SRC.parent / "assets" / "nano-llama")] if command in ("starter", "chat") else []
+    argv = [command, "--nodes-config", str(path), *(["0"] if command == "secondary" else []), *model]
     code = f"import sys\nfrom mdi.cli import main\nstatus = main({argv!r})\nprint(status, 'torch' in sys.modules)"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=SRC, env=env, capture_output=True, text=True, timeout=120)

@@ -111,7 +111,7 @@ def _talk(session: Session, params: Any, stop: list[str]) -> None:
         if re.fullmatch(r"/\w+", line):
             print(_obey(line, history), flush=True)
             continue
-        reply = _answer(session, history, line, params, stop)
+        reply = answer(session, history, line, params, stop)
         history.append((line, reply))
 
 
@@ -123,7 +123,7 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def _answer(session: Session, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
+def answer(session: Session, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
     """Stream one answer; its text. Raises MdiError if the ring broke."""
     from mdi.errors import MdiError, UsageError
 
