@@ -113,7 +113,7 @@ def test_a_starter_whose_blocks_are_in_the_kernels_loads_no_torch(
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=["torch", "lightning"]))
     flags = ["--ckpt", str(folder), "--window", "2", "--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--json"]
     flags += ["--temperature", "0.9", "--seed", "3", "--top-p", "0.9"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "MDI_CACHE_DIR": str(tmp_path / "cache")}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(ROOT / "src" / "sample.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == 0, done.stderr
