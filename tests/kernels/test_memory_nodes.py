@@ -56,10 +56,11 @@ def test_weights_and_caches_are_dealt_out_where_threads_are_on_several_nodes(
     asked: list[tuple[int, int, tuple[int, ...]]],
 ) -> None:
     weights, pool = layout.aligned_bytes(5 << 20), Pool(1 << 16, 64)
-    for memory, (start, n_bytes, nodes) in zip((weights, pool.memory), asked, strict=True):
+    assert isinstance(weights.base, np.ndarray), "the memory asked for is a little larger, to begin on a boundary"
+    for memory, (start, n_bytes, nodes) in zip((weights.base, pool.memory), asked, strict=True):
         first = memory.ctypes.data
         assert start % mmap.PAGESIZE == n_bytes % mmap.PAGESIZE == 0 and nodes == (0, 1)
-        assert first - 64 <= start < first + mmap.PAGESIZE and start + n_bytes <= first + memory.nbytes
+        assert first <= start < first + mmap.PAGESIZE and start + n_bytes <= first + memory.nbytes
         assert n_bytes > memory.nbytes - 2 * mmap.PAGESIZE
     layout.aligned_bytes(1000)
     assert len(asked) == 2, "small ones stay in caches"
