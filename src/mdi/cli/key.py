@@ -15,7 +15,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from mdi.errors import AccessError, UsageError
 from mdi.terminal import show
 
 INVITE_PORT = 8088
-POLL_S = 0.5
-FLUSH_S = 0.5  # for the answer to leave
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +67,7 @@ def invite(keys: Any, listen: str | None) -> int:
     import mdi
     from mdi.cli.access import own_address, split_address
     from mdi.control.server import ControlServer, StatusOnly
-    from mdi.security.invitation import Invitation
+    from mdi.security.invitation import VALID_S, Invitation
     from mdi.security.keys import text_of
 
     class Inviting(StatusOnly):
@@ -82,11 +79,9 @@ def invite(keys: Any, listen: str | None) -> int:
     server = ControlServer(Inviting(), addr, port, "invitation", keys, invitation)
     try:
         show(f"on the board, within 15 minutes:  mdi join {addr}:{server.port} {invitation.code}")
-        while not invitation.used.wait(POLL_S):
-            if invitation.is_over:
-                raise AccessError("nobody came within 15 minutes: the code is not good any more")
-        time.sleep(FLUSH_S)
+        if not invitation.used.wait(VALID_S):
+            raise AccessError("nobody came within 15 minutes: the code is not good any more")
     finally:
-        server.close()
+        server.close()  # once the board has its answer
     show("a board has joined; the code is used up")
     return 0

@@ -49,14 +49,9 @@ class Announcer:
 
 
 class Browser:
-    """The nodes of a cluster that announce themselves, until `close`.
-
-    Attributes:
-        changed: set when one came or went; to be cleared by who waits for it.
-    """
+    """The nodes of a cluster that announce themselves, until `close`."""
 
     def __init__(self, keys: KeyFile, interfaces: Sequence[str] = ()) -> None:
-        self.changed = threading.Event()
         self._keys = keys
         self._lock = threading.Lock()
         self._found: dict[str, Announcement] = {}
@@ -84,7 +79,6 @@ class Browser:
         if state_change is ServiceStateChange.Removed:
             with self._lock:
                 self._found.pop(name, None)
-            self.changed.set()
         else:  # the rest of what is announced is asked for in a thread of ours: this one is zeroconf's own
             with contextlib.suppress(queue.Full):
                 self._to_resolve.put_nowait(name)
@@ -108,7 +102,6 @@ class Browser:
                 with self._lock:
                     if name in self._found or len(self._found) < N_KEPT:
                         self._found[name] = found
-                self.changed.set()
                 return
 
 
