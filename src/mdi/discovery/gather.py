@@ -17,7 +17,7 @@ from mdi.security.keys import KeyFile
 from mdi.units import counted, duration
 
 SETTLE_S = 3.0  # without a new node, where nobody said how many there are
-POLL_S = 0.2  # sources of several forms are looked at; who did not answer is asked again, and codes are renewed, meanwhile
+POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
 AGAIN_S = 2.0  # until a node that did not answer is asked again
 ASK_S = 5.0
 
