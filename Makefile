@@ -5,8 +5,9 @@ PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 PIP_FLAGS ?=
-# Most tests wait for processes that they start; two at a time take little more than half as long.
-TEST_PROCESSES ?= 2
+# Most tests wait for processes that they start, so one more process than there are cores runs them. Four at most: each
+# loads torch, and starts several nodes that do.
+TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
 .PHONY: help demo serve test lint types check kernels sanitize bench figures venv clean
 
