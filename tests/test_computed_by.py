@@ -26,8 +26,8 @@ from mdi.node import placing
 from mdi.node.options import StarterOptions
 from mdi.partition.model import Workload
 from mdi.partition.plan import plan
+from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
-from mdi.partition.table import format_plan
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.config import NodeConfig
-from mdi.control import admission as admission_module
 from mdi.control import client as client_module
+from mdi.control import connection_workers as admission_module
 from mdi.control.body import JSON_LIMIT_BYTES
 from mdi.control.client import ControlClient
 from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest

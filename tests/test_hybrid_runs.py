@@ -19,8 +19,8 @@ from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shard_stage import ShardStage
-from mdi.tensor.stages import RingStage, counts_after, groups_after, stages_of
 from secondaries import cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
 from tiny_checkpoint import reference

@@ -14,7 +14,7 @@ import pytest
 from mdi.errors import UsageError
 from mdi.recovery import journal as journal_module
 from mdi.recovery.journal import Journal, JournalText, RunRecord, is_locked, read_record
-from mdi.recovery.runs import KEPT_S, N_KEPT, find_run, new_run, remove_run, runs_in, told_runs
+from mdi.recovery.run_folders import KEPT_S, N_KEPT, find_run, new_run, remove_run, runs_in, told_runs
 
 DEADLINE_S = 60.0
 

@@ -16,7 +16,7 @@ from mdi.kernels import library
 from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.sharing_out import in_common_order
-from mdi.tensor.stages import stages_of
+from mdi.tensor.ring_stages import stages_of
 from secondaries import cluster_of, entry_of, secondary
 from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
 from tiny_checkpoint import reference

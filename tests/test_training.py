@@ -18,7 +18,7 @@ from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import Progress, Report, Trainer, make_optimizer
 from mdi.training.new_model import load_shape, new_model
 from mdi.training.schedule import learning_rate
-from mdi.training.settings import TrainingSettings
+from mdi.training.training_settings import TrainingSettings
 from mdi.training.windows import Windows
 from tiny_training import SHAPE, grammar_text, make_dataset, make_shape, train, val_losses
 

@@ -15,7 +15,7 @@ from mdi.errors import UsageError
 from mdi.training.loop import Trainer
 from mdi.training.lora import add_adapters, load_base, merged_weights, trained_weights
 from mdi.training.new_model import load_shape
-from mdi.training.settings import LORA_TARGETS, LoraSettings, TrainingSettings
+from mdi.training.training_settings import LORA_TARGETS, LoraSettings, TrainingSettings
 from mdi.training.windows import Windows
 from tiny_training import losses, make_dataset, make_shape, train
 

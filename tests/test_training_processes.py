@@ -16,7 +16,7 @@ from mdi.errors import UsageError
 from mdi.training.loop import Trainer
 from mdi.training.new_model import new_model
 from mdi.training.processes import Processes
-from mdi.training.settings import TrainingSettings
+from mdi.training.training_settings import TrainingSettings
 from mdi.training.windows import Windows
 from tiny_training import SHAPE, argv_of, losses, make_dataset, make_shape, train
 

@@ -13,7 +13,7 @@ from cluster_keys import key_file
 from mdi.tracing.chrome import read_trace
 from mdi.tracing.explain import explain
 from mdi.tracing.spans import Activity
-from mdi.tracing.stages import summarize
+from mdi.tracing.summary import summarize
 from mdi.tracing.trace import Trace
 from processes import SOON_S, Process, Spawn, children_of, wait_gone
 from tiny_checkpoint import TEXT, reference

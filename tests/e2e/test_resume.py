@@ -13,7 +13,7 @@ import pytest
 from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.recovery.journal import read_record
-from mdi.recovery.runs import find_run, runs_in
+from mdi.recovery.run_folders import find_run, runs_in
 from processes import DEADLINE_S, Cluster, Spawn, Starter
 
 RUN = ("--prompt-style", "none", "--n-tokens", 2500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)

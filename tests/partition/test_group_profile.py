@@ -12,8 +12,8 @@ from mdi.partition.group_profile import merged, stage_places
 from mdi.partition.model import Workload
 from mdi.partition.parallel import ParallelChoice, choose_measured
 from mdi.partition.plan import plan
+from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile
-from mdi.partition.table import format_plan
 
 NAMES = ("starter", "a0", "a1", "b0")
 WORK = Workload(1, 256)

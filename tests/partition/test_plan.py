@@ -11,8 +11,8 @@ from clusters import block, cluster, model, node
 from mdi.errors import PlacementError
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan
+from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile
-from mdi.partition.table import format_plan
 from mdi.units import size
 
 

@@ -12,7 +12,7 @@ from mdi.partition.cost import CostModel
 from mdi.partition.example import boards
 from mdi.partition.model import Workload
 from mdi.partition.plan import plan
-from mdi.partition.table import format_plan
+from mdi.partition.plan_table import format_plan
 from mdi.partition.tensor_plan import plan_tensor, shares_of
 from tiny_checkpoint import tiny_config
 

@@ -24,8 +24,8 @@ from mdi.node.starter import StarterNode
 from mdi.partition.model import Workload
 from mdi.recovery.joins import Joins
 from mdi.recovery.moving import MovingCut
-from mdi.recovery.nodes import Answer, Roll
 from mdi.recovery.replacement import Stage
+from mdi.recovery.roll_call import Answer, Roll
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

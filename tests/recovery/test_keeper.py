@@ -11,8 +11,8 @@ import pytest
 import mdi.recovery.keeper
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.recovery.keeper import BROUGHT_DOWN, RingKeeper
-from mdi.recovery.nodes import Answer, Roll
 from mdi.recovery.replacement import Next, Stage
+from mdi.recovery.roll_call import Answer, Roll
 
 NAMES = ("starter", "a", "b")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdi.recovery.absences import Absences
-from mdi.recovery.cut import Holder, cut, slowest_s
+from mdi.recovery.new_cut import Holder, cut, slowest_s
 from mdi.recovery.records import Records
 from mdi.recovery.replacement import Next, Stage, in_place, takers, with_the_rest
 from mdi.recovery.suspects import Suspects

@@ -13,14 +13,14 @@ from typing import Any
 from mdi.engine.starter_engine import StarterEngine
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.serve.api_state import ApiState
 from mdi.serve.backend import Backend
 from mdi.serve.catalog import Catalog
-from mdi.serve.client import EngineClient
+from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import ModelHost
 from mdi.serve.lines import Lines
 from mdi.serve.questions import handlers
-from mdi.serve.service import Service
-from mdi.serve.settings import ServeSettings
+from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
 from mdi.session.node_source import NodeSource
 from secondaries import cluster_of
@@ -34,11 +34,11 @@ DEADLINE_S = 240.0
 class OwnServer:
     """An engine process, in this one, and what the API process has of it."""
 
-    def __init__(self, host: ModelHost, client: EngineClient, service: Service) -> None:
+    def __init__(self, host: ModelHost, client: EngineClient, api: ApiState) -> None:
         self.host = host
         self.client = client
-        self.service = service
-        self.models = service.models
+        self.api = api
+        self.models = api.models
 
     @property
     def engine(self) -> StarterEngine:
@@ -85,7 +85,7 @@ async def server(
     backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)
     thread = threading.Thread(target=host.run, name="host")
     client = EngineClient(lambda: None)
-    made = OwnServer(host, client, Service(ServeSettings(max_running=max_running), client, catalog))
+    made = OwnServer(host, client, ApiState(ServeSettings(max_running=max_running), client, catalog))
     talking = asyncio.create_task(client.run(theirs))
     thread.start()
     try:

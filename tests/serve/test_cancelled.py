@@ -29,7 +29,7 @@ class Client:
         self._gone = asyncio.Event()
         self._body: bytes | None = json.dumps({"prompt": PROMPT, "temperature": 0, **fields}).encode()
         scope = {"type": "http"}
-        self.task = asyncio.create_task(Endpoint(made.service, Completion)(scope, self._receive, self._send))
+        self.task = asyncio.create_task(Endpoint(made.api, Completion)(scope, self._receive, self._send))
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._body is None:
@@ -108,9 +108,9 @@ def test_in_the_queue(folder: Path, nodes: list[SecondaryNode]) -> None:
             first = Client(made, max_tokens=6, stream=True)
             await made.until(gate.is_reached.is_set)
             second, third = (Client(made, max_tokens=6) for _ in range(2))
-            await made.until(lambda: made.service.counts["waiting"] == 2)
+            await made.until(lambda: made.api.counts["waiting"] == 2)
             await second.go()
-            assert made.service.counts == {"running": 1, "waiting": 1, "limit": 512} and not second.sent
+            assert made.api.counts == {"running": 1, "waiting": 1, "limit": 512} and not second.sent
             gate._is_open.set()
             await asyncio.gather(first.task, third.task)
             assert made.engine.n_tokens == 12, "the second was never begun"

@@ -14,7 +14,7 @@ from mdi.cli import launch
 from mdi.tracing.chrome import write_trace
 from mdi.tracing.explain import Finding, explain
 from mdi.tracing.spans import Activity
-from mdi.tracing.stages import Summary, summarize
+from mdi.tracing.summary import Summary, summarize
 from mdi.tracing.trace import Trace
 
 

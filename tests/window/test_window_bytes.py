@@ -13,11 +13,11 @@ from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
 from mdi.window.budget import MARGIN_BYTES, MemoryLimit, RunMemory, choose_window, taken_bytes, work_bytes
 from mdi.window.files import PAGE_BYTES, WeightBytes
-from mdi.window.options import WindowOptions
-from mdi.window.plan import plan_window
-from mdi.window.stage import WindowStage
+from mdi.window.slot_plan import plan_window
 from mdi.window.stored import StoredParts
-from mdi.window.units import StoredMatrix, Unit, block_units, head_units
+from mdi.window.weight_units import StoredMatrix, Unit, block_units, head_units
+from mdi.window.window_options import WindowOptions
+from mdi.window.window_stage import WindowStage
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 

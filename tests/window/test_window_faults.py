@@ -19,9 +19,9 @@ from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
-from mdi.window import reader
-from mdi.window.options import WindowOptions
-from mdi.window.stage import WindowStage
+from mdi.window import unit_reader
+from mdi.window.window_options import WindowOptions
+from mdi.window.window_stage import WindowStage
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -85,7 +85,7 @@ def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeyp
         return read(fd, buffers, offset)
 
     run(stage, (3,))
-    monkeypatch.setattr(reader, "GIVEN_UP_S", 0.1)
+    monkeypatch.setattr(unit_reader, "GIVEN_UP_S", 0.1)
     reading(monkeypatch, stuck)
     assert str(chunk.path) in fails(stage)
     go_on.set()
@@ -107,7 +107,7 @@ def test_a_slow_disk_is_waited_for_with_a_word(
     expected = windowed(chunk, 0, 5, WindowOptions(50))
     wanted = run(expected, (3, 1))
     run(stage, (2,))
-    monkeypatch.setattr(reader, "TOLD_S", 0.01)
+    monkeypatch.setattr(unit_reader, "TOLD_S", 0.01)
     reading(monkeypatch, late)
     logging.getLogger("mdi").addHandler(warning)
     try:

@@ -23,7 +23,7 @@ from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, Shares, share_out
 from mdi.tensor.window_shards import WindowShardStage
 from mdi.window.opening import open_window
-from mdi.window.options import WindowMemory, WindowOptions
+from mdi.window.window_options import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tensor_groups import meshes, on_all, sums
 from tiny_checkpoint import encode, reference, write_checkpoint

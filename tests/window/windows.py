@@ -17,8 +17,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
 from mdi.window.budget import RunMemory
 from mdi.window.opening import open_window
-from mdi.window.options import WindowOptions
-from mdi.window.stage import WindowStage, WindowStarterStage
+from mdi.window.window_options import WindowOptions
+from mdi.window.window_stage import WindowStage, WindowStarterStage
 from tiny_models import tiny_lit
 
 LENGTH = 96

@@ -55,7 +55,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     from gpt.weights import nano_config_file
     from mdi.errors import UsageError
     from mdi.training.begin import Beginning, check_free
-    from mdi.training.settings import TrainingSettings
+    from mdi.training.training_settings import TrainingSettings
 
     refuse_foreign(args, "a GPT-2's shape is --size and so on")
     given = Path(args.ckpt).expanduser()

@@ -47,7 +47,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     from gpt.weights import nano_config_file
     from mdi.errors import UsageError
     from mdi.training.begin import Beginning, check_free
-    from mdi.training.settings import TrainingSettings
+    from mdi.training.training_settings import TrainingSettings
 
     if args.init not in ("scratch", "resume"):
         raise UsageError(f"--init {args.init}: a NanoGPT begins from scratch, or goes on with resume")

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from mdi.errors import UsageError
     from mdi.tracing.chrome import read_trace
     from mdi.tracing.explain import explain
-    from mdi.tracing.stages import summarize
-    from mdi.tracing.table import format_explanation
+    from mdi.tracing.explanation_table import format_explanation
+    from mdi.tracing.summary import summarize
 
     trace = read_trace(args.file)
     summary = summarize(trace)

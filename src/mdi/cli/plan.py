@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print(report.to_json())
     else:
-        from mdi.partition.table import format_plan
+        from mdi.partition.plan_table import format_plan
 
         show(format_plan(report))
     return 0

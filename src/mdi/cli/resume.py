@@ -56,7 +56,7 @@ class Journaling:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mdi.recovery.journal import Journal
-        from mdi.recovery.runs import find_run
+        from mdi.recovery.run_folders import find_run
 
         self._folder = run_folder(args)
         self._journal: Journal | None = None
@@ -73,7 +73,7 @@ class Journaling:
     def begin(self, args: argparse.Namespace, session: Session, prompts: list[str]) -> None:
         """From here on what is generated is written down. UsageError if it is not what the run began with."""
         from mdi.recovery.journal import Journal, JournalText, RunRecord
-        from mdi.recovery.runs import new_run
+        from mdi.recovery.run_folders import new_run
 
         node = session.starter
         if self._journal is None:
@@ -94,7 +94,7 @@ class Journaling:
     def close(self) -> None:
         """Harmless if repeated. A run whose texts have all ended leaves nothing behind."""
         from mdi.recovery.journal import read_record
-        from mdi.recovery.runs import remove_run
+        from mdi.recovery.run_folders import remove_run
 
         journal, self._journal = self._journal, None
         if journal is None:
@@ -107,7 +107,7 @@ class Journaling:
 
 
 def list_runs(args: argparse.Namespace) -> None:
-    from mdi.recovery.runs import told_runs
+    from mdi.recovery.run_folders import told_runs
     from mdi.terminal import show
 
     lines = told_runs(run_folder(args))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mdi.node.starter import StarterNode
     from mdi.serve.process import ApiProcess
-    from mdi.serve.settings import ServeSettings
+    from mdi.serve.serve_settings import ServeSettings
     from mdi.session.node_source import NodeSource
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mdi.errors import UsageError
 
 if TYPE_CHECKING:
-    from mdi.serve.settings import ApiKey, ServeSettings
+    from mdi.serve.serve_settings import ApiKey, ServeSettings
 
 KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
@@ -61,7 +61,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def serve_settings(args: argparse.Namespace) -> ServeSettings:
     """Raises UsageError."""
-    from mdi.serve.settings import ServeSettings
+    from mdi.serve.serve_settings import ServeSettings
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be from 0 to 65535, got {args.port}")
@@ -110,7 +110,7 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
 
 
 def _key(number: int, line: str) -> ApiKey:
-    from mdi.serve.settings import ApiKey, digest_of
+    from mdi.serve.serve_settings import ApiKey, digest_of
 
     parts = line.split()
     if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mdi.cli.train_flags import add_arguments, make_lora, make_settings
 from mdi.errors import UsageError
-from mdi.training.settings import TrainingSettings
+from mdi.training.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

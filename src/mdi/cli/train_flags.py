@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
 from mdi.training.schedule import SCHEDULES
-from mdi.training.settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
+from mdi.training.training_settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from mdi.training.checkpoint import SavedRun

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mdi.config import WeightMemory
-    from mdi.window.options import WindowOptions
+    from mdi.window.window_options import WindowOptions
 
 
 def add_window_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool = True) -> None:
@@ -32,7 +32,7 @@ def add_window_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, 
 def asked_window(args: argparse.Namespace) -> WindowOptions | None:
     """The window that the flags ask for; None without. Raises UsageError."""
     from mdi.config import parse_bytes
-    from mdi.window.options import window_options
+    from mdi.window.window_options import window_options
 
     return window_options(
         args.window, args.retain, None if args.memory is None else parse_bytes(args.memory, "--memory")
@@ -43,7 +43,7 @@ def weight_memory(args: argparse.Namespace) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
     from mdi.config import WeightMemory
     from mdi.errors import UsageError
-    from mdi.window.options import WindowMemory
+    from mdi.window.window_options import WindowMemory
 
     window = asked_window(args)
     if window is None:

@@ -19,8 +19,8 @@ import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
-from mdi.control.admission import REQUEST_S, Admission
 from mdi.control.body import BodyBrokenError, content_length, number_of, read_body, read_json
+from mdi.control.connection_workers import REQUEST_S, ConnectionWorkers
 from mdi.control.deadline import DeadlineSocket
 from mdi.control.gate import Gate, public_status
 from mdi.control.join import JOIN_LIMIT_BYTES, Host
@@ -141,9 +141,9 @@ def _allow(method: str) -> None:
 class _Pages:
     _cp_config = {"request.process_request_body": False}
 
-    def __init__(self, node: Node, admission: Admission, gate: Gate, host: Host | None) -> None:
+    def __init__(self, node: Node, workers: ConnectionWorkers, gate: Gate, host: Host | None) -> None:
         self._node = node
-        self._admission = admission
+        self._workers = workers
         self._gate = gate
         self._host = host
         self.index = cherrypy.expose(_answer(self._index, gate, is_public=True))
@@ -159,7 +159,7 @@ class _Pages:
 
     def _index(self, *, run: str | None = None) -> dict[str, Any]:
         _allow("GET")
-        self._admission.heard()
+        self._workers.heard()
         if self._gate.is_open or cherrypy.request.asker is not None:
             return self._node.status(run)
         return public_status(self._node.status(None))
@@ -167,7 +167,7 @@ class _Pages:
     def _init(self) -> dict[str, Any]:
         _allow("POST")
         answer = self._node.init(InitRequest.from_json(self._read_json()))
-        self._admission.own(cherrypy.request.remote.ip)
+        self._workers.own(cherrypy.request.remote.ip)
         return answer
 
     def _stop(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class _Pages:
             raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
 
         def read(n: int) -> bytes:
-            self._admission.heard()  # the node wants this part
+            self._workers.heard()  # the node wants this part
             return read_body(n)
 
         self._node.receive_part(run, sha256, start, content_length(), read)
@@ -227,7 +227,7 @@ class _Pages:
 
     def _read_json(self) -> Any:
         body = read_json()
-        self._admission.heard()
+        self._workers.heard()
         return body
 
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
@@ -299,8 +299,8 @@ class ControlServer:
         keys: KeyFile | None = None,
         host: Host | None = None,
     ) -> None:
-        admission = Admission()
-        self._pages = pages = _Pages(node, admission, Gate(keys, name), host)
+        workers = ConnectionWorkers()
+        self._pages = pages = _Pages(node, workers, Gate(keys, name), host)
         app = cherrypy.Application(pages, "", {"/": {"error_page.default": _plain_error}})
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
@@ -311,7 +311,7 @@ class ControlServer:
         self._server = _Server(
             (addr, port), app, server_name=name, timeout=REQUEST_S, shutdown_timeout=END_S, request_queue_size=BACKLOG
         )
-        self._server.requests = admission
+        self._server.requests = workers
         self._server.keep_alive_conn_limit = 0
         self._server.ConnectionClass = _Connection
         self._server.max_request_header_size = HEADER_LIMIT_BYTES

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import EngineError
+from mdi.kernels.block_reader import BlockReader, Tensors
 from mdi.kernels.context import Context
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.kernels.reader import BlockReader, Tensors
 from mdi.kernels.rope import n_tables, rope_n_elem, rope_tables, yarn_mscale
 from mdi.kernels.structures import (
     ACTIVATIONS,

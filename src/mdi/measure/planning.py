@@ -26,8 +26,8 @@ from mdi.measure.profiling import Subject
 from mdi.partition.greedy import PREFERENCES
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import PlanReport, plan
+from mdi.partition.plan_table import left_out_lines
 from mdi.partition.profile import ClusterProfile, NodeProfile
-from mdi.partition.table import left_out_lines
 from mdi.weight_formats import SMALLER
 
 logger = logging.getLogger("mdi")

@@ -20,9 +20,9 @@ from mdi.partition.steady import HalfTimes, UnitTimes, is_loose, is_tight, simul
 from mdi.weight_formats import LAYOUTS, OWN_FORMAT
 from mdi.window.budget import RunMemory, choose_window, work_bytes
 from mdi.window.files import PAGE_BYTES, WeightBytes
-from mdi.window.options import WindowOptions
-from mdi.window.plan import WindowPlan
-from mdi.window.units import StoredMatrix, Unit, block_units
+from mdi.window.slot_plan import WindowPlan
+from mdi.window.weight_units import StoredMatrix, Unit, block_units
+from mdi.window.window_options import WindowOptions
 
 UNLIMITED = 1 << 60
 _NOWHERE = cast(WeightBytes, None)  # the file of units that only their sizes matter of

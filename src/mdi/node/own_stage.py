@@ -31,8 +31,8 @@ from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic
 from mdi.units import duration, size
 from mdi.weight_formats import held_bytes
-from mdi.window.options import window_of
-from mdi.window.stage import WindowStarterStage
+from mdi.window.window_options import window_of
+from mdi.window.window_stage import WindowStarterStage
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage

@@ -15,8 +15,8 @@ from mdi.node.options import StarterOptions
 from mdi.partition.parallel import TENSOR, ParallelChoice
 from mdi.tensor.allreduce import TORCH_SUMS
 from mdi.tensor.numbers import REDUCE_DTYPES
+from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
-from mdi.tensor.stages import RingStage, stages_of
 
 ALL_NODES = "all nodes"
 

@@ -19,7 +19,7 @@ from mdi.partition.parallel import ParallelChoice, choose_measured
 from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile
 from mdi.partition.tensor_plan import plan_tensor
-from mdi.tensor.stages import RingStage
+from mdi.tensor.ring_stages import RingStage
 from mdi.units import duration
 
 logger = logging.getLogger("mdi")

@@ -28,7 +28,7 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.tracing.recorder import extensions_of
-from mdi.window.options import extensions_of as window_extensions
+from mdi.window.window_options import extensions_of as window_extensions
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage

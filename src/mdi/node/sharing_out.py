@@ -18,8 +18,8 @@ from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.split import default_split, ranges
 from mdi.tensor.group import Group, Member
+from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shares import Shares, share_out
-from mdi.tensor.stages import RingStage, counts_after, groups_after, stages_of
 
 logger = logging.getLogger("mdi")
 

@@ -33,8 +33,8 @@ from mdi.node.model_family import ModelFamily
 from mdi.node.windowed import refuse_torch, with_window
 from mdi.units import size
 from mdi.weight_formats import held_bytes
-from mdi.window.options import window_of
-from mdi.window.stage import WindowStage
+from mdi.window.window_options import window_of
+from mdi.window.window_stage import WindowStage
 
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage

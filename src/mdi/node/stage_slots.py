@@ -24,7 +24,7 @@ from mdi.node.cache_budget import CacheReport, report_caches, share_in
 from mdi.node.stage_holder import StageHolder
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.units import size
-from mdi.window.stage import WindowStage
+from mdi.window.window_stage import WindowStage
 
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage

@@ -31,19 +31,19 @@ from mdi.node.placing import divide, faster_way, measured_cluster, planned_ring
 from mdi.node.prompt_limits import check_prompt, context_length
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunBasis, RunRings
+from mdi.node.run_texts import Texts
 from mdi.node.sample import OnText, Record, Sample, SampleReader
 from mdi.node.sharing_out import SharingOut
 from mdi.node.starter_ports import StarterPorts
 from mdi.node.starter_report import OpenModel, StarterReport
 from mdi.node.teardown import dismiss
-from mdi.node.texts import Texts
 from mdi.node.windowed import prompt_rows
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
 from mdi.recovery.joins import Newcomers, nobody
-from mdi.tensor.stages import RingStage
+from mdi.tensor.ring_stages import RingStage
 from mdi.weight_formats import AUTO
-from mdi.window.options import window_of
+from mdi.window.window_options import window_of
 
 logger = logging.getLogger("mdi")
 

@@ -22,11 +22,11 @@ from mdi.node.identity import identity_of
 from mdi.node.options import StarterOptions
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunRings
+from mdi.node.run_texts import Texts
 from mdi.node.run_trace import RunTrace
 from mdi.node.sample import Sample
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import metrics_of
-from mdi.node.texts import Texts
 from mdi.text import TextCodec
 from mdi.tracing.trace import Trace
 

@@ -14,7 +14,7 @@ from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.machine.computing import Computing
 from mdi.window.budget import RunMemory, work_bytes
 from mdi.window.opening import AnyStage, open_window
-from mdi.window.options import WindowOptions, window_of
+from mdi.window.window_options import WindowOptions, window_of
 
 PROMPT_ROWS = 256  # of prompts in a frame: every frame costs a pass over the weights, so few of them are to do
 UNKNOWN_TEXTS = 8  # that are reckoned with, for the rows of a frame, where nobody knows how many will come

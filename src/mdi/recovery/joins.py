@@ -12,8 +12,8 @@ from mdi.control.fan_out import FanOut
 from mdi.partition.profile import NodeProfile
 from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moving import MovingCut
-from mdi.recovery.nodes import GRACE_S, Answer, call_roll
 from mdi.recovery.replacement import Next, Stage, cut_over
+from mdi.recovery.roll_call import GRACE_S, Answer, call_roll
 
 JOIN_GAIN = 1.1  # a node is taken in if a round then takes so much less
 

@@ -14,9 +14,9 @@ from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
-from mdi.recovery.nodes import Roll, call_roll
 from mdi.recovery.records import Records, Recovery
 from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
+from mdi.recovery.roll_call import Roll, call_roll
 from mdi.recovery.search import Search
 from mdi.recovery.suspects import Span, Suspects
 

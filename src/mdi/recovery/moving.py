@@ -9,7 +9,7 @@ from statistics import fmean
 from mdi.partition.cost import CostModel
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
-from mdi.recovery.cut import Holder, cut, slowest_s
+from mdi.recovery.new_cut import Holder, cut, slowest_s
 from mdi.recovery.replacement import Stage
 
 # Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.

@@ -11,9 +11,9 @@ from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.recovery.joins import gains
 from mdi.recovery.moving import MovingCut
-from mdi.recovery.nodes import GRACE_S
 from mdi.recovery.paces import Paces
 from mdi.recovery.replacement import Next, Stage, cut_over
+from mdi.recovery.roll_call import GRACE_S
 
 MOVE_GAIN = 1.2  # a round must then take so much less
 

@@ -20,11 +20,11 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mdi.log_lines import TIMED, VARIABLE, formatter
+from mdi.serve.api_state import ApiState
 from mdi.serve.app import make_app
 from mdi.serve.catalog import Catalog
-from mdi.serve.client import EngineClient
-from mdi.serve.service import Service
-from mdi.serve.settings import DRAIN_S, ServeSettings
+from mdi.serve.engine_client import EngineClient
+from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 
 SILENCE_S = 60.0  # a connection on which no request has begun by then is closed
 BACKLOG = 2048
@@ -65,20 +65,20 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
     """Answer requests until the engine is gone, or says that it is time to end."""
 
     def drain() -> None:
-        service.is_draining = True
+        api.is_draining = True
         server.should_exit = True
 
     client = EngineClient(drain)
-    service = Service(settings, client, catalog)
+    api = ApiState(settings, client, catalog)
     config = uvicorn.Config(
-        make_app(service), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        make_app(api), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
         server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=int(DRAIN_S), timeout_keep_alive=75,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     server = uvicorn.Server(config)
     talking = asyncio.create_task(client.run(engine))
     talking.add_done_callback(lambda _: drain())
-    idle = asyncio.create_task(service.models.give_up_unused(settings.keep_alive_s))
+    idle = asyncio.create_task(api.models.give_up_unused(settings.keep_alive_s))
     try:
         await server.serve(sockets=[listener])
     finally:

@@ -13,25 +13,25 @@ from starlette.routing import BaseRoute, Route
 
 from mdi.serve import page
 from mdi.serve.api_errors import ApiError
+from mdi.serve.api_state import ApiState
 from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion
 from mdi.serve.endpoint import Endpoint
 from mdi.serve.guard import Guard
-from mdi.serve.service import Service
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(api: ApiState) -> Starlette:
     routes: list[BaseRoute] = [
-        Route("/v1/models", _Models(service).list, methods=["GET"]),
-        Route("/v1/models/{name:path}", _Models(service).one, methods=["GET"]),
-        Route("/v1/completions", Endpoint(service, Completion), methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(service, Chat), methods=["POST"]),
-        Route("/health", _Models(service).health, methods=["GET"]),
-        *page.routes(service),
+        Route("/v1/models", _Models(api).list, methods=["GET"]),
+        Route("/v1/models/{name:path}", _Models(api).one, methods=["GET"]),
+        Route("/v1/completions", Endpoint(api, Completion), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(api, Chat), methods=["POST"]),
+        Route("/health", _Models(api).health, methods=["GET"]),
+        *page.routes(api),
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=service.settings)],
+        middleware=[Middleware(Guard, settings=api.settings)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False
@@ -41,37 +41,37 @@ def make_app(service: Service) -> Starlette:
 class _Models:
     """/v1/models: the model of the start first, and 503 until it serves."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, api: ApiState) -> None:
+        self._api = api
 
     async def list(self, request: Request) -> Response:
         self._check()
-        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._service.catalog.names()]})
+        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
 
     async def one(self, request: Request) -> Response:
         self._check()
         name = request.path_params["name"]
-        if name not in self._service.catalog.names():
+        if name not in self._api.catalog.names():
             raise ApiError(404, f"there is no model {name[:200]!r}", "model_not_found", "model")
         return JSONResponse(self._entry(name))
 
     async def health(self, request: Request) -> Response:
-        service = self._service
-        is_well = not service.engine.is_gone and service.engine.status["state"] in ("serving", "idle")
-        told = {"status": service.engine.status["state"], "waiting": service.counts["waiting"]}
+        api = self._api
+        is_well = not api.engine.is_gone and api.engine.status["state"] in ("serving", "idle")
+        told = {"status": api.engine.status["state"], "waiting": api.counts["waiting"]}
         for name in ("texts", "n_reused"):
-            told[name] = service.ring.get(name)
+            told[name] = api.ring.get(name)
         return JSONResponse(told, 200 if is_well else 503)
 
     def _check(self) -> None:
         """Raises ApiError while no model has been loaded yet."""
-        if self._service.engine.is_gone or not self._service.engine.state.models:
-            raise self._service.models.progress_error()
+        if self._api.engine.is_gone or not self._api.engine.state.models:
+            raise self._api.models.progress_error()
 
     def _entry(self, name: str) -> dict[str, Any]:
-        service = self._service
-        is_loaded = service.engine.state.is_serving(name)
-        made = {"id": name, "object": "model", "created": int(service.begin), "owned_by": "mdi-llm"}
+        api = self._api
+        is_loaded = api.engine.state.is_serving(name)
+        made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
         return {**made, "is_loaded": is_loaded}
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from mdi.serve import sse
 from mdi.serve.api_errors import invalid
+from mdi.serve.api_state import ApiState
+from mdi.serve.asgi_exchange import Exchange
 from mdi.serve.endpoint import Job
-from mdi.serve.exchange import Exchange
 from mdi.serve.logprobs import chat_logprobs
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.service import Service
+from mdi.serve.request_texts import Piece, Usage, check_prompt, write_texts
 from mdi.serve.templates import PLAIN_STOPS
-from mdi.serve.texts import Piece, Usage, check_prompt, write_texts
 from mdi.serve.tools import parse_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -54,7 +54,7 @@ class Chat(Job):
         self.messages = _messages(fields.raw("messages"))
         self.template_values = fields.mapping("chat_template_kwargs")
 
-    async def run(self, service: Service, model: LoadedModel, exchange: Exchange) -> None:
+    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         fields, key = self.fields, exchange.key
         prompt = self._prompt(model)
         check_prompt(model, prompt, "messages")
@@ -66,7 +66,7 @@ class Chat(Job):
         if fields.is_streamed:
             for index in range(fields.n):
                 await exchange.push(sse.event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
-        async for piece in write_texts(service, model, key, [prompt], fields, continues=False, stop=stop):
+        async for piece in write_texts(api, model, key, [prompt], fields, continues=False, stop=stop):
             usage.n_completion += len(piece.tokens)
             answer = answers[piece.index]
             new = chat_logprobs(model.codec, piece) if fields.n_logprobs is not None else []

@@ -9,13 +9,13 @@ from typing import Any
 
 from mdi.serve import sse
 from mdi.serve.api_errors import invalid
+from mdi.serve.api_state import ApiState
+from mdi.serve.asgi_exchange import Exchange
 from mdi.serve.endpoint import Job
-from mdi.serve.exchange import Exchange
 from mdi.serve.logprobs import TextLogprobs
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.service import Service
-from mdi.serve.texts import Usage, check_prompt, write_texts
+from mdi.serve.request_texts import Usage, check_prompt, write_texts
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -35,7 +35,7 @@ class Completion(Job):
         if fields.raw("suffix"):
             raise invalid("suffix", "it is not supported")
 
-    async def run(self, service: Service, model: LoadedModel, exchange: Exchange) -> None:
+    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         prompts = [model.codec.encode(p) if isinstance(p, str) else p for p in self.prompts]
         for prompt in prompts:
             check_prompt(model, prompt, "prompt")
@@ -54,7 +54,7 @@ class Completion(Job):
             for index, text in enumerate(texts):
                 if text:
                     await exchange.push(sse.event({**base, "choices": [_choice(index, text, None, None)]}))
-        async for piece in write_texts(service, model, exchange.key, prompts, fields, continues=True):
+        async for piece in write_texts(api, model, exchange.key, prompts, fields, continues=True):
             usage.n_completion += len(piece.tokens)
             i = piece.index
             shown = logprobs[i].take(piece) if fields.n_logprobs is not None else None

@@ -10,10 +10,10 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.exchange import ClientGone, Exchange
+from mdi.serve.api_state import ApiState
+from mdi.serve.asgi_exchange import ClientGone, Exchange
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
-from mdi.serve.service import Service
 
 logger = logging.getLogger("mdi")
 
@@ -29,7 +29,7 @@ class Job:
     fields: CommonFields
     n_texts: int
 
-    async def run(self, service: Service, model: LoadedModel, exchange: Exchange) -> None:
+    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         raise NotImplementedError
 
 
@@ -40,8 +40,8 @@ class Endpoint:
         parse: makes a Job of the body. Raises ApiError.
     """
 
-    def __init__(self, service: Service, parse: Callable[[Any], Job]) -> None:
-        self._service = service
+    def __init__(self, api: ApiState, parse: Callable[[Any], Job]) -> None:
+        self._api = api
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,13 +62,13 @@ class Endpoint:
         return work if job.fields.deadline_s is None else _within(work, job.fields.deadline_s)
 
     async def _run(self, job: Job, exchange: Exchange) -> None:
-        service, key = self._service, exchange.key
+        api, key = self._api, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
         async with (
-            service.models.using(job.fields.model) as model,
-            service.queue(model.name).entered(owner, priority, job.n_texts),
+            api.models.using(job.fields.model) as model,
+            api.queue(model.name).entered(owner, priority, job.n_texts),
         ):
-            await job.run(service, model, exchange)
+            await job.run(api, model, exchange)
 
 
 async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.settings import ApiKey, ServeSettings, digest_of
+from mdi.serve.serve_settings import ApiKey, ServeSettings, digest_of
 
 # Without a key: the page itself, which asks for one, and whether the server is alive.
 OPEN_PATHS = ("/", "/health", "/favicon.ico", "/static/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdi.serve.texts import Piece
+from mdi.serve.request_texts import Piece
 from mdi.text import TextCodec
 
 LEAST = -9999.0  # stands for "never": JSON has no infinity

@@ -16,7 +16,7 @@ from typing import Any
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
-from mdi.serve.client import EngineClient
+from mdi.serve.engine_client import EngineClient
 from mdi.serve.templates import ChatTemplate, read_template
 from mdi.serve.tokenizer import ServedTokenizer
 from mdi.text import TextCodec

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mdi.errors import UsageError
 from mdi.serve.lines import Lines
-from mdi.serve.settings import DRAIN_S, ServeSettings
+from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 
 END_S = 3.0  # beyond what is left to requests that are under way
 

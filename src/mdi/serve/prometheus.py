@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from mdi.serve.service import Service
+    from mdi.serve.api_state import ApiState
 
 FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
@@ -51,9 +51,9 @@ _LINK_GAUGES = {
 
 
 class ApiMetrics:
-    """What is counted, as an Observer of the service."""
+    """What is counted, as an Observer of the api."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, api: ApiState) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter("mdi_requests", "Texts that were asked for", ["model"], registry=self._registry)
         self._ended = Counter("mdi_texts_ended", "Texts that have ended", ["reason"], registry=self._registry)
@@ -69,7 +69,7 @@ class ApiMetrics:
             buckets=TOKEN_BUCKETS_S,
             registry=self._registry,
         )
-        self._registry.register(_Ring(service))
+        self._registry.register(_Ring(api))
 
     def began(self, owner: str, model: str, n_prompt: int) -> None:
         self._requests.labels(model).inc()
@@ -95,21 +95,21 @@ class ApiMetrics:
 class _Ring(Collector):
     """What is true at this moment: the queue, and the latest snapshot of the ring."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, api: ApiState) -> None:
+        self._api = api
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        service, counts = self._service, self._service.counts
+        api, counts = self._api, self._api.counts
         yield GaugeMetricFamily("mdi_queue_texts", "Texts that wait for their turn", counts["waiting"])
         yield GaugeMetricFamily("mdi_running_texts", "Texts that are being written", counts["running"])
-        is_serving = service.engine.status.get("state") == "serving"
+        is_serving = api.engine.status.get("state") == "serving"
         yield GaugeMetricFamily("mdi_serving", "1 if a model is loaded and serves", float(is_serving))
-        loads = service.engine.status.get("load", 0)
+        loads = api.engine.status.get("load", 0)
         yield CounterMetricFamily("mdi_model_loads", "Times that a model was loaded; again after each lost ring", loads)
-        yield from ring_metrics(service.rings)
+        yield from ring_metrics(api.rings)
 
 
 def ring_metrics(rings: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

@@ -17,8 +17,8 @@ from mdi.examine.doctor import reach_nodes, starter_finding
 from mdi.measure.model_shape import model_shape
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan
+from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
-from mdi.partition.table import format_plan
 from mdi.tracing.spans import Activity
 from mdi.units import counted
 

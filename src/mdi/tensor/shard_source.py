@@ -21,8 +21,8 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.cut import cut, skipped
 from mdi.kernels.layout import Matrix, aligned_bytes
+from mdi.kernels.matrix_cut import cut, skipped
 from mdi.tensor.pieces import Piece, piece_of
 from mdi.tensor.shares import Share
 from mdi.weight_formats import LAYOUTS

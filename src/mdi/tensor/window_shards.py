@@ -13,10 +13,10 @@ from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
 from mdi.tensor.shares import Share
 from mdi.window.pieced_head import PiecedHead
-from mdi.window.stage import WindowStage, WindowStarterStage
 from mdi.window.stored import StoredPart
-from mdi.window.units import HEAD
+from mdi.window.weight_units import HEAD
 from mdi.window.window import Window
+from mdi.window.window_stage import WindowStage, WindowStarterStage
 
 
 class WindowShardStage(WindowStage, ShardStage):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mdi.block_ranges import block_span
-from mdi.tracing.stages import Stage, Summary, Way
+from mdi.tracing.summary import LinkLoad, NodeLoad, Summary
 from mdi.units import counted, duration, size
 
 BUSY = 0.75  # who is busy for so much of the time keeps the others waiting
@@ -82,7 +82,7 @@ def _limit(summary: Summary) -> Finding:
     return _round_trip(summary, stage)
 
 
-def _stage(stage: Stage, summary: Summary) -> Finding:
+def _stage(stage: NodeLoad, summary: Summary) -> Finding:
     others = [s for s in summary.stages if s is not stage]
     words = (
         f"{stage.name} ({block_span(*stage.blocks)}) is the slowest stage: it computes for {stage.busy:.0%} of the time, "
@@ -106,7 +106,7 @@ def _stage(stage: Stage, summary: Summary) -> Finding:
     return Finding("stage", stage.name, words)
 
 
-def _link(way: Way) -> Finding:
+def _link(way: LinkLoad) -> Finding:
     words = (
         f"the link from {way.source} to {way.target} is the limit: for {way.busy:.0%} of the time frames wait behind one "
         f"another on it; one of {size(way.frame_bytes)} takes {duration(way.transit_s)}. Send less over it (--wire-dtype "
@@ -115,7 +115,7 @@ def _link(way: Way) -> Finding:
     return Finding("link", way.source, words)
 
 
-def _round_trip(summary: Summary, stage: Stage) -> Finding:
+def _round_trip(summary: Summary, stage: NodeLoad) -> Finding:
     on_links = sum(way.transit_s for way in summary.ways)
     slow = max(summary.ways, key=lambda w: w.transit_s)
     words = (

@@ -18,8 +18,8 @@ from mdi.training.data import DataSet
 from mdi.training.loop import Progress, Trainer
 from mdi.training.lora import add_adapters, load_base
 from mdi.training.new_model import config_file, load_shape, new_model, parse_shape
-from mdi.training.settings import LoraSettings
 from mdi.training.storage import sha256_file
+from mdi.training.training_settings import LoraSettings
 
 
 @dataclass(frozen=True)

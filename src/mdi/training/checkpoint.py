@@ -20,8 +20,8 @@ from litgpt.model import GPT
 from mdi.errors import CheckpointError
 from mdi.training.loop import Progress
 from mdi.training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
-from mdi.training.settings import LoraSettings, TrainingSettings
 from mdi.training.storage import make_folder
+from mdi.training.training_settings import LoraSettings, TrainingSettings
 from mdi.whole_files import replacing
 
 WEIGHTS_NAME = "lit_model.pth"

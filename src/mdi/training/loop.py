@@ -20,7 +20,7 @@ from torch.nn import functional
 from mdi.errors import MdiError, UsageError
 from mdi.training.processes import Processes
 from mdi.training.schedule import learning_rate
-from mdi.training.settings import TrainingSettings
+from mdi.training.training_settings import TrainingSettings
 from mdi.training.windows import Windows
 
 

@@ -13,9 +13,9 @@ import psutil
 
 from mdi.errors import EngineError, LimitError, MdiError
 from mdi.units import size
-from mdi.window.options import WindowOptions
-from mdi.window.plan import WindowPlan, plan_window
-from mdi.window.units import StoredMatrix, Unit
+from mdi.window.slot_plan import WindowPlan, plan_window
+from mdi.window.weight_units import StoredMatrix, Unit
+from mdi.window.window_options import WindowOptions
 
 MARGIN_BYTES = 32 << 20  # what a process grows by while it runs: buffers of links, Python's objects
 DEFAULT_UNITS = 2

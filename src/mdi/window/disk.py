@@ -11,7 +11,7 @@ import numpy as np
 
 from mdi.units import size
 from mdi.window.files import PAGE_BYTES, WeightBytes
-from mdi.window.units import Unit
+from mdi.window.weight_units import Unit
 
 PROBE_BYTES = 32 << 20  # read one way, side by side as they will be, then as many the other way
 PIECE_BYTES = 8 << 20

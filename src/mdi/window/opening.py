@@ -11,15 +11,15 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import WeightSource
 from mdi.units import size
 from mdi.window.budget import MemoryLimit, RunMemory, choose_window, taken_bytes
-from mdi.window.options import WindowOptions
-from mdi.window.plan import WindowPlan
+from mdi.window.slot_plan import WindowPlan
 from mdi.window.stored import StoredPart, StoredParts
-from mdi.window.units import HEAD, block_units
+from mdi.window.weight_units import HEAD, block_units
 from mdi.window.window import Window
+from mdi.window.window_options import WindowOptions
 
 
 class Taker(Protocol):
-    """A stage, or stages, that a window can give their weights: window.stage.WindowStage."""
+    """A stage, or stages, that a window can give their weights: window.window_stage.WindowStage."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...

@@ -11,7 +11,7 @@ from mdi.errors import KernelError
 from mdi.kernels.context import Context
 from mdi.kernels.head import Head, Weights
 from mdi.kernels.layout import Matrix
-from mdi.window.units import HEAD
+from mdi.window.weight_units import HEAD
 from mdi.window.window import Window
 
 _HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"

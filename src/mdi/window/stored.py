@@ -20,7 +20,7 @@ from mdi.units import size
 from mdi.weight_formats import EMBEDDING
 from mdi.window.budget import taken_bytes
 from mdi.window.files import PAGE_BYTES, RowTable, WeightBytes
-from mdi.window.units import StoredMatrix
+from mdi.window.weight_units import StoredMatrix
 
 PACKING_COPIES = 3  # of a tensor in float32, that there are while it is packed
 

@@ -13,8 +13,8 @@ import numpy as np
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.kernels.layout import Matrix
 from mdi.window.disk import choose_way
-from mdi.window.plan import WindowPlan
-from mdi.window.reader import Reader, read_unit
+from mdi.window.slot_plan import WindowPlan
+from mdi.window.unit_reader import Reader, read_unit
 
 logger = logging.getLogger("mdi")
 

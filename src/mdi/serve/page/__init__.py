@@ -17,7 +17,7 @@ from starlette.routing import Route
 from mdi.serve.prometheus import ApiMetrics
 
 if TYPE_CHECKING:
-    from mdi.serve.service import Service
+    from mdi.serve.api_state import ApiState
 
 FILES = Path(__file__).resolve().parent / "files"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -35,10 +35,10 @@ HEADERS = {
 QUESTION_S = {"doctor": 60.0, "plan": 60.0}  # how long the engine process may take
 
 
-def routes(service: Service) -> list[Route]:
+def routes(api: ApiState) -> list[Route]:
     """`/`, its files, what it asks for, and `/metrics`."""
-    metrics = ApiMetrics(service)
-    service.observe.append(metrics)
+    metrics = ApiMetrics(api)
+    api.observe.append(metrics)
     files = {path.name: _File(path) for path in sorted(FILES.iterdir()) if path.suffix in TYPES}
 
     async def page(request: Request) -> Response:
@@ -49,13 +49,13 @@ def routes(service: Service) -> list[Route]:
         return Response(status_code=404) if found is None else found.answer(request)
 
     async def ring(request: Request) -> Response:
-        return _json({"status": service.engine.status, "queue": service.counts, "ring": service.ring})
+        return _json({"status": api.engine.status, "queue": api.counts, "ring": api.ring})
 
     async def ask(request: Request) -> Response:
         what = request.path_params["what"]
         if what not in QUESTION_S:
             return Response(status_code=404)
-        return _json(await service.engine.ask(what, {"model": service.models.latest}, QUESTION_S[what]))
+        return _json(await api.engine.ask(what, {"model": api.models.latest}, QUESTION_S[what]))
 
     async def exposition(request: Request) -> Response:
         body, content_type = metrics.exposition()

@@ -9,11 +9,11 @@ from typing import Any
 
 from mdi.engine.seeds import seed_of
 from mdi.serve.api_errors import ApiError, invalid
-from mdi.serve.client import TextEvent
+from mdi.serve.api_state import ApiState
+from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
-from mdi.serve.service import Service
-from mdi.serve.settings import ApiKey
+from mdi.serve.serve_settings import ApiKey
 from mdi.serve.tokenizer import AnswerText
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
@@ -52,7 +52,7 @@ def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
 
 
 async def write_texts(
-    service: Service, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
+    api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
     continues: bool, stop: tuple[str, ...] = (),
 ) -> AsyncIterator[Piece]:  # fmt: skip
     """Pieces of the `fields.n` texts of each prompt, as they come. Left early, those that go on are freed on all nodes.
@@ -74,15 +74,15 @@ async def write_texts(
     last = [begin] * len(requests)
     unfinished = set(range(len(requests)))
     for prompt in prompts:
-        for observer in service.observe:
+        for observer in api.observe:
             observer.began(owner, model.name, len(prompt))
     try:
-        with service.engine.generate(requests) as texts:
+        with api.engine.generate(requests) as texts:
             async for index, event in texts:
                 if index not in unfinished:
                     continue  # what was computed beyond a stop string
                 now = time.monotonic()
-                for observer in service.observe:
+                for observer in api.observe:
                     is_first = last[index] == begin
                     if event.tokens and is_first:
                         observer.first_token(now - begin)
@@ -93,11 +93,11 @@ async def write_texts(
                 if piece.finish_reason is not None:
                     texts.cancel(index)
                     unfinished.remove(index)
-                    for observer in service.observe:
+                    for observer in api.observe:
                         observer.ended(piece.finish_reason)
                 yield piece
     finally:
-        for observer in service.observe:
+        for observer in api.observe:
             for _ in unfinished:
                 observer.ended("cancelled")
 

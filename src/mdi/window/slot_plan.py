@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdi.window.units import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
+from mdi.window.weight_units import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class WindowPlan:
     """See the module.
 
     Attributes:
-        units: of one pass, in order; None is a position of the window that holds nothing, see window.reader.
+        units: of one pass, in order; None is a position of the window that holds nothing, see window.unit_reader.
         kept: indices of those that stay.
         n_slots: units in memory at a time, beside those that stay.
         retain: every so-manieth block stays; None: none does.

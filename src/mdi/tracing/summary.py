@@ -12,7 +12,7 @@ COMPUTING = (Activity.BLOCKS, Activity.HEAD)
 
 
 @dataclass(frozen=True)
-class Stage:
+class NodeLoad:
     """One node.
 
     Attributes:
@@ -32,7 +32,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkLoad:
     """The link from one node to the next.
 
     Attributes:
@@ -76,8 +76,8 @@ class Summary:
     running: int
     waiting: int
     put_out: int
-    stages: tuple[Stage, ...]
-    ways: tuple[Way, ...]
+    stages: tuple[NodeLoad, ...]
+    ways: tuple[LinkLoad, ...]
 
     @property
     def path_s(self) -> float:
@@ -118,7 +118,7 @@ def summarize(trace: Trace) -> Summary | None:
     )
 
 
-def _stage(node: NodeTrace, window: tuple[int, int]) -> Stage:
+def _stage(node: NodeTrace, window: tuple[int, int]) -> NodeLoad:
     spans = [s for s in node.of(*COMPUTING) if window[0] <= s.begin_ns < window[1]]
     busy_ns = sum(s.duration_ns for s in spans)
     n_frames = max(1, len({s.frame for s in spans}))
@@ -130,7 +130,7 @@ def _stage(node: NodeTrace, window: tuple[int, int]) -> Stage:
         ):  # the starter has a frame twice; it arrives before the head
             begun[s.frame] = s.begin_ns
     stays = [max(0, begun[frame] - at) for frame, at in arrived.items() if frame in begun]
-    return Stage(
+    return NodeLoad(
         name=node.name,
         blocks=node.blocks,
         addr=node.addr,
@@ -141,17 +141,17 @@ def _stage(node: NodeTrace, window: tuple[int, int]) -> Stage:
     )
 
 
-def _way(source: NodeTrace, target: NodeTrace, seconds: float) -> Way:
+def _way(source: NodeTrace, target: NodeTrace, seconds: float) -> LinkLoad:
     """A frame that comes later than the quickest one would have, because another came just before it, had to wait: that much
     the link was busy."""
     arrived = {s.frame: s.begin_ns for s in target.of(Activity.ARRIVAL)}
     sent = [s for s in source.of(Activity.SEND) if s.frame in arrived]
     error_s = source.clock_error_s + target.clock_error_s
     if not sent:
-        return Way(source.name, target.name, 0.0, 0.0, 0.0, 0.0, error_s)
+        return LinkLoad(source.name, target.name, 0.0, 0.0, 0.0, 0.0, error_s)
     transits = [arrived[s.frame] - s.begin_ns for s in sent]
     quickest = min(transits)
-    return Way(
+    return LinkLoad(
         source=source.name,
         target=target.name,
         busy=min(1.0, _service_ns(sent, arrived, quickest) / 1e9 / seconds),

@@ -15,7 +15,7 @@ from mdi.kernels.layout import Matrix
 from mdi.slices import Slices
 from mdi.window.pieced_head import PiecedHead
 from mdi.window.stored import StoredPart
-from mdi.window.units import HEAD
+from mdi.window.weight_units import HEAD
 from mdi.window.window import Window
 
 

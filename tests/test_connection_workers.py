@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import mdi.control.admission
+import mdi.control.connection_workers
 from mdi.config import NodeConfig
-from mdi.control.admission import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, Admission
 from mdi.control.client import ControlClient
+from mdi.control.connection_workers import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, ConnectionWorkers
 from mdi.control.deadline import DeadlineSocket
 from mdi.control.server import ControlServer, StatusOnly
 
@@ -68,7 +68,7 @@ def dribble(sock: socket.socket) -> bool:
 def test_a_request_that_is_dribbled_is_ended(
     server: ControlServer, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mdi.control.admission, "REQUEST_S", 0.3)
+    monkeypatch.setattr(mdi.control.connection_workers, "REQUEST_S", 0.3)
     with contextlib.ExitStack() as stack:
         assert dribble(connect(stack, server, data))
 
@@ -102,17 +102,17 @@ def test_an_end_does_not_wait_for_strangers() -> None:
 class Connection:
     """As cheroot has it: its thread is in `communicate` until the other side goes, or the connection is dropped."""
 
-    def __init__(self, addr: str, admission: Admission, is_heard: bool = False) -> None:
+    def __init__(self, addr: str, workers: ConnectionWorkers, is_heard: bool = False) -> None:
         near, self.far = socket.socketpair()
         self.socket = DeadlineSocket.around(near)
         self.remote_addr = addr
-        self._admission, self._is_heard = admission, is_heard
+        self._workers, self._is_heard = workers, is_heard
         self.is_served = threading.Event()
         self.is_over = threading.Event()
 
     def communicate(self) -> None:
         if self._is_heard:
-            self._admission.heard()
+            self._workers.heard()
         self.is_served.set()
         self.socket.recv_into(bytearray(1))
 
@@ -123,14 +123,14 @@ class Connection:
 
 
 class Crowd:
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, workers: ConnectionWorkers) -> None:
+        self._workers = workers
         self.all: list[Connection] = []
 
     def come(self, addr: str, n: int = 1, is_heard: bool = False) -> list[Connection]:
-        found = [Connection(addr, self._admission, is_heard) for _ in range(n)]
+        found = [Connection(addr, self._workers, is_heard) for _ in range(n)]
         for one in found:
-            self._admission.put(one)
+            self._workers.put(one)
             assert one.is_over.is_set() or one.is_served.wait(DEADLINE_S)
         self.all += found
         return found
@@ -138,10 +138,10 @@ class Crowd:
 
 @pytest.fixture
 def crowd() -> Iterator[Crowd]:
-    admission = Admission()
-    one = Crowd(admission)
+    workers = ConnectionWorkers()
+    one = Crowd(workers)
     yield one
-    admission.stop(0.1)
+    workers.stop(0.1)
     for connection in one.all:
         assert connection.is_over.wait(DEADLINE_S)
 
@@ -169,7 +169,7 @@ def test_one_address_has_so_many_places(crowd: Crowd) -> None:
 
 def test_the_starter_of_the_run_has_a_place(crowd: Crowd) -> None:
     """Even where every place is taken by requests that are being answered."""
-    crowd._admission.own("10.0.0.1")
+    crowd._workers.own("10.0.0.1")
     taken = [crowd.come(addr, is_heard=True)[0] for addr in addresses(N_CONNECTIONS)]
     (refused,) = crowd.come("10.0.0.9")
     assert refused.is_over.is_set()
@@ -178,7 +178,7 @@ def test_the_starter_of_the_run_has_a_place(crowd: Crowd) -> None:
 
 
 def test_strangers_do_not_take_the_starter_s_place(crowd: Crowd) -> None:
-    crowd._admission.own("10.0.0.1")
+    crowd._workers.own("10.0.0.1")
     ours = crowd.come("10.0.0.1", 5)
     strangers = [crowd.come(addr)[0] for addr in addresses(N_CONNECTIONS)]
     for one in strangers[:5]:

@@ -33,12 +33,12 @@ class _Worker(threading.Thread):
         is_heard: the request has come, or is one that may take long: it is not dropped any more.
     """
 
-    def __init__(self, admission: Admission, connection: Any) -> None:
+    def __init__(self, pool: ConnectionWorkers, connection: Any) -> None:
         super().__init__(name="control-request", daemon=True)
         self.connection = connection
         self.addr: str = connection.remote_addr
         self.is_heard = False
-        self._admission = admission
+        self._pool = pool
 
     def run(self) -> None:
         try:
@@ -48,7 +48,7 @@ class _Worker(threading.Thread):
         finally:
             with contextlib.suppress(OSError):
                 self.connection.close()
-            self._admission.leave(self)
+            self._pool.leave(self)
 
     def drop(self) -> None:
         """Wake the thread: the connection is at its end."""
@@ -56,7 +56,7 @@ class _Worker(threading.Thread):
             self.connection.socket.shutdown(socket.SHUT_RDWR)
 
 
-class Admission:
+class ConnectionWorkers:
     """In the place of the pool of threads of a cheroot server, which calls `start`, `put` and `stop`."""
 
     def __init__(self) -> None:

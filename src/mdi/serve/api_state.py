@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
-from mdi.serve.client import EngineClient
+from mdi.serve.engine_client import EngineClient
 from mdi.serve.models import Models
-from mdi.serve.settings import ServeSettings
+from mdi.serve.serve_settings import ServeSettings
 
 
 class Observer(Protocol):
@@ -24,7 +24,7 @@ class Observer(Protocol):
     def ended(self, reason: str) -> None: ...
 
 
-class Service:
+class ApiState:
     """Belongs to one event loop.
 
     Attributes:

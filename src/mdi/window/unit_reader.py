@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mdi.errors import CheckpointError, EngineError
-from mdi.window.units import Unit
+from mdi.window.weight_units import Unit
 
 PIECE_BYTES = 8 << 20  # read at a time, so that what is not wanted any more can be left
 TOLD_S = 10.0  # a wait for the disk that is worth a word

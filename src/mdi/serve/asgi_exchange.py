@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from mdi.serve import sse
 from mdi.serve.api_errors import ApiError
-from mdi.serve.settings import ApiKey
+from mdi.serve.serve_settings import ApiKey
 
 BODY_LIMIT_BYTES = 16 << 20
 BODY_S = 30.0
