@@ -64,8 +64,11 @@ def fail(node: SecondaryNode) -> None:
     job._ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
 
 
+@pytest.mark.parametrize("failed", [0, 1])  # the rows that it needs are the starter's, or another node's
 @pytest.mark.parametrize("replay_memory", [0, 1 << 20], ids=["tokens", "replay"])
-def test_each_node_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replay_memory: int) -> None:
+def test_each_node_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replay_memory: int, failed: int
+) -> None:
     asked: list[tuple[str, str]] = []
     is_recovering = False
     request, after_loss = ControlClient._request, RingKeeper.after_loss
@@ -86,11 +89,11 @@ def test_each_node_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ControlClient, "_request", note)
     monkeypatch.setattr(RingKeeper, "after_loss", recover)
     with ring(tmp_path, replay_memory) as (nodes, starter):
-        ids = generate(starter, {8: lambda: fail(nodes[0])})
+        ids = generate(starter, {8: lambda: fail(nodes[failed])})
         recoveries = starter.metrics().recoveries
     assert ids == list(reference(PROMPT, N_TOKENS, 4))
     assert sorted(asked) == [("secondary0", "/init"), ("secondary1", "/init")]
-    assert [(one["node"], one["replaced_by"]) for one in recoveries] == [("secondary0", "secondary0")]
+    assert [(one["node"], one["replaced_by"]) for one in recoveries] == [(f"secondary{failed}",) * 2]
     assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
 
 
@@ -98,13 +101,13 @@ def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts were to be computed again, so it has let its caches go: no ring after that may replay them."""
-    plan, close = mdi.node.ring_former.plan_replay, mdi.node.run_rings.form_ring
+    roles, close = mdi.node.ring_former.replay_roles, mdi.node.run_rings.form_ring
     n_plans = n_closed = 0
 
     def plan_later(*args: Any) -> Any:
         nonlocal n_plans
         n_plans += 1
-        return None if n_plans == 1 else plan(*args)
+        return None if n_plans == 1 else roles(*args)
 
     def close_later(*args: Any) -> Any:
         nonlocal n_closed
@@ -114,7 +117,7 @@ def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(
         return close(*args)
 
     with ring(tmp_path, 1 << 20) as (nodes, starter):
-        monkeypatch.setattr(mdi.node.ring_former, "plan_replay", plan_later)
+        monkeypatch.setattr(mdi.node.ring_former, "replay_roles", plan_later)
         monkeypatch.setattr(mdi.node.run_rings, "form_ring", close_later)
         n_closed = 1
         ids = generate(starter, {8: lambda: fail(nodes[0])})

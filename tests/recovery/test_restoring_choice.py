@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.engine.sent_rows import COMPUTE, FILL, PASS
-from mdi.node.replay_plan import ReplayPlan, plan_replay
+from mdi.node.replay_plan import ReplayRoles, replay_roles
 from mdi.recovery.replacement import Next, Stage
 
 
@@ -29,27 +27,24 @@ def through_the_ring(n_frames: int, stage_s: Sequence[float], link_s: Sequence[f
 
 
 def restored_s(
-    plan: ReplayPlan | None, following: Next, n_frames: int, stage_s: Sequence[float], link_s: Sequence[float]
+    roles: ReplayRoles | None, following: Next, n_frames: int, stage_s: Sequence[float], link_s: Sequence[float]
 ) -> list[float]:
-    """When each frame's rows are in all caches again: by this plan, or, without one, computed by all nodes."""
-    if plan is None:
+    """When each frame's rows are in all caches again: with these roles, or, without, computed by all nodes."""
+    if roles is None:
         return through_the_ring(n_frames, stage_s, link_s)
-    roles = {following.names[0]: FILL if plan.is_by_starter else COMPUTE, **plan.roles}
+    by_name = {following.names[0]: FILL if roles.is_by_starter else COMPUTE, **roles.by_name}
     computing = [s if name in following.fresh else 0.0 for name, s in zip(following.names, stage_s, strict=True)]
     sending = [
-        s if roles.get(name, COMPUTE) in (FILL, PASS) else 0.0 for name, s in zip(following.names, link_s, strict=True)
+        s if by_name.get(name, COMPUTE) in (FILL, PASS) else 0.0
+        for name, s in zip(following.names, link_s, strict=True)
     ]
     return through_the_ring(n_frames, computing, sending)
 
 
-def plan(following: Next, sent: Mapping[str, Mapping[int, int]]) -> ReplayPlan | None:
-    """By what each node says that it has sent."""
-
-    def status(name: str) -> Any:
-        told = {str(seq_id): n for seq_id, n in sent[name].items()}
-        return SimpleNamespace(status=lambda run, timeout_s: {"sent_rows": told})
-
-    return plan_replay(following, sent["starter"], {name: status(name) for name in following.names[1:]}, "run")
+def roles_of(following: Next) -> ReplayRoles:
+    roles = replay_roles(following)
+    assert roles is not None
+    return roles
 
 
 Loss = tuple[Next, list[float], list[float]]
@@ -71,9 +66,7 @@ def losses(draw: st.DrawFn) -> Loss:
 @given(losses(), st.integers(1, 9))
 def test_the_way_that_is_taken_is_never_the_slower_one(loss: Loss, n_frames: int) -> None:
     following, stage_s, link_s = loss
-    chosen = plan(following, dict.fromkeys(following.names, {0: 64, 1: 10}))
-    assert chosen is not None and chosen.kept == {0: 64, 1: 10}
-    by_rows = restored_s(chosen, following, n_frames, stage_s, link_s)
+    by_rows = restored_s(roles_of(following), following, n_frames, stage_s, link_s)
     by_tokens = restored_s(None, following, n_frames, stage_s, link_s)
     assert all(a <= b for a, b in zip(by_rows, by_tokens, strict=True)), "of each text, not only of the last"
 
@@ -84,8 +77,14 @@ def test_only_rows_that_all_who_send_have_are_replayed(loss: Loss, data: st.Data
     following, _, _ = loss
     rows = st.dictionaries(st.integers(0, 3), st.integers(1, 99))
     sent = {name: data.draw(rows) for name in following.names}
-    chosen = plan(following, sent)
+    chosen = roles_of(following).plan(sent["starter"], sent)
     before = [following.names[k - 1] for k, name in enumerate(following.names) if name in following.fresh]
     senders = [sent[name] for name in before if name not in following.fresh]
     common = {seq_id: min(one[seq_id] for one in senders) for seq_id in set.intersection(*map(set, senders))}
     assert (chosen is None and not common) or (chosen is not None and chosen.kept == common)
+
+
+def test_without_the_starters_caches_no_rows_are_replayed() -> None:
+    stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(stage_names(3)))
+    assert replay_roles(Next(stages, False, frozenset({"starter"}))) is None
+    assert replay_roles(Next(stages[:1], False, frozenset())) is None, "of one node there is nobody who sent them"

@@ -57,7 +57,8 @@ class Preparation:
         memory: what the caches of all nodes hold, after `run`.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
-        keeping: secondaries that still have the caches of the ring before.
+        sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
+            sent on and can send again.
         parts: by name of each secondary, what it needs.
         processes: by name of each secondary that was reached, the number that its process drew.
         failed: name of the node that could not get ready; None if it was none of them.
@@ -101,7 +102,7 @@ class Preparation:
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
-        self.keeping: frozenset[str] = frozenset()
+        self.sent_rows: dict[str, dict[int, int]] = {}
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
 
@@ -122,7 +123,7 @@ class Preparation:
             if self._replays is None:
                 self.own.loaded.caches.clear()
             self.memory = self._reckon_memory(setups)  # last, when all weights are where they stay
-            self.keeping = frozenset(setup.name for setup in setups if setup.keeps_caches)
+            self.sent_rows = {setup.name: setup.sent_rows for setup in setups if setup.sent_rows is not None}
         finally:
             self.processes = {setup.name: setup.process for setup in setups if setup.process}
             for setup in setups:

@@ -2,71 +2,68 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
 from mdi.engine.sent_rows import FILL, PASS
 from mdi.recovery.replacement import Next
 
-ASK_S = 2.0
-
-logger = logging.getLogger(__name__)
+Counts = Mapping[int, int]  # of each text, positions whose rows were sent and kept, from the first on
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
     """Attributes:
-    roles: by name of each secondary that has one, what it does with replays (engine.secondary_loop).
     is_by_starter: whether the starter's own rows are replayed.
     kept: positions of each text, from the first on, whose rows are there.
     """
 
-    roles: Mapping[str, str]
     is_by_starter: bool
     kept: Mapping[int, int]
 
 
-def plan_replay(
-    following: Next, own: Mapping[int, int], clients: Mapping[str, ControlClient], run: str
-) -> ReplayPlan | None:
-    """None if no text can be restored so: then all are computed again from their token ids.
+@dataclass(frozen=True)
+class ReplayRoles:
+    """What the nodes of a ring do so that caches are restored from rows.
 
     Computing the rows of a text again on one node is never slower than on all of them, one after the other: so it is done where
     the rows are there.
 
-    Args:
-        following: the next ring, with the cut of the one before.
-        own: positions whose rows the starter has sent, by text.
-        clients: of all secondaries.
-        run: its id.
+    Attributes:
+        by_name: of each secondary that has a part in it, what it does with replays (engine.secondary_loop).
+        is_by_starter: whether the starter's own rows are replayed.
+        has_lost: whether a node has lost its caches; else there is nothing to restore.
     """
-    names = following.names
-    places = [k for k, name in enumerate(names) if name in following.fresh]
-    if 0 in places or len(names) < 2:
+
+    by_name: Mapping[str, str]
+    is_by_starter: bool
+    has_lost: bool
+
+    def plan(self, own: Counts, told: Mapping[str, Counts]) -> ReplayPlan | None:
+        """By the rows that all nodes have that send some; None if no text can be restored so.
+
+        Args:
+            own: what the starter has.
+            told: what each secondary says.
+        """
+        senders = [told.get(name, {}) for name, role in self.by_name.items() if role == FILL]
+        if self.is_by_starter:
+            senders.append(own)
+        kept = _least(senders) if self.has_lost else dict.fromkeys(own, 1 << 60)
+        return ReplayPlan(self.is_by_starter, kept) if kept else None
+
+
+def replay_roles(following: Next) -> ReplayRoles | None:
+    """For the next ring, with the cut of the one before; None if the starter has lost its caches, or is alone."""
+    names, fresh = following.names, following.fresh
+    if names[0] in fresh or len(names) < 2:
         return None
-    before = [names[k - 1] for k in places]
-    roles = {name: PASS if name in following.fresh else FILL for name in before if name != names[0]}
-    asked = FanOut({name: partial(_sent_rows, clients[name], run) for name, role in roles.items() if role == FILL})
-    asked.join(ASK_S)
-    counts: list[Mapping[int, int]] = [asked.results.get(name, {}) for name, role in roles.items() if role == FILL]
-    if names[0] in before:
-        counts.append(own)
-    kept = _least(counts) if places else dict.fromkeys(own, 1 << 60)
-    return ReplayPlan(roles, names[0] in before, kept) if kept else None
+    before = [names[k - 1] for k, name in enumerate(names) if name in fresh]
+    roles = {name: PASS if name in fresh else FILL for name in before if name != names[0]}
+    return ReplayRoles(roles, names[0] in before, bool(fresh.intersection(names)))
 
 
-def _sent_rows(client: ControlClient, run: str) -> dict[int, int]:
-    found = client.status(run, ASK_S).get("sent_rows")
-    if not isinstance(found, dict):
-        return {}
-    return {int(seq_id): n for seq_id, n in found.items() if str(seq_id).isdigit() and type(n) is int}
-
-
-def _least(counts: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def _least(counts: Sequence[Counts]) -> dict[int, int]:
     """What all of them have."""
     common = set.intersection(*(set(one) for one in counts)) if counts else set()
     return {seq_id: min(one[seq_id] for one in counts) for seq_id in common}

@@ -12,7 +12,7 @@ from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import EngineError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.preparation import Preparation
-from mdi.node.replay_plan import ReplayPlan, plan_replay
+from mdi.node.replay_plan import ReplayPlan, replay_roles
 from mdi.node.run_rings import RunRings
 from mdi.node.starter_weights import StarterWeights
 from mdi.recovery.records import REPLAY, TOKENS
@@ -94,21 +94,23 @@ class RingFormer:
         self, cluster: ClusterConfig, following: Next
     ) -> tuple[ReplayPlan | None, frozenset[str], Preparation]:
         """Get the nodes ready; how caches are restored, and which nodes have none."""
-        fresh = following.fresh
-        while (plan := self._plan_replay(replace(following, fresh=fresh))) is not None:
-            preparation = self._rings.prepare_another(cluster, self.check, plan.roles)
-            lacking = frozenset(following.names[1:]) - preparation.keeping - fresh
+        engine, fresh = self.engine, following.fresh
+        while self._may_replay(following) and (roles := replay_roles(replace(following, fresh=fresh))) is not None:
+            preparation = self._rings.prepare_another(cluster, self.check, roles.by_name)
+            lacking = frozenset(following.names[1:]) - preparation.sent_rows.keys() - fresh
             if not lacking:
-                return plan, fresh, preparation
+                plan = roles.plan({} if engine is None else engine.sent.counts, preparation.sent_rows)
+                if plan is not None:
+                    return plan, fresh, preparation
+                break
             fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
         self._has_caches = False  # should this ring not be closed, the next one cannot go on with them
         return None, fresh, self._rings.prepare_another(cluster, self.check, None)
 
-    def _plan_replay(self, following: Next) -> ReplayPlan | None:
-        engine = self.engine
-        if engine is None or following.is_moved or not self._has_caches or self._rings.is_shared or engine.is_isolating:
-            return None
-        return plan_replay(following, engine.sent.counts, self._clients, self._rings.run)
+    def _may_replay(self, following: Next) -> bool:
+        if self.engine is None or self.engine.is_isolating or not self.engine.sent.counts:
+            return False  # where the starter keeps no rows, nobody does
+        return not following.is_moved and self._has_caches and not self._rings.is_shared
 
     def check(self) -> None:
         if self.engine is None:

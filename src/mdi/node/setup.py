@@ -42,6 +42,8 @@ class SecondarySetup:
 
     Attributes:
         is_ready_at_once: whether it had its stage in memory.
+        sent_rows: once `caches` has returned: None if it has no caches of the ring before; else how many positions of each text
+            it has sent on and can send again.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class SecondarySetup:
         self.error: MdiError | None = None
         self.ring_port: Any = None  # what the node says of itself, once it has answered
         self.process = ""
-        self.keeps_caches = False  # whether it still has those of the ring before, once `caches` has returned
+        self.sent_rows: dict[int, int] | None = None
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
         self._watch = threading.Thread(target=self._watch_node, name=f"watch-{self.name}", daemon=True)
@@ -204,7 +206,7 @@ class SecondarySetup:
             NodeLostError, RingError, ControlError: it is not there any more, or says it in no readable way.
         """
         status = self._loading_status() if is_asked else self._answer
-        self.keeps_caches = status.get("caches_kept") is True
+        self.sent_rows = _sent_rows(status) if status.get("caches_kept") is True else None
         return CacheReport.from_json(status.get("caches"), self._client.where)
 
     def _loading_status(self) -> dict[str, Any]:
@@ -258,3 +260,12 @@ def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> No
     if not isinstance(ring_port, int) or ring_port == node.port_in:
         return error
     return NodeLostError(error.node, f"{error}. {port_remedy(ring_port, 'inference.port_in')}")
+
+
+def _sent_rows(status: dict[str, Any]) -> dict[int, int]:
+    """{} where that cannot be read."""
+    found = status.get("sent_rows")
+    try:
+        return {int(seq_id): int(n) for seq_id, n in found.items()} if isinstance(found, dict) else {}
+    except (TypeError, ValueError):
+        return {}
