@@ -13,12 +13,9 @@ from mdi.control_groups import CGROUPS, MEMBERSHIP, groups, number
 
 def free_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Main memory that can still be taken: what the system has, and what the limits of the groups leave."""
-    free = int(psutil.virtual_memory().available)
-    for folder in groups("memory", root, membership):
-        left = _memory_left(folder)
-        if left is not None:
-            free = min(free, left)
-    return max(free, 0)
+    memory = psutil.virtual_memory()
+    left = (_memory_left(folder, memory.total) for folder in groups("memory", root, membership))
+    return max(min([memory.available, *(n for n in left if n is not None)]), 0)
 
 
 def device_free_bytes(device: str) -> int:
@@ -57,23 +54,22 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_left(folder: Path) -> int | None:
-    """What a group may still take; pages of files can be dropped, and do not count (those of shared memory cannot)."""
+def _memory_left(folder: Path, total: int) -> int | None:
+    """What a group may still take, if its limit is below all memory that there is; pages of files can be dropped, and do not
+    count (those of shared memory cannot)."""
     for limit_name, used_name, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit, used = number(folder / limit_name), number(folder / used_name)
-        if limit is not None and used is not None:
-            files = (_statistic(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive"))
-            return limit - used + sum(files)
+        limit = number(folder / limit_name)
+        if limit is not None and limit < total and (used := number(folder / used_name)) is not None:
+            return limit - used + _statistics(folder / "memory.stat", f"{prefix}active_file", f"{prefix}inactive_file")
     return None
 
 
-def _statistic(path: Path, name: str) -> int:
+def _statistics(path: Path, *names: str) -> int:
+    """The sum of some lines "name bytes"; 0 without the file."""
     with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
+        lines = (line.partition(" ") for line in path.read_text(encoding="utf-8").splitlines())
+        return sum(int(value) for name, _, value in lines if name in names)
     return 0
