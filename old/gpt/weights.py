@@ -20,7 +20,7 @@ from gpt.model import PositionGPT
 from gpt.shape import GPTConfig, config_of, gpt2_config
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
@@ -68,7 +68,7 @@ class GPTSource(WeightSource):
         _check_tensors(config, self.specs, where)
         self.dtype = main_dtype(self.specs.values())
         first = next(iter(stored.values()))[0]
-        self._hashes = HashCache(where / "parts.json", first.path, self.config_hash)
+        self.hashes = HashCache(where / "parts.json", first.path, self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -80,12 +80,6 @@ class GPTSource(WeightSource):
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
-
-    def known(self, part: str) -> PartInfo | None:
-        return self._hashes.get("stored", part)
-
-    def remember(self, info: PartInfo) -> None:
-        self._hashes.put("stored", info)
 
     def release(self) -> None:
         for file, _ in self._stored.values():

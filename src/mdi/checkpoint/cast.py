@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
-from mdi.checkpoint.weights import WeightSource
+from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 
 
-class CastSource(WeightSource):
+class CastSource(DerivedSource):
     """Another source with all floating-point weights in one type; casting happens tensor by tensor.
 
     Args:
@@ -21,11 +20,8 @@ class CastSource(WeightSource):
     """
 
     def __init__(self, source: WeightSource, dtype: str) -> None:
-        self._source = source
-        self.hashes = source.hashes
-        self._infos: dict[str, PartInfo] = {}
-        self.model, self.config_dict = source.model, source.config_dict
-        self.config_hash, self.dtype = source.config_hash, dtype
+        super().__init__(source, form=dtype)
+        self.dtype = dtype
         self.specs = {
             name: replace(spec, dtype=CODES[dtype]) if spec.is_floating else spec for name, spec in source.specs.items()
         }
@@ -38,20 +34,6 @@ class CastSource(WeightSource):
 
     def read_bytes(self, name: str) -> int:
         return self._source.read_bytes(name)
-
-    def part_names(self) -> list[str]:
-        return self._source.part_names()
-
-    def known(self, part: str) -> PartInfo | None:
-        return self._infos.get(part) or (self.hashes.get(self.dtype, part) if self.hashes else None)
-
-    def remember(self, info: PartInfo) -> None:
-        self._infos[info.name] = info
-        if self.hashes:
-            self.hashes.put(self.dtype, info)
-
-    def release(self) -> None:
-        self._source.release()
 
 
 def cast(array: np.ndarray, spec: TensorSpec, code: str) -> np.ndarray:

@@ -8,21 +8,19 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import numpy as np
-
 from mdi.block_ranges import block_span
 from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
 from mdi.checkpoint.manifest import METADATA_KEY, Manifest
+from mdi.checkpoint.partfile import FileSource
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.safetensors_layout import header_bytes, ordered
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.weightfile import SafetensorsFile
-from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 
 
-class ChunkFile(WeightSource):
+class ChunkFile(FileSource):
     """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify` computes them.
 
     Raises:
@@ -45,15 +43,6 @@ class ChunkFile(WeightSource):
         self._infos = {part.name: part for part in self.manifest.parts}
         self._check()
 
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def array(self, name: str) -> np.ndarray:
-        return self._file.view(name) if self.packing else self._file.array(name)
-
-    def extent(self, name: str) -> tuple[Path, int, int] | None:
-        return (self.path, *self._file.extent(name))
-
     def part_names(self) -> list[str]:
         return list(self._infos)
 
@@ -61,9 +50,6 @@ class ChunkFile(WeightSource):
         if part not in self._infos:
             raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self._infos)}")
         return self._infos[part]
-
-    def remember(self, info: PartInfo) -> None:
-        """A chunk's hashes are fixed."""
 
     def verify(self, parts: Collection[str], checked: CheckedFiles, check: Callable[[], None] = lambda: None) -> None:
         """Hash the parts that are not known to be whole, a few at a time.
@@ -94,9 +80,6 @@ class ChunkFile(WeightSource):
                 f"{self.path}: {name} is damaged: sha256 {found.sha256}, expected {expected.sha256}; "
                 f"{_remedy(self.path)}"
             )
-
-    def release(self) -> None:
-        self._file.release()
 
     def _hashed(self, name: str) -> PartInfo:
         """A part with the sha256 of what the file holds. It is read, not mapped: a node may have little memory."""

@@ -12,10 +12,10 @@ from mdi.checkpoint.ggufconfig import gguf_config
 from mdi.checkpoint.ggufheader import GgufTensor, read_gguf
 from mdi.checkpoint.ggufnames import Piece, Recipe, recipe
 from mdi.checkpoint.gguftensors import PLAIN, read_rows, read_tensor, slice_tensor, spec_of
-from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.hashes import HashCache, PartHashes
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing, PartWeights
-from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
@@ -27,7 +27,7 @@ class GgufSource(WeightSource):
 
     Args:
         path: the file, or the first of several.
-        hashes: where the hashes of its parts are kept; None keeps none.
+        hashes: where the hashes of its parts are kept; None is in memory.
 
     Raises:
         CheckpointError: it cannot be read, is damaged, or of an architecture or type that is not supported.
@@ -50,8 +50,7 @@ class GgufSource(WeightSource):
         self.dtype = main_dtype(self.specs.values())
         # Weights that were rounded once keep the numbers that they were rounded to.
         self.folds_gains = all(tensor.type_name in PLAIN for tensor in self._tensors.values())
-        self.hashes = None if hashes is None else HashCache(hashes, path, self.config_hash)
-        self._known: dict[str, PartInfo] = {}
+        self.hashes = PartHashes() if hashes is None else HashCache(hashes, path, self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -86,14 +85,6 @@ class GgufSource(WeightSource):
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
-
-    def known(self, part: str) -> PartInfo | None:
-        return self._known.get(part) or (self.hashes.get("stored", part) if self.hashes is not None else None)
-
-    def remember(self, info: PartInfo) -> None:
-        self._known[info.name] = info
-        if self.hashes is not None:
-            self.hashes.put("stored", info)
 
     def release(self) -> None:
         """Nothing stays mapped between two tensors."""

@@ -1,4 +1,4 @@
-"""Hashes of a checkpoint's parts, kept beside it so that they are computed once.
+"""Hashes of a model's parts, kept so that they are computed once: in memory, or in a file beside the weights.
 
 Best effort: a place that cannot be written to will do. Knows nothing of what is hashed.
 """
@@ -21,7 +21,21 @@ FORMAT_VERSION = 2  # also of what the packed forms of a part are
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class HashCache:
+class PartHashes:
+    """Hashes by form and part, in memory."""
+
+    def __init__(self) -> None:
+        self._infos: dict[str, dict[str, PartInfo]] = {}
+
+    def get(self, form: str, part: str) -> PartInfo | None:
+        """The part's hash in one form: "stored", the name of a type that weights are cast to, or what they are packed in."""
+        return self._infos.get(form, {}).get(part)
+
+    def put(self, form: str, info: PartInfo) -> None:
+        self._infos.setdefault(form, {})[info.name] = info
+
+
+class HashCache(PartHashes):
     """`parts.json`: valid as long as size and time of the weight file are those it was made for.
 
     Args:
@@ -31,6 +45,7 @@ class HashCache:
     """
 
     def __init__(self, path: Path, weights: Path, config_hash: str) -> None:
+        super().__init__()
         self._path = path
         stat = weights.stat()
         self._stamp = {
@@ -40,15 +55,11 @@ class HashCache:
             "mtime_ns": stat.st_mtime_ns,
             "config_hash": config_hash,
         }
-        self._infos: dict[str, dict[str, PartInfo]] = self._read()
-
-    def get(self, form: str, part: str) -> PartInfo | None:
-        """The part's hash in one form: "stored", the name of a type that weights are cast to, or what they are packed in."""
-        return self._infos.get(form, {}).get(part)
+        self._infos = self._read()
 
     def put(self, form: str, info: PartInfo) -> None:
         if self.get(form, info.name) != info:
-            self._infos.setdefault(form, {})[info.name] = info
+            super().put(form, info)
             self._write()
 
     def _read(self) -> dict[str, dict[str, PartInfo]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, stored_bytes
-from mdi.checkpoint.parts import PartInfo
-from mdi.checkpoint.weights import WeightSource
+from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
 
 
-class PackedSource(WeightSource):
+class PackedSource(DerivedSource):
     """Another source in packed form.
 
     Args:
@@ -21,14 +20,9 @@ class PackedSource(WeightSource):
     packing: Packing
 
     def __init__(self, source: WeightSource, packing: Packing) -> None:
-        self._source = source
+        super().__init__(source, form=packed_form(source, packing))
         self.packing = packing
-        self.hashes = source.hashes
-        self._form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
-        self._infos: dict[str, PartInfo] = {}
         self._scale: np.ndarray | None = None
-        self.model, self.config_dict = source.model, source.config_dict
-        self.config_hash, self.dtype = source.config_hash, source.dtype
         self._owner: dict[str, str] = {}  # name of a stored tensor -> name of the plain one that it comes from
         self.specs = {}
         for name, spec in source.specs.items():
@@ -54,16 +48,7 @@ class PackedSource(WeightSource):
     def read_bytes(self, name: str) -> int:
         return self._source.read_bytes(self._owner[name])
 
-    def part_names(self) -> list[str]:
-        return self._source.part_names()
 
-    def known(self, part: str) -> PartInfo | None:
-        return self._infos.get(part) or (self.hashes.get(self._form, part) if self.hashes else None)
-
-    def remember(self, info: PartInfo) -> None:
-        self._infos[info.name] = info
-        if self.hashes:
-            self.hashes.put(self._form, info)
-
-    def release(self) -> None:
-        self._source.release()
+def packed_form(source: WeightSource, packing: Packing) -> str:
+    """What parts of a source are called where their hashes are kept, once they are packed."""
+    return f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"

@@ -14,7 +14,29 @@ from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 
 
-class PartFile(WeightSource):
+class FileSource(WeightSource):
+    """One .safetensors file as a source, whose hashes are fixed."""
+
+    path: Path
+    _file: SafetensorsFile
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def array(self, name: str) -> np.ndarray:
+        return self._file.view(name) if self.packing else self._file.array(name)
+
+    def extent(self, name: str) -> tuple[Path, int, int] | None:
+        return (self.path, *self._file.extent(name))
+
+    def remember(self, info: PartInfo) -> None:
+        """The hash is known."""
+
+    def release(self) -> None:
+        """Mappings go with the arrays that look into them."""
+
+
+class PartFile(FileSource):
     """See the module. The bytes are not hashed here: that is for whoever keeps the file.
 
     Args:
@@ -34,23 +56,8 @@ class PartFile(WeightSource):
         self.packing = packing_of(self._file.metadata, str(path))
         self.dtype = main_dtype(self.specs.values())
 
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def array(self, name: str) -> np.ndarray:
-        return self._file.view(name) if self.packing else self._file.array(name)
-
-    def extent(self, name: str) -> tuple[Path, int, int] | None:
-        return (self.path, *self._file.extent(name))
-
     def part_names(self) -> list[str]:
         return [self._info.name]
 
     def known(self, part: str) -> PartInfo | None:
         return self._info if part == self._info.name else None
-
-    def remember(self, info: PartInfo) -> None:
-        """The hash is known."""
-
-    def release(self) -> None:
-        """Mappings go with the arrays that look into them."""

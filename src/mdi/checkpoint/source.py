@@ -15,7 +15,7 @@ from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, no_checkpoint
 from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
@@ -45,7 +45,7 @@ class LitCheckpoint(WeightSource):
         self.specs = {name: self._file.specs[stored] for name, stored in self._stored.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
-        self.hashes = self._hashes = HashCache(self.path / "parts.json", weights, self.config_hash)
+        self.hashes = HashCache(self.path / "parts.json", weights, self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -57,12 +57,6 @@ class LitCheckpoint(WeightSource):
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
-
-    def known(self, part: str) -> PartInfo | None:
-        return self._hashes.get("stored", part)
-
-    def remember(self, info: PartInfo) -> None:
-        self._hashes.put("stored", info)
 
     def release(self) -> None:
         self._file.release()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mdi.checkpoint.folding import folded
-from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.hashes import PartHashes
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.safetensors_layout import TensorSpec
@@ -36,6 +36,7 @@ class WeightSource(ABC):
         specs: type and shape of every tensor that can be had, as it is stored.
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
+        form: names the form that parts have here, among those hashes.
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.folding).
     """
 
@@ -45,7 +46,8 @@ class WeightSource(ABC):
     dtype: str
     specs: dict[str, TensorSpec]
     packing: Packing | None = None
-    hashes: HashCache | None = None
+    hashes: PartHashes | None = None
+    form: str = "stored"
     folds_gains: bool = True
 
     @abstractmethod
@@ -56,13 +58,14 @@ class WeightSource(ABC):
     def part_names(self) -> list[str]:
         """The parts that can be had, in the order in which they are computed."""
 
-    @abstractmethod
     def known(self, part: str) -> PartInfo | None:
         """The part's hash, if it is known without reading the weights."""
+        return None if self.hashes is None else self.hashes.get(self.form, part)
 
-    @abstractmethod
     def remember(self, info: PartInfo) -> None:
         """Take a hash that was computed while the part was read for something else."""
+        if self.hashes is not None:
+            self.hashes.put(self.form, info)
 
     @abstractmethod
     def release(self) -> None:
@@ -166,6 +169,27 @@ class WeightSource(ABC):
 
     def close(self) -> None:
         self.release()
+
+
+class DerivedSource(WeightSource):
+    """Another source's weights in another form.
+
+    Args:
+        form: names it among the hashes of parts.
+        hashes: where they are kept; None is where the other source keeps its own, else in memory.
+    """
+
+    def __init__(self, source: WeightSource, form: str, hashes: PartHashes | None = None) -> None:
+        self._source, self.form = source, form
+        self.hashes = hashes or source.hashes or PartHashes()
+        self.model, self.config_dict = source.model, source.config_dict
+        self.config_hash, self.dtype = source.config_hash, source.dtype
+
+    def part_names(self) -> list[str]:
+        return self._source.part_names()
+
+    def release(self) -> None:
+        self._source.release()
 
 
 def own_packing(dtype: str) -> Packing:

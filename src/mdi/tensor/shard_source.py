@@ -14,13 +14,13 @@ import numpy as np
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.checkpoint.folding import folded
 from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.packed import packed_form
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, stored_bytes
 from mdi.checkpoint.partfile import PartFile
-from mdi.checkpoint.parts import Part, PartInfo, part_of
+from mdi.checkpoint.parts import Part, part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
-from mdi.checkpoint.weights import WeightSource
-from mdi.kernels import LAYOUT_VERSION
+from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes
 from mdi.kernels.matrix_cut import cut, skipped
 from mdi.tensor.pieces import Piece, piece_of
@@ -47,7 +47,7 @@ def shard_shapes(share: Share, packing: Packing, part: str) -> dict[str, tuple[i
     return found
 
 
-class ShardSource(WeightSource):
+class ShardSource(DerivedSource):
     """The share of a node in another source's weights, packed.
 
     Args:
@@ -58,12 +58,9 @@ class ShardSource(WeightSource):
     packing: Packing
 
     def __init__(self, source: WeightSource, share: Share, packing: Packing) -> None:
-        self._source, self.share, self.packing = source, share, packing
-        self.model, self.config_dict = source.model, source.config_dict
-        self.config_hash, self.dtype = source.config_hash, source.dtype
-        self.hashes = source.hashes or _hashes_beside(source)
-        self._form = f"{shard_name(share)}; {source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
-        self._infos: dict[str, PartInfo] = {}
+        hashes = None if source.hashes else _hashes_beside(source)
+        super().__init__(source, f"{shard_name(share)}; {packed_form(source, packing)}", hashes)
+        self.share, self.packing = share, packing
         self._table: tuple[str, PartWeights] | None = None
         self.specs = {}
         self._owner: dict[str, str] = {}
@@ -144,20 +141,6 @@ class ShardSource(WeightSource):
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
         """The shards of a part, where they are packed already. A node's own wish for another format does not count here."""
         return {key: weight for name in self.shapes(part) for key, weight in self.shard_of(name).items()}
-
-    def part_names(self) -> list[str]:
-        return self._source.part_names()
-
-    def known(self, part: str) -> PartInfo | None:
-        return self._infos.get(part) or (self.hashes.get(self._form, part) if self.hashes else None)
-
-    def remember(self, info: PartInfo) -> None:
-        self._infos[info.name] = info
-        if self.hashes:
-            self.hashes.put(self._form, info)
-
-    def release(self) -> None:
-        self._source.release()
 
 
 def _hashes_beside(source: WeightSource) -> HashCache | None:
