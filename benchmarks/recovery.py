@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
 
 def note_forming(node: Any, times: dict[str, float]) -> None:
     """Note when another ring is formed."""
-    keeper = node._recovery.keeper
+    keeper = node.recovery.keeper
     after_loss = keeper.after_loss
 
     def noted(error: Any) -> Any:

@@ -113,7 +113,7 @@ class Ring:
         self.starter.place(n_texts, len(PROMPT) + args.tokens)
         self.starter.prepare(len(PROMPT) + args.tokens)
         self.starter.start()
-        self.starter._recovery.keeper._absences._step_s = 0.0  # here nodes fail on purpose: they need not wait
+        self.starter.recovery.keeper._absences._step_s = 0.0  # here nodes fail on purpose: they need not wait
         self._random = random.Random()
         self._rate = 0.0
         self.n_failures = 0
@@ -172,7 +172,7 @@ class Ring:
         from mdi.net.hello import Fault
 
         job, name = self._nodes[i]._runs.latest, self._nodes[i].config.name
-        ring = None if job is None else job._ring
+        ring = None if job is None else job.ring
         if ring is not None:
             ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
         return ring is not None

@@ -39,6 +39,14 @@ def secondaries(n: int, folder: Path, **options: Any) -> Iterator[list[Secondary
         yield [stack.enter_context(secondary(i, folder / f"cache{i}", **options)) for i in range(n)]
 
 
+def close_ports(node: SecondaryNode) -> None:
+    """As if its process had ended: nobody can reach it any more."""
+    for ports in (node.control, node.listener):
+        assert ports is not None
+        ports.close()
+    node.control = node.listener = None
+
+
 def entry_of(node: SecondaryNode, **changes: Any) -> NodeConfig:
     """A node as the starter's nodes file describes it."""
     fields = {"name": node.config.name, "addr": "127.0.0.1", "port": node.control_port, "port_in": node.ring_port}

@@ -33,7 +33,7 @@ def caches_of(config: dict[str, Any], is_device: bool, dtype: torch.dtype = torc
             slabs.slab_pages = slabs.first_pages = 2
             caches.pools[c] = slabs
         for block in caches.blocks:
-            block._pool = caches.pools[block.cache_class]
+            block.pool = caches.pools[block.cache_class]
     return caches
 
 

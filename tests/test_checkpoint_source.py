@@ -8,6 +8,7 @@ import pickle
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,8 +375,7 @@ def test_a_chunk_of_another_length(chunk: Path, change: Any) -> None:
 
 def test_a_disk_that_is_too_small(lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = lit
-    usage = shutil.disk_usage(path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"needs .* only .* are free"):
         write_chunks(LitCheckpoint(path), path, (2, 3))
     assert not (path / "chunks").exists()

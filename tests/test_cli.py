@@ -160,7 +160,7 @@ def test_too_little_memory_is_not_told_as_damage(
         patch.setattr("mdi.checkpoint.mapping.mmap.mmap", refuse)
         told = failure("sample", "--ckpt", checkpoint, status=1)
     assert "memory" in told and "damaged" not in told
-    monkeypatch.setattr("mdi.cli.starter._generate", lambda *args: bytes(1 << 62))
+    monkeypatch.setattr("mdi.cli.starter.generate", lambda *args: bytes(1 << 62))
     assert launch("sample", ["--ckpt", str(checkpoint)]) == 1
     assert capsys.readouterr().err.startswith("error: out of memory")
 
@@ -701,7 +701,7 @@ def test_what_nobody_foresaw_is_one_line_too(
     def fail(*args: object) -> int:
         raise RuntimeError("out of memory\nand many more lines")
 
-    monkeypatch.setattr("mdi.cli.starter._generate", fail)
+    monkeypatch.setattr("mdi.cli.starter.generate", fail)
     assert launch("sample", ["--ckpt", "nowhere", "--json"]) == 1
     out, err = capsys.readouterr()
     assert err == "error: RuntimeError: out of memory (-d shows where)\n"

@@ -53,7 +53,7 @@ def paths(profile: ClusterProfile, config: dict[str, Any], form: str) -> list[st
 
 
 def test_a_secondary_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Profiler, "_measure", lambda *args: Speeds(0.0, 1e9, (), ()))
+    monkeypatch.setattr(Profiler, "measure", lambda *args: Speeds(0.0, 1e9, (), ()))
     expected = f"kernels ({library.instruction_set()})"
     latent = plain(asdict(config_of("deepseek-v3-shape")))
     asked = (

@@ -30,7 +30,7 @@ def test_slots_of_a_machine() -> None:
 def test_the_part_of_the_machine(monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], expected: float) -> None:
     """As much slower together as the machine is short of what all want; no less than an even part, no more than all."""
     given = iter(rates)
-    monkeypatch.setattr(contention, "_rate", lambda call, begin: next(given))
+    monkeypatch.setattr(contention, "rate", lambda call, begin: next(given))
     assert machine_share(Slots(0, 1, 3), 1 << 20, CPU) == pytest.approx(expected)
 
 
@@ -38,13 +38,13 @@ def test_nodes_take_turns_and_then_all_compute(monkeypatch: pytest.MonkeyPatch) 
     """Two nodes in threads: each one's slots, by the times at which it began them."""
     monkeypatch.setattr(contention, "SLOT_S", 0.05)
     begins: list[float] = []
-    rate = contention._rate
+    rate = contention.rate
 
     def watched(call: Any, begin: float) -> float:
         begins.append(begin)
         return rate(call, begin)
 
-    monkeypatch.setattr(contention, "_rate", watched)
+    monkeypatch.setattr(contention, "rate", watched)
     shares: list[float] = []
     slots = slots_of(2, time.monotonic() + 0.1)
     threads = [threading.Thread(target=lambda s=s: shares.append(machine_share(s, 1 << 16, CPU))) for s in slots]
@@ -59,7 +59,7 @@ def test_nodes_take_turns_and_then_all_compute(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_that_comes_too_late_says_nothing() -> None:
-    assert contention._rate(lambda: None, time.monotonic() - 10) == 0
+    assert contention.rate(lambda: None, time.monotonic() - 10) == 0
 
 
 @pytest.mark.parametrize(

@@ -772,7 +772,7 @@ def test_a_strangers_requests_leave_no_traceback(
 
 def test_what_the_http_library_says_does_not_reach_the_terminal(served: tuple[FakeNode, ControlServer]) -> None:
     """A log without handlers is written to stderr by Python itself."""
-    app = served[1]._server.wsgi_app
+    app = served[1].http.wsgi_app
     handlers = [type(handler) for log in (app.log.error_log, app.log.access_log) for handler in log.handlers]
     assert handlers.count(logging.NullHandler) == 2
 

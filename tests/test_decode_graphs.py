@@ -73,7 +73,7 @@ def test_rows_that_no_sequence_has_change_nothing() -> None:
     stage, _ = recorded("Llama-3.1-8B")
     decode((stage, stage_of("Llama-3.1-8B")), {i: 10 + 7 * i for i in range(5)}, 3)
     assert stage.graphs is not None and stage.graphs.n_recorded == 1
-    (key,) = stage.graphs._steps
+    (key,) = stage.graphs.steps
     assert key[0] == 6
     whole = prompt(17, 1) + [prompt(5, 100 + i)[1] for i in range(3)]
     expected = model_of("Llama-3.1-8B")(torch.tensor([[*whole, 1]]))[0, -1]
@@ -100,7 +100,7 @@ def test_pages_beyond_the_first_slab_go_the_plain_way() -> None:
     pool.slab_pages, pool.first_pages = 2, 4
     caches.pools[0] = pool
     for block in caches.blocks:
-        block._pool = pool
+        block.pool = pool
     decode((stage, stage_of("Llama-3.1-8B")), {0: 2 * PAGE - 2}, 1)
     assert recorder.n_recorded == 1
     decode((stage, stage_of("Llama-3.1-8B")), {1: 4 * PAGE - 2}, 1)

@@ -247,7 +247,7 @@ def test_a_starter_whose_port_is_taken(two: list[SecondaryNode]) -> None:
 def test_a_node_in_another_run(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"state": "RUNNING", "error": None, "error_code": None, "looking": None, "loading": None}
     job = SimpleNamespace(is_over=False, received_bytes=0, total_bytes=0, **fields)
-    monkeypatch.setitem(two[0]._runs._jobs, "a run", job)
+    monkeypatch.setitem(two[0].runs.jobs, "a run", job)
     report = examine(cluster_of(two))
     assert [problem.node for problem in report.problems] == ["secondary0"]
     assert "another run" in report.problems[0].what

@@ -21,7 +21,7 @@ from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shard_stage import ShardStage
-from secondaries import cluster_of, entry_of, secondaries
+from secondaries import close_ports, cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
 from tiny_checkpoint import reference
 
@@ -105,10 +105,7 @@ def test_texts_go_on_when_a_member_is_lost(
             is_first = threading.current_thread().name == "secondary0"
             if is_first and self.tally.n_sums > 8 and not lost.is_set():
                 lost.set()
-                for ports in (nodes[0]._control, nodes[0]._listener):  # nobody is there any more
-                    assert ports is not None
-                    ports.close()
-                nodes[0]._control = nodes[0]._listener = None
+                close_ports(nodes[0])
                 raise RingError("the connections of a process that ended")
             return forward(self, *args)
 

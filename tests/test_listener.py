@@ -209,7 +209,7 @@ def test_a_hundred_strangers_keep_nobody_out(port: RingListener, guests: Guests)
     expectation = port.expect(EPOCH, HELLO)
     send_frame(guests.connect(port), hello())
     with let_in(expectation):
-        assert sum(1 for _ in port._pending()) <= listener_module.N_PENDING_LIMIT
+        assert sum(1 for _ in port.pending()) <= listener_module.N_PENDING_LIMIT
         assert all(is_dropped(sock) for sock in strangers[:36])  # the first to come are the first to go
         for sock in strangers[-20:]:
             sock.sendall(b"\xff" * 52)
@@ -286,7 +286,10 @@ def test_any_bytes_leave_the_port_open(port: RingListener, data: bytes, prefix: 
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass
-    assert port._thread.is_alive()
+    expectation = port.expect(EPOCH, HELLO)
+    with socket.create_connection(("127.0.0.1", port.port), DEADLINE_S) as sock:
+        send_frame(sock, hello())
+        let_in(expectation).close()
 
 
 def test_a_port_in_use_and_addresses_that_are_not_here_are_told(port: RingListener) -> None:

@@ -48,7 +48,7 @@ def wait_stopped(pid: int) -> None:
 
 
 def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    monkeypatch.setattr(LocalRing, "spawn", sleeping)
     monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
     with LocalRing(3, None, 1, None, False, False) as ring:
         ring.check()
@@ -59,14 +59,14 @@ def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.Monk
         with pytest.raises(NodeLostError) as caught:
             ring.check()
         assert caught.value.node == "secondary1"
-        children = list(ring._children)
+        children = list(ring.children)
     assert children[1].returncode == -signal.SIGKILL, "it would not have noticed anything else"
     assert children[0].returncode in (0, -signal.SIGTERM)
     assert not list(folder.iterdir())
 
 
 def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    monkeypatch.setattr(LocalRing, "spawn", sleeping)
     monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
     with LocalRing(2, None, 1, None, False, False) as ring:
         for _ in range(2):
@@ -81,22 +81,22 @@ def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_child_that_ends_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "_spawn", sleeping)
+    monkeypatch.setattr(LocalRing, "spawn", sleeping)
     with LocalRing(3, None, 1, None, False, False) as ring:
-        before = list(ring._children)
+        before = list(ring.children)
         ring.revive()
-        assert ring._children == before
+        assert ring.children == before
         os.kill(ring.pids[1], signal.SIGKILL)
         before[1].wait(DEADLINE_S)
         ring.revive()
-        assert ring._children[0] is before[0] and ring._children[1].poll() is None
+        assert ring.children[0] is before[0] and ring.children[1].poll() is None
         assert before[1].stdin is not None and before[1].stdin.closed
-        again = ring._children[1]
+        again = ring.children[1]
         os.kill(again.pid, signal.SIGKILL)
         again.wait(DEADLINE_S)
         ring.revive()
-        assert ring._children[1] is again, "not at once a second time"
-        children = list(ring._children)
+        assert ring.children[1] is again, "not at once a second time"
+        children = list(ring.children)
     assert all(child.poll() is not None for child in children)
 
 

@@ -88,9 +88,9 @@ def test_a_quota_limits_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(machine, "_usable_cores", lambda: 8.0)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8.0)
     monkeypatch.setattr(threads.sys, "setswitchinterval", lambda s: None)
-    monkeypatch.setattr(threads, "_of_process", None)
+    monkeypatch.setattr(threads, "of_process", None)
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     choose_threads(None)

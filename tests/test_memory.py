@@ -248,7 +248,7 @@ def test_a_jetson_shares_its_memory_with_the_gpu(tmp_path: Path, monkeypatch: py
     (tmp_path / "tegrastats").write_text(script)
     (tmp_path / "tegrastats").chmod(0o755)
     (tmp_path / "used").write_text("1000\n")
-    monkeypatch.setattr(gpu_memory, "_nvidia_smi", lambda query: [])
+    monkeypatch.setattr(gpu_memory, "nvidia_smi", lambda query: [])
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     gpu = Gpu()
     assert gpu.is_shared and gpu.baseline_bytes == 1000 << 20 and gpu.by_process() == {}

@@ -71,7 +71,7 @@ def weights_of(*args: Any) -> Iterator[StarterWeights]:
 
 
 def reads_checkpoint(weights: StarterWeights) -> bool:
-    return any(not isinstance(source, ChunkFile) for source in weights._sources)
+    return any(not isinstance(source, ChunkFile) for source in weights.sources)
 
 
 def test_chunks_beside_the_checkpoint_are_used(chunked: Path) -> None:
@@ -237,9 +237,9 @@ def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch)
     def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
 
-    monkeypatch.setattr(LocalRing, "_spawn", spawn)
+    monkeypatch.setattr(LocalRing, "spawn", spawn)
     with LocalRing(2, None, 1, None, False, False) as ring:
-        ring._children[0].wait(60)
+        ring.children[0].wait(60)
         with pytest.raises(NodeLostError, match="secondary0 has ended by itself .status 3"):
             ring.check()
 
@@ -258,14 +258,14 @@ def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) 
         child.stdout.close()
         return child
 
-    monkeypatch.setattr(LocalRing, "_spawn", spawn)
+    monkeypatch.setattr(LocalRing, "spawn", spawn)
     with LocalRing(3, None, 1, None, False, False) as ring:
-        children = list(ring._children)
+        children = list(ring.children)
     assert [child.returncode for child in children] == [-9, -9]
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.machine.neighbours._usable_cores", lambda: 7.0)
+    monkeypatch.setattr("mdi.machine.neighbours.usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5
@@ -329,7 +329,7 @@ def generate(starter: StarterNode, n_tokens: int = 6) -> list[int]:
 def wait_state(node: SecondaryNode, *states: str) -> dict[str, Any]:
     for _ in range(1000):
         status = node.status(None)
-        if status["state"] in states and not node._runs.active:
+        if status["state"] in states and not node.runs.active:
             return status
         threading.Event().wait(0.02)
     raise AssertionError(status)
@@ -371,7 +371,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     status = wait_state(secondary, "IDLE")
     assert "out of something" in status["error"] and status["error_code"] == "failed"
     monkeypatch.undo()
-    secondary._slots.drop_unused()
+    secondary.slots.drop_unused()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None
@@ -384,7 +384,7 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
 
     monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
-    monkeypatch.setattr(Preparation, "_load_stage", lambda self, check: None)
+    monkeypatch.setattr(Preparation, "load_stage", lambda self, check: None)
     with pytest.raises(MdiError, match="secondary0 could not get ready: it ran out of memory"):
         generate(starter)
     starter.close()
@@ -451,7 +451,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(MdiError, match="sha256"):
         secondary.receive_part("0" * 16, "a" * 64, 40, 60, _pieces(60))
     status = wait_state(secondary, "IDLE")
-    assert "sha256" in status["error"] and not list(secondary._store.directory.iterdir())
+    assert "sha256" in status["error"] and not list(secondary.store.directory.iterdir())
 
 
 def _pieces(n_bytes: int) -> Callable[[int], bytes]:

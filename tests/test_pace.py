@@ -59,7 +59,7 @@ def test_frames_of_a_lost_ring_are_forgotten() -> None:
     for number in range(3):
         pace.sent(plan_of(number, 0, 1), 0.0)
     pace.returned(2, 1.0)
-    assert not pace._sent
+    assert not pace.under_way
 
 
 def test_prompt_rows_are_few_only_beside_others() -> None:

@@ -60,7 +60,7 @@ def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> 
             with pytest.raises(ControlError) as caught:
                 client.forward(request)
             assert caught.value.status == 404 and not target.got
-            node._store.receive(PART, 0, io.BytesIO(BYTES).read)
+            node.store.receive(PART, 0, io.BytesIO(BYTES).read)
             client.forward(request)
             if is_keyed:
                 with pytest.raises(ControlError):
@@ -129,15 +129,15 @@ def test_blocks_that_move_come_from_the_node_that_had_them(tmp_path: Path, monke
             StarterWeights, "pieces", lambda self, part: pytest.fail("the starter is asked for weights")
         )
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
-        assert starter._recovery is not None
+        assert starter.recovery is not None
         stages = (Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5))
-        starter._recovery.keeper.plan(Next(stages, is_moved=True))
+        starter.recovery.keeper.plan(Next(stages, is_moved=True))
         starter.engine.leave()
         reader = threading.Thread(target=starter.generate)
         reader.start()
         reader.join(DEADLINE_S)
         assert starter.weights.blocks == [(0, 1), (1, 2), (2, 5)] and not starter.n_recoveries
-        assert len(nodes[1]._store.parts()) == 3
+        assert len(nodes[1].store.parts()) == 3
         alone = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu")
     assert len(sample.token_ids) == 300
     with StarterNode(standalone(), alone) as starter:

@@ -68,10 +68,10 @@ def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds of a block on each node, in place of what this machine would measure just now."""
     block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
-    monkeypatch.setattr(Profiler, "_measure", lambda self, subject, check: speeds(block_ms[self._name]))
+    monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds(block_ms[self.name]))
     # These nodes stand for machines of their own.
     monkeypatch.setattr(mdi.measure.cluster_measurement, "level_times", lambda nodes, alike: tuple(nodes))
-    monkeypatch.setattr(ClusterMeasurement, "_shares", lambda self: {})
+    monkeypatch.setattr(ClusterMeasurement, "shares", lambda self: {})
     return block_ms
 
 
@@ -108,7 +108,7 @@ def test_measured_in_truth(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monke
     """Nothing is replaced: whatever the nodes measure, the text is right; and the second time nothing is measured."""
     with secondaries(2, tmp_path) as nodes:
         for node in nodes:
-            node._profiler._span_s = 0.01
+            node.profiler.span_s = 0.01
         monkeypatch.setattr(mdi.measure.profiler, "SPAN_S", 0.01)
         assert run(starter_of(nodes, tiny, tmp_path)) == [EXPECTED] * 3
 
@@ -157,7 +157,7 @@ def test_nodes_that_were_left_out_are_ended_as_well(
             starter.end(leave=True)
         finally:
             starter.close()
-        assert all(node._leaving for node in nodes)
+        assert all(node.is_leaving for node in nodes)
 
 
 @pytest.mark.usefixtures("in_torch")
@@ -260,7 +260,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
         starter = starter_of(nodes, tiny, tmp_path)
         with pytest.raises(PlacementError, match="does not fit"):
             run(starter)
-        assert not any(node._store.parts() for node in nodes)
+        assert not any(node.store.parts() for node in nodes)
         assert all(node.status(None)["state"] == "IDLE" for node in nodes)
 
 
@@ -283,7 +283,7 @@ def test_a_starter_that_cannot_measure_itself_says_so(
     profile = Profiler.profile
 
     def fail(self: Profiler, *args: Any) -> NodeProfile:
-        if self._name == "starter":
+        if self.name == "starter":
             raise CheckpointError("one block takes too much")
         return profile(self, *args)
 

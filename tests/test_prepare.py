@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,8 +217,7 @@ def test_code_in_a_bin_is_not_run(tmp_path: Path) -> None:
 
 def test_no_space_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = tiny_hf(tmp_path / "m")
-    usage = shutil.disk_usage(directory)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"converting needs .* in .* are free"):
         convert(directory, progress=False)
 

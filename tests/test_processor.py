@@ -31,11 +31,11 @@ def test_it_is_told_as_a_node_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cpuinfo").write_text(PI_4)
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(processor.sys, "platform", "linux")
     monkeypatch.setattr(torch.__config__, "show", lambda: NVPL)
     with caplog.at_level(logging.WARNING, logger="mdi"):
         processor.warn_of_processor()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")
     processor.warn_of_processor()

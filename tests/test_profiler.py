@@ -145,7 +145,7 @@ def test_the_disk(tmp_path: Path) -> None:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SecondaryNode]:
     with secondary(0, tmp_path / "cache") as one:
-        one._profiler._span_s = 0.01
+        one.profiler.span_s = 0.01
         yield one
 
 
@@ -174,7 +174,7 @@ def test_a_secondary_is_asked(node: SecondaryNode) -> None:
 
 def test_a_nodes_own_format_goes_first(tmp_path: Path) -> None:
     with secondary(0, tmp_path / "cache", quantize="int8") as node:
-        node._profiler._span_s = 0.01
+        node.profiler.span_s = 0.01
         assert ControlClient(entry_of(node)).profile(replace(REQUEST, dtype="bfloat16"))["format"] == "int8"
 
 
@@ -195,7 +195,7 @@ def test_a_starter_names_device_and_threads(node: SecondaryNode, monkeypatch: py
 
 def test_a_node_that_was_told_nothing_takes_what_the_starter_names(tmp_path: Path) -> None:
     with secondary(0, tmp_path / "a", device=None) as free, secondary(1, tmp_path / "b", threads=3) as set_:
-        free._profiler._span_s = set_._profiler._span_s = 0.01
+        free.profiler.span_s = set_.profiler.span_s = 0.01
         client = ControlClient(entry_of(free))
         assert client.profile(replace(REQUEST, device="cpu"))["profile"]["device"] == "cpu"
         with pytest.raises(
@@ -222,16 +222,16 @@ def test_only_who_had_it_measured_for_a_run_can_end_it(node: SecondaryNode) -> N
     client.stop("0" * 16)
     while client.status()["state"] != "IDLE":
         threading.Event().wait(0.01)
-    assert not node._leaving
+    assert not node.is_leaving
     client.stop("a" * 16, leave=True)
-    assert node._leaving
+    assert node.is_leaving
 
 
 def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
 
     def run(self: Bench, *args: Any) -> Any:
-        self._progress("disk", 0, 8)
+        self.progress("disk", 0, 8)
         began.set()
         assert go_on.wait(30)
         raise MemoryError("no more of it")
@@ -261,7 +261,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
     assert "MemoryError: no more of it" in str(errors[0]), "the node goes on"
     assert node.status(None)["measuring"] is None
     monkeypatch.undo()
-    node._profiler._span_s = 0.01
+    node.profiler.span_s = 0.01
     assert client.profile(REQUEST)["kept"] is False
 
 

@@ -44,7 +44,7 @@ def test_a_file_that_is_shorter_than_it_was(path: Path) -> None:
 @pytest.mark.parametrize("knows", [True, False])
 def test_all_pages_are_brought(path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
     if not knows:
-        monkeypatch.setattr(resident, "_madvise", lambda: None)
+        monkeypatch.setattr(resident, "madvise_function", lambda: None)
     monkeypatch.setattr(resident, "POPULATE_BYTES", 70_000)
     whole = map_bytes(path, 0, 300_000)
     told: list[int] = []
@@ -55,7 +55,7 @@ def test_all_pages_are_brought(path: Path, monkeypatch: pytest.MonkeyPatch, know
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells of such a page but a signal")
 def test_a_file_that_was_cut_short_after_it_was_mapped(path: Path) -> None:
     whole = map_bytes(path, 0, 300_000)
-    if resident._ask_for(whole.ctypes.data, 4096):
+    if resident.ask_for(whole.ctypes.data, 4096):
         return  # a kernel before 5.14
     os.truncate(path, 100_000)
     populate([whole[:90_000]], str(path))

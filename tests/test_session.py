@@ -156,7 +156,7 @@ def test_processes_of_this_machine_have_equal_parts(options: StarterOptions, mon
 
     class Seen(Session):
         def open(self) -> None:
-            seen.append(self._options)
+            seen.append(self.options)
             raise UsageError("enough")
 
     monkeypatch.setattr("mdi.session.run_session.Session", Seen)

@@ -99,8 +99,8 @@ def test_rings_of_different_models_run_at_the_same_time(checkpoints: list[Path],
 def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], tmp_path: Path) -> None:
     with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0]) as going:
         with started(nodes, checkpoints[1]) as broken:
-            assert broken._rings is not None
-            broken._rings.ring.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            assert broken.rings is not None
+            broken.rings.ring.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
             with pytest.raises(RingError):
                 texts_of(broken, 5)
         assert texts_of(going, 30) == expected(4, 30)
@@ -140,7 +140,7 @@ def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryN
         thread = threading.Thread(target=send)
         thread.start()
         try:
-            (turn,) = node._turns._turns
+            (turn,) = node.turns.turns
             for _ in range(3000):
                 if turn.ring.next_link.is_full and not turn.ring.inbox.is_empty:
                     break
@@ -166,7 +166,7 @@ def test_a_run_goes_on_over_another_ring_with_its_caches(node: SecondaryNode, ch
         status = starter.form(keep_caches=True)
         assert status["caches_kept"] is False, "there were none"
         assert starter.compute(0, x[:6], 0) == wanted[0]
-        stage = node._slots.listed[-1].stage
+        stage = node.slots.listed[-1].stage
         starter.ring.fail(Fault("secondary7", "gone", "starter"))  # type: ignore[union-attr]
         status = starter.wait("IDLE")
         assert (status["error_code"], status["lost"]["node"]) == ("lost", "secondary7")
@@ -179,7 +179,7 @@ def test_a_run_goes_on_over_another_ring_with_its_caches(node: SecondaryNode, ch
         starter.form()
         with pytest.raises(NodeLostError):  # empty: there is nothing before position 6
             starter.compute(0, x[6:], 6)
-        assert stage is not None and stage in [slot.stage for slot in node._slots.listed], "nothing was loaded again"
+        assert stage is not None and stage in [slot.stage for slot in node.slots.listed], "nothing was loaded again"
 
 
 def test_caches_are_not_kept_for_a_run_that_was_stopped(node: SecondaryNode, checkpoints: list[Path]) -> None:
@@ -196,7 +196,7 @@ def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: li
         epoch = starter.init()
         starter.init(epoch)
         starter.wait("READY")
-        assert len(node._runs.active) == 1
+        assert len(node.runs.active) == 1
 
 
 def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list[Path]) -> None:
@@ -230,14 +230,14 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
                 gone.wait("READY")
             else:
                 gone.form()
-            job = node._runs.find(gone.run)
+            job = node.runs.find(gone.run)
             assert job is not None and job.state == state
             gone.drop()
             assert job.over.wait(DEADLINE_S)
         finally:
             gone.close()
         assert texts_of(going, 10) == expected(4, 10)
-        assert [slot.use for slot in node._slots.listed].count("USED") == 1
+        assert [slot.use for slot in node.slots.listed].count("USED") == 1
 
 
 def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
     with secondaries(1, tmp_path) as nodes:
         with started(nodes, checkpoints[0], "2,3") as starter:
             texts_of(starter, 2)
-            stage = weakref.ref(nodes[0]._slots.listed[0].stage)
+            stage = weakref.ref(nodes[0].slots.listed[0].stage)
         with frame_starter(nodes[0], checkpoints[2]) as other:  # of any number of texts: it takes all that is free
             other.form()
             for _ in range(500):
@@ -267,9 +267,9 @@ def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path
                 texts_of(starter, 2)
                 starter.end()
             n_fds = len(list(fds.iterdir())) if fds.is_dir() else 0
-            seen.append((threading.active_count(), n_fds, sum(len(node._services) for node in nodes)))
+            seen.append((threading.active_count(), n_fds, sum(len(node.services) for node in nodes)))
         for node in nodes:
-            assert len(node._runs._jobs) <= 17 and not node._runs.active
+            assert len(node.runs.jobs) <= 17 and not node.runs.active
     assert max(n for n, _, _ in seen[4:]) <= max(n for n, _, _ in seen[:4])
     assert max(n for _, n, _ in seen[4:]) <= max(n for _, n, _ in seen[:4]) + 2
     assert max(n for _, _, n in seen) <= 4
@@ -291,10 +291,10 @@ def test_a_node_that_is_to_leave_says_so_and_goes_on_until_it_is_let_go(
         assert (caught.value.status, caught.value.code) == (503, "leaving")
         ring.stop("its blocks are elsewhere")
         for _ in range(3000):
-            if not node._turns._is_running:
+            if not node.turns.is_running:
                 break
             threading.Event().wait(0.02)
-        assert not node._turns._is_running, "the process ends"
+        assert not node.turns.is_running, "the process ends"
 
 
 def test_blocks_of_a_node_that_leaves_are_taken_over_by_those_that_stay(
@@ -306,10 +306,10 @@ def test_blocks_of_a_node_that_leaves_are_taken_over_by_those_that_stay(
         leaving = threading.Timer(0.05, nodes[0].leave)
         leaving.start()
         found = []
-        while nodes[0]._turns._is_running and len(found) < 100:
+        while nodes[0].turns.is_running and len(found) < 100:
             found.append(texts_of(starter, 40))
         leaving.join(DEADLINE_S)
-        assert not nodes[0]._turns._is_running, "its process ends"
+        assert not nodes[0].turns.is_running, "its process ends"
         found.append(texts_of(starter, 40))
         assert all(texts == expected(4, 40) for texts in found)
         assert starter.cluster.secondaries[0].name == "secondary1"

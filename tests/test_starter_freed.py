@@ -25,9 +25,9 @@ def run(cluster: ClusterConfig, ckpt: Path) -> dict[str, weakref.ref[object]]:
         starter.start()
         starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0))
         starter.generate()
-        parts = {"starter": starter, "engine": starter.engine, "rings": starter._rings, "recovery": starter._recovery}
-        assert starter._rings is not None and starter._rings.preparation is not None
-        parts["stage"] = starter._rings.preparation.loaded
+        parts = {"starter": starter, "engine": starter.engine, "rings": starter.rings, "recovery": starter.recovery}
+        assert starter.rings is not None and starter.rings.preparation is not None
+        parts["stage"] = starter.rings.preparation.loaded
         starter.end()
     return {name: weakref.ref(part) for name, part in parts.items() if part is not None}
 

@@ -40,13 +40,13 @@ Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
     monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
-    load = Preparation._load_stage
+    load = Preparation.load_stage
 
     def load_late(self: Preparation, check: Callable[[], None]) -> None:
         threading.Event().wait(6.0)
         load(self, check)
 
-    monkeypatch.setattr(Preparation, "_load_stage", load_late)
+    monkeypatch.setattr(Preparation, "load_stage", load_late)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
 
@@ -66,7 +66,7 @@ def test_loading_that_takes_long_is_told(
                 return
             threading.Event().wait(0.02)
 
-    missing, source_of = StageHolder.missing, StageHolder._source_of
+    missing, source_of = StageHolder.missing, StageHolder.source_of
     looks = "secondary0 checks which weights it already has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
     monkeypatch.setattr(StageHolder, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
@@ -76,7 +76,7 @@ def test_loading_that_takes_long_is_told(
             told(loads)
         return source_of(self, part, request)
 
-    monkeypatch.setattr(StageHolder, "_source_of", load)
+    monkeypatch.setattr(StageHolder, "source_of", load)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert looks in caplog.text and loads in caplog.text

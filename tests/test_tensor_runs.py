@@ -29,7 +29,7 @@ from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, share_out
-from secondaries import cluster_of, secondaries
+from secondaries import close_ports, cluster_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -111,7 +111,7 @@ def test_weights_come_from_chunks_of_any_cut_and_stay(checkpoint: Path, tmp_path
             run(cluster_of(nodes), folder, tmp_path, ParallelOptions("tensor", (1.0, 2.0, 1.0)), quantize="int8")[0]
             for _ in range(2)
         ]
-        n_parts = [len(node._store.parts()) for node in nodes]
+        n_parts = [len(node.store.parts()) for node in nodes]
     assert texts[0] == texts[1] and len(texts[0][0]) == 8
     assert n_parts == [5, 5]
 
@@ -161,10 +161,7 @@ def test_texts_go_on_when_a_node_is_lost(
             is_first = threading.current_thread().name == "secondary0"
             if is_first and self.tally.n_sums > 40 and not lost.is_set():
                 lost.set()
-                for ports in (nodes[0]._control, nodes[0]._listener):  # nobody is there any more
-                    assert ports is not None
-                    ports.close()
-                nodes[0]._control = nodes[0]._listener = None
+                close_ports(nodes[0])
                 raise RingError("the connections of a process that ended")
             return forward(self, *args)
 

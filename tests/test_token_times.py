@@ -108,8 +108,8 @@ def test_the_figure_has_the_lines_and_the_detail(tmp_path: Path, monkeypatch: py
     import mdi.plots
 
     drawn = []
-    save = mdi.plots._save
-    monkeypatch.setattr(mdi.plots, "_save", lambda figure, path: (drawn.append(figure), save(figure, path))[1])
+    save = mdi.plots.save_figure
+    monkeypatch.setattr(mdi.plots, "save_figure", lambda figure, path: (drawn.append(figure), save(figure, path))[1])
     series = {"1 node": [(1.0 * i, i) for i in range(1, 101)], "2 nodes": [(0.5 * i, i) for i in range(1, 101)]}
     plot_time_over_tokens(tmp_path / "f.png", series, "$title$")
     (axes,) = drawn[0].axes

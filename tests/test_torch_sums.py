@@ -31,7 +31,7 @@ def test_all_nodes_have_the_same_bits(is_spread: bool) -> None:
 
         def work(rank: int) -> np.ndarray:
             sums, x = TorchSums(found[rank], HERE, "gloo"), parts[rank].copy()
-            sums._is_spread = sums._is_spread or is_spread
+            sums.is_spread = sums.is_spread or is_spread
             sums.reduce(x)
             return x
 

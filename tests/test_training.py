@@ -115,9 +115,13 @@ def test_making_a_model_leaves_the_global_random_state(ckpt: Path) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def make_trainer(settings: TrainingSettings, n_ids: int = 400) -> Trainer:
+def make_windows(settings: TrainingSettings, n_ids: int = 400) -> Windows:
     ids = np.random.default_rng(0).integers(0, 320, n_ids).astype(np.uint16)
-    windows = Windows(ids, settings.sequence_length, settings.seed)
+    return Windows(ids, settings.sequence_length, settings.seed)
+
+
+def make_trainer(settings: TrainingSettings, n_ids: int = 400) -> Trainer:
+    windows = make_windows(settings, n_ids)
     return Trainer(new_model(Config(**SHAPE), settings.seed), windows, windows, settings)
 
 
@@ -134,13 +138,13 @@ def test_a_run_goes_on_from_its_progress_and_optimizer() -> None:
     settings = TrainingSettings(sequence_length=8, batch_size=2, grad_acc_steps=2, max_iters=6)
     straight = make_trainer(settings)
     expected = [straight.step()[1] for _ in range(6)]
-    first = make_trainer(settings)
+    first, windows = make_trainer(settings), make_windows(settings)
     for _ in range(3):
         first.step()
     second = Trainer(
         first.model,
-        first._train,
-        first._val,
+        windows,
+        windows,
         settings,
         optimizer=first.optimizer,
         progress=Progress(n_steps=first.progress.n_steps),

@@ -130,8 +130,8 @@ def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
         node = stack.enter_context(secondary(0, tmp_path / "cache"))
         while n_kills < N_KILLS:
             kills_node = draw.random() < 0.3
-            there = sum(node._store.partial_bytes(p.sha256) for p in data) + sum(
-                p.n_bytes for p in data if node._store.has(p.sha256)
+            there = sum(node.store.partial_bytes(p.sha256) for p in data) + sum(
+                p.n_bytes for p in data if node.store.has(p.sha256)
             )
             sent = draw.randint(0, 2 * (total - there) // (N_KILLS + 2 - n_kills))
             assert not transfer.attempt(node, sent, node.close if kills_node else int)
@@ -156,7 +156,7 @@ def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
 
 def wait_idle(node: SecondaryNode) -> None:
     for _ in range(1500):
-        if not node._runs.active:
+        if not node.runs.active:
             return
         threading.Event().wait(0.02)
     raise AssertionError(node.status(None))
@@ -237,14 +237,14 @@ def test_a_cache_with_a_limit_forgets_what_was_used_longest_ago(
         generate([node], tiny, "2,3")
         other = write_checkpoint(tmp_path / "other", seed=9)
         generate([node], other, "3,2")
-        assert len(node._store.parts()) == 3, "two of the new model, one of the old"
+        assert len(node.store.parts()) == 3, "two of the new model, one of the old"
         sent.clear()
         generate([node], other, "3,2")
         assert sent == []
         with pytest.raises(MdiError, match=r"may hold .*kB: allow more with --cache-size"):
             generate([node], tiny, "1,4")
         wait_idle(node)
-        assert len(node._store.parts()) == 3, "nothing is forgotten for what does not fit anyhow"
+        assert len(node.store.parts()) == 3, "nothing is forgotten for what does not fit anyhow"
         assert generate([node], tiny, "2,3") == list(reference("The ring", 5))
 
 
@@ -253,7 +253,7 @@ def test_a_node_without_memory_is_told_before_anything_is_sent(
 ) -> None:
     sent = sending(monkeypatch)
     with secondary(0, tmp_path / "cache") as node:
-        monkeypatch.setattr(type(node._profiler), "available_bytes", lambda self, device: 50_000)
+        monkeypatch.setattr(type(node.profiler), "available_bytes", lambda self, device: 50_000)
         with pytest.raises(MdiError, match=r"secondary0 has 50.0 kB of memory free, but blocks 1-4 and"):
             generate([node], tiny, "1,4")
         assert sent == []

@@ -56,7 +56,7 @@ def test_locked_or_told_once(
 ) -> None:
     caplog.set_level(logging.WARNING)
     seen: list[int] = []
-    monkeypatch.setattr(weight_memory, "_lock", lambda array: bool(seen.append(array.nbytes)) or len(seen) < 3)
+    monkeypatch.setattr(weight_memory, "lock_pages", lambda array: bool(seen.append(array.nbytes)) or len(seen) < 3)
     placer = WeightPlacer(WeightMemory("map", lock=True))
     placer.place(mapped)
     assert len(seen) == 2 and not caplog.text

@@ -31,7 +31,7 @@ class Quotas:
         try:
             folder.mkdir()
             self._folders.append(folder)
-            for name, text in _settings(share, is_v2=(folder / "cpu.max").exists()):
+            for name, text in settings(share, is_v2=(folder / "cpu.max").exists()):
                 (folder / name).write_text(text)
             (folder / "cgroup.procs").write_text(str(pid))
         except OSError as e:
@@ -52,7 +52,7 @@ class Quotas:
         self._folders = []
 
 
-def _settings(share: float, is_v2: bool) -> list[tuple[str, str]]:
+def settings(share: float, is_v2: bool) -> list[tuple[str, str]]:
     """Files and what is to be written into them, in this order."""
     quota_us = max(1000, round(share * PERIOD_US))  # the kernel's smallest is a millisecond
     if is_v2:

@@ -238,7 +238,7 @@ class GPTWeights(StarterWeights):
 
     def _find(self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, will_be_cut: bool) -> None:
         source = self._source
-        self._sources.append(source)
+        self.sources.append(source)
         self.directory = source.path
         self.model, self.config, self.dtype = source.model, source.config_dict, source.dtype
         self.config_hash = source.config_hash

@@ -27,7 +27,7 @@ class Gpu:
         if self.baseline_bytes is None or self.is_shared:
             return {}
         found: dict[int, int] = {}
-        for pid, mib in _nvidia_smi("--query-compute-apps=pid,used_memory"):
+        for pid, mib in nvidia_smi("--query-compute-apps=pid,used_memory"):
             if pid.isdigit() and mib.isdigit():
                 found[int(pid)] = found.get(int(pid), 0) + int(mib) * (1 << 20)
         return found
@@ -42,12 +42,12 @@ class Gpu:
 
 def _smi_used_bytes() -> int | None:
     """In use on all GPUs; None if there is none."""
-    rows = _nvidia_smi("--query-gpu=memory.used")
+    rows = nvidia_smi("--query-gpu=memory.used")
     sizes = [int(row[0]) * (1 << 20) for row in rows if row[0].isdigit()]
     return sum(sizes) if sizes else None
 
 
-def _nvidia_smi(query: str) -> list[list[str]]:
+def nvidia_smi(query: str) -> list[list[str]]:
     """Rows of cells; none if there is no such program, or it has nothing to say."""
     program = shutil.which("nvidia-smi")
     if program is None:

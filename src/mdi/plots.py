@@ -62,7 +62,7 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
         )
     _draw_bands(axes, bands)
     _dress(axes, title, n_series=len(series))
-    return _save(figure, Path(path))
+    return save_figure(figure, Path(path))
 
 
 def plot_losses(path: str | Path, series: Mapping[str, Sequence[tuple[int, float]]], title: str = "") -> Path:
@@ -88,7 +88,7 @@ def plot_losses(path: str | Path, series: Mapping[str, Sequence[tuple[int, float
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
     if any(series.values()):
         axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
-    return _save(figure, Path(path))
+    return save_figure(figure, Path(path))
 
 
 def plot_time_over_tokens(
@@ -135,7 +135,7 @@ def plot_time_over_tokens(
     axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
     if title:
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
-    return _save(figure, Path(path))
+    return save_figure(figure, Path(path))
 
 
 def plot_memory(path: str | Path, series: Mapping[str, Sequence[tuple[float, float]]], title: str = "") -> Path:
@@ -164,7 +164,7 @@ def plot_memory(path: str | Path, series: Mapping[str, Sequence[tuple[float, flo
         figure.legend(loc="outside lower center", ncols=len(series), fontsize=9, edgecolor="none")  # covers no line
     if title:
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
-    return _save(figure, Path(path))
+    return save_figure(figure, Path(path))
 
 
 def _from_origin(points: Sequence[tuple[float, int]]) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -227,7 +227,7 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     with replacing(path, UsageError, makes_folder=True) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a title in another script
         figure.savefig(file, format="png", dpi=150)

@@ -7,7 +7,7 @@ import pytest
 from mdi.checkpoint.chunkfile import ChunkFile
 from peers.protocol import Case
 from random_checkpoint import CONTEXT
-from ring.quota import _settings
+from ring.quota import settings
 from side_by_side import runner
 from side_by_side.files import Chunks, Gguf, make_all
 from side_by_side.memory import cache_bytes
@@ -168,9 +168,9 @@ def test_a_worker_answers_and_its_failures_are_told(tmp_path, monkeypatch):
 
 
 def test_a_quota_is_written_as_the_kernel_wants_it():
-    assert _settings(0.2, is_v2=True) == [("cpu.max", "2000 10000")]
-    assert _settings(0.2, is_v2=False) == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "2000")]
-    assert _settings(0.001, is_v2=True) == [("cpu.max", "1000 10000")]
+    assert settings(0.2, is_v2=True) == [("cpu.max", "2000 10000")]
+    assert settings(0.2, is_v2=False) == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "2000")]
+    assert settings(0.001, is_v2=True) == [("cpu.max", "1000 10000")]
 
 
 def test_caches_of_a_secondary():

@@ -83,12 +83,12 @@ class Saboteur:
     def __init__(
         self, ring: FaultRing, faults: list[list[Fault]], n_tokens: int, silence_s: float, running: Running
     ) -> None:
-        self._ring = ring
+        self.ring = ring
         self._faults = faults
         self._n_secondaries = len(ring.secondaries)
         self._n_tokens = n_tokens
         self._silence_s = silence_s
-        self._running = running
+        self.running = running
         self.done: list[Fault] = []
         self.errors: list[BaseException] = []
         self._later: list[threading.Timer] = []
@@ -114,14 +114,14 @@ class Saboteur:
                 for fault in together:
                     self.done.append(fault)
                     if fault.point == "hand-over":
-                        self._ring.signal((fault.node + 1) % (self._n_secondaries), signal.SIGTERM)
+                        self.ring.signal((fault.node + 1) % (self._n_secondaries), signal.SIGTERM)
                     self._do(fault)
         except BaseException as e:
             self.errors.append(e)
 
     def _reach(self, fault: Fault) -> bool:
         """Wait for the point; False if the run ends before."""
-        running = self._running
+        running = self.running
         if fault.point == "load":
             return running.wait_until(lambda: running.state == "LOADING") and not running.over.wait(fault.after)
         if fault.point == "prefill":
@@ -132,7 +132,7 @@ class Saboteur:
         return not running.over.wait(fault.after * self._silence_s)
 
     def _do(self, fault: Fault) -> None:
-        ring, index = self._ring, fault.node - 1
+        ring, index = self.ring, fault.node - 1
         if fault.action == "kill":
             ring.kill(index)
         elif fault.action == "halt":

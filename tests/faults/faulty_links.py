@@ -41,7 +41,7 @@ class FaultyLink:
 
     def __init__(self, network: Network, port: int, pace: Pace) -> None:
         self._network = network
-        self._port = port
+        self.port = port
         self._pace = pace
         self._server: asyncio.Server | None = None
         self._open: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
@@ -72,7 +72,7 @@ class FaultyLink:
 
     async def start(self) -> None:
         self._passing.set()
-        self._server = await asyncio.start_server(self._accept, FRONT, self._port)
+        self._server = await asyncio.start_server(self._accept, FRONT, self.port)
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -103,7 +103,7 @@ class FaultyLink:
     async def _accept(self, front_reader: asyncio.StreamReader, front: asyncio.StreamWriter) -> None:
         self.n_connections += 1
         try:
-            back_reader, back = await asyncio.open_connection(BACK, self._port)
+            back_reader, back = await asyncio.open_connection(BACK, self.port)
         except OSError:  # the node is gone: its port says so
             sock = front.get_extra_info("socket")
             with contextlib.suppress(OSError):
@@ -192,13 +192,13 @@ class Network:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-links", daemon=True)
         self._thread.start()
-        self._links: list[FaultyLink] = []
+        self.links: list[FaultyLink] = []
 
     def link(self, port: int, pace: Pace | None = None) -> FaultyLink:
         """Listen on FRONT:port for the node that listens on BACK:port."""
         link = self.call(lambda: FaultyLink(self, port, pace or Pace()))
         asyncio.run_coroutine_threadsafe(link.start(), self._loop).result(DEADLINE_S)
-        self._links.append(link)
+        self.links.append(link)
         return link
 
     def call(self, function: Callable[[], T]) -> T:
@@ -215,7 +215,7 @@ class Network:
         return done.result(DEADLINE_S)
 
     def close(self) -> None:
-        for link in self._links:
+        for link in self.links:
             asyncio.run_coroutine_threadsafe(link.stop(), self._loop).result(DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(DEADLINE_S)

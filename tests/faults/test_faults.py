@@ -133,7 +133,7 @@ class Freezer(Saboteur):
         super().__init__(ring, [[Fault("freeze", 1, "decode", 0.1, 0.0)]], 800, SILENCE_S, running)
 
     def _do(self, fault: Fault) -> None:
-        self._ring.links[fault.node].freeze()
+        self.ring.links[fault.node].freeze()
 
 
 @pytest.mark.parametrize("form", ["float32"])
@@ -150,8 +150,8 @@ class Loading(Saboteur):
     """Kills the first node as soon as it has been told of the run, with its weights on the way or all there."""
 
     def _reach(self, fault: Fault) -> bool:
-        return self._running.wait_until(
-            lambda: self._running.state == "LOADING" and self._ring.state(0) in ("LOADING", "READY")
+        return self.running.wait_until(
+            lambda: self.running.state == "LOADING" and self.ring.state(0) in ("LOADING", "READY")
         )
 
 

@@ -118,4 +118,4 @@ def test_a_port_where_nobody_listens_is_told(network: Network, server: socket.so
 
 
 def server_port(network: Network) -> int:
-    return network._links[0]._port
+    return network.links[0].port

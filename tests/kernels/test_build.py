@@ -33,9 +33,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_tiny_kernels(csrc)
     monkeypatch.setattr(build, "CSRC", csrc)
     monkeypatch.setattr(place, "PACKAGE", tmp_path)
-    library._load.cache_clear()
+    library.look_again()
     yield csrc
-    library._load.cache_clear()
+    library.look_again()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_another_compiler_is_another_library(counting: Path, tmp_path: Path, mon
 @needs_compiler
 def test_three_processes_that_start_together_compile_it_once(counting: Path, tiny: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from mdi.kernels import build, place; from mdi.kernels.library import load\n"
-    code += "build.CSRC = Path(sys.argv[1]); place.PACKAGE = build.CSRC\nprint(load()._name)"
+    code += "build.CSRC = Path(sys.argv[1]); place.PACKAGE = build.CSRC\nload()\nprint(place.find_library())"
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", code, tiny], cwd=SRC, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -124,9 +124,9 @@ def test_old_libraries_are_removed(tmp_path: Path) -> None:
 def test_one_that_another_user_put_there_is_not_run(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = place.compiled_library()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert place._is_safe(path) is (path.stat().st_uid == 0)  # the administrator's are taken by all
+    assert place.is_safe(path) is (path.stat().st_uid == 0)  # the administrator's are taken by all
     monkeypatch.undo()
-    assert place._is_safe(path)
+    assert place.is_safe(path)
 
 
 @needs_compiler
@@ -147,7 +147,7 @@ def test_flags_that_a_compiler_does_not_know_leave_out_their_instruction_set(
     assert library.load() is not None
     assert library.instruction_set() in ("avx2", "neon", "plain")
     monkeypatch.setenv("MDI_KERNELS", "avx512")
-    library._load.cache_clear()
+    library.look_again()
     with pytest.raises(UsageError):
         library.load()
 

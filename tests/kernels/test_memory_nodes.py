@@ -73,7 +73,7 @@ def test_on_one_memory_node_nothing_is_asked_for(
     assert not spread(np.empty(5 << 20, dtype=np.uint8)) and asked == []
 
 
-@pytest.mark.skipif(memory_nodes._MBIND is None, reason="Linux on x86-64 or ARM64 alone has memory nodes")
+@pytest.mark.skipif(memory_nodes.MBIND is None, reason="Linux on x86-64 or ARM64 alone has memory nodes")
 def test_the_system_takes_it() -> None:
     """Over the one memory node that there is: the policy of the pages is then what was asked for."""
     with mmap.mmap(-1, 1 << 20) as memory:
@@ -84,7 +84,7 @@ def test_the_system_takes_it() -> None:
             assert ctypes.get_errno() in (errno.EPERM, errno.ENOSYS), os.strerror(ctypes.get_errno())
             pytest.skip("containers without the right to it, and emulators, refuse")
         mode = ctypes.c_int(-1)
-        call = memory_nodes._syscall()
+        call = memory_nodes.system_call()
         done = call(
             ctypes.c_long(GET_MEMPOLICY[platform.machine()]), ctypes.byref(mode), None, ctypes.c_ulong(0),
             ctypes.c_void_p(address), ctypes.c_ulong(OF_ADDRESS),

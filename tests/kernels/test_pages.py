@@ -106,8 +106,8 @@ class Model:
                 for p in range(table.first * PAGE, len(text)):
                     assert numbers_of(pool)[table.ids[p // PAGE - table.first], p % PAGE] == text[p], (seq_id, p)
             assert pool.n_used == len(users) and pool.n_free == pool.capacity - len(users)
-            assert {page: pool._references[page] for page in users} == dict(users)
-            assert not users.keys() & set(pool._free) and len(set(pool._free)) == len(pool._free)
+            assert {page: pool.references[page] for page in users} == dict(users)
+            assert not users.keys() & set(pool.unused) and len(set(pool.unused)) == len(pool.unused)
         assert caches.n_bytes == sum(pool.n_used for pool in caches.pools) * BYTES
 
 

@@ -59,9 +59,9 @@ def generate(starter: StarterNode, at: dict[int, Callable[[], None]]) -> list[in
 
 
 def fail(node: SecondaryNode) -> None:
-    job, name = node._runs.latest, node.config.name
-    assert job is not None and job._ring is not None
-    job._ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
+    job, name = node.runs.latest, node.config.name
+    assert job is not None and job.ring is not None
+    job.ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
 
 
 @pytest.mark.parametrize("failed", [0, 1])  # the rows that it needs are the starter's, or another node's
@@ -71,7 +71,7 @@ def test_each_node_is_asked_once(
 ) -> None:
     asked: list[tuple[str, str]] = []
     is_recovering = False
-    request, after_loss = ControlClient._request, RingKeeper.after_loss
+    request, after_loss = ControlClient.request, RingKeeper.after_loss
 
     def note(self: ControlClient, method: str, path: str, *args: Any, **options: Any) -> Any:
         if is_recovering:
@@ -86,7 +86,7 @@ def test_each_node_is_asked_once(
         finally:
             is_recovering = False
 
-    monkeypatch.setattr(ControlClient, "_request", note)
+    monkeypatch.setattr(ControlClient, "request", note)
     monkeypatch.setattr(RingKeeper, "after_loss", recover)
     with ring(tmp_path, replay_memory) as (nodes, starter):
         ids = generate(starter, {8: lambda: fail(nodes[failed])})

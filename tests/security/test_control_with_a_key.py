@@ -164,7 +164,7 @@ def test_a_nonce_of_another_node_or_of_before_a_restart_is_refused(node: Noting,
     answer = send(port, "PUT", "/stop", STOP, headers)
     assert answer.status == 401 and json.loads(answer.body)["code"] == "nonce"
     client = client_of(port, keys)
-    client._nonces.keep(headers[NONCE_HEADER])
+    client.nonces.keep(headers[NONCE_HEADER])
     client.stop(RUN)  # asks for another one, and succeeds
     assert node.stopped == [RUN]
 
@@ -173,12 +173,12 @@ def test_nonces_grow_old_and_strangers_leave_nothing_behind() -> None:
     now = 0.0
     nonces = NoncesGiven(lambda: now)
     given = [nonces.give() for _ in range(1000)]
-    assert len(set(given)) == 1000 and not nonces._used
+    assert len(set(given)) == 1000 and not nonces.used
     assert all(map(nonces.is_fresh, given)) and nonces.use(given[0]) and not nonces.use(given[0])
     now = NONCE_S + 1
     assert not nonces.is_fresh(given[0])
     now = 3 * NONCE_S
-    assert nonces.use(nonces.give()) and len(nonces._used) == 1
+    assert nonces.use(nonces.give()) and len(nonces.used) == 1
 
 
 def test_keys_change_under_a_node_that_runs(node: Noting, port: int, keys: KeyFile, tmp_path: Path) -> None:

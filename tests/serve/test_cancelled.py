@@ -48,34 +48,39 @@ class Client:
 
 
 class Gate:
-    """Holds the engine up before the first frame from `number` on, until it is opened."""
+    """Holds the engine up before the first frame from `number` on, until it is opened. To be made before its texts come."""
 
     def __init__(self, made: OwnServer, number: int) -> None:
         self._engine = made.engine
-        self.is_reached, self._is_open = threading.Event(), threading.Event()
-        compute = self._engine._compute
+        self.is_reached, self.is_told, self._is_open = threading.Event(), threading.Event(), threading.Event()
+        schedule, cancel = self._engine.scheduler.schedule, self._engine.cancel
 
-        def held(plan: Plan, ring: Any) -> Any:
-            if plan.number >= number:
+        def held() -> Plan | None:
+            plan = schedule()
+            if plan is not None and plan.number >= number:
                 self.is_reached.set()
                 assert self._is_open.wait(60)
-            return compute(plan, ring)
+            return plan
 
-        self._engine._compute = held  # type: ignore[method-assign]
+        def told(seq_id: int, reason: str = "cancelled") -> None:
+            cancel(seq_id, reason)
+            self.is_told.set()
 
-    async def open(self, made: OwnServer, n_left: int = 0) -> None:
-        """When the engine was told what it has to be told; returns when it has so many texts left."""
-        await made.until(lambda: bool(self._engine._inbox._commands))
+        self._engine.scheduler.schedule = held  # type: ignore[method-assign]
+        self._engine.cancel = told  # type: ignore[method-assign]
+
+    async def open(self, made: OwnServer) -> None:
+        """When the engine was told that a text is not wanted any more; returns when it has none left."""
+        await made.until(self.is_told.is_set)
         self._is_open.set()
-        await made.until(lambda: len(self._engine._live) == n_left)
-        await made.until(lambda: made.engine.texts()[0] == n_left)
+        await made.until(lambda: self._engine.texts()[:2] == (0, 0))
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_in_its_prompt(folder: Path, nodes: list[SecondaryNode], is_streamed: bool) -> None:
     async def scenario() -> None:
         async with server(folder, nodes) as made:
-            made.engine._scheduler.chunk_rows = 8
+            made.engine.scheduler.chunk_rows = 8
             gate = Gate(made, 4)
             client = Client(made, max_tokens=50, stream=is_streamed)
             await made.until(gate.is_reached.is_set)
@@ -123,7 +128,7 @@ def test_while_its_model_is_loaded(folder: Path, nodes: list[SecondaryNode]) -> 
     async def scenario() -> None:
         async with server(folder, nodes) as made:
             client = Client(made, model="two", max_tokens=6)
-            await made.until(lambda: made.models._loading == "two")
+            await made.until(lambda: made.models.loading == "two")
             await client.go()
             assert await made.write("two", 6) == right("two", 6) and not client.sent
 

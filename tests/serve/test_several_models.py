@@ -34,12 +34,12 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
     most = 4 << 30
 
     def held(node: SecondaryNode) -> int:
-        return sum(slot.weight_bytes for slot in node._slots.listed if slot.use != "UNUSED")
+        return sum(slot.weight_bytes for slot in node.slots.listed if slot.use != "UNUSED")
 
     async def scenario() -> None:
         nonlocal most
         for node in nodes:
-            node._slots._available = lambda device, node=node: most - held(node)  # type: ignore[misc]
+            node.slots.available = lambda device, node=node: most - held(node)  # type: ignore[misc]
         async with server(folder, nodes, replay_memory=0) as made:
             assert await made.write("two", 20) == right("two", 20)
             most = held(nodes[0]) * 8 // 5  # of three, one finds no memory for its caches
@@ -48,14 +48,14 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
             assert made.serving == {"one", "three"}
             async with made.models.using("one"), made.models.using("three"):
                 asked = asyncio.create_task(made.write("two", 20))
-                await made.until(lambda: made.models._leaving == "one")
+                await made.until(lambda: made.models.leaving == "one")
                 assert made.serving == {"one", "three"} and not asked.done(), "both are in use"
             assert await asked == right("two", 20)
             assert made.serving == {"two", "three"}
             assert await made.write("", 20) == right("two", 20), "the one that was used last"
             for node in nodes:
                 assert held(node) <= most
-                assert sum(slot.cache_bytes for slot in node._slots.listed) <= node._slots._kv_memory
+                assert sum(slot.cache_bytes for slot in node.slots.listed) <= node.slots.kv_memory
 
     run(scenario())
 
@@ -95,7 +95,7 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
             await made.write("two", 5)
             writing = asyncio.create_task(made.write("two", 200))
             load = made.client.state.statuses["one"]["load"]
-            ring = made.host.loaded["one"].node._rings.ring  # type: ignore[union-attr]
+            ring = made.host.loaded["one"].node.rings.ring  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
             await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)

@@ -53,7 +53,12 @@ def test_bytes_read_and_resident_are_those_of_the_plan(tmp_path: Path, units: in
         use = stage.weight_use
         assert use.read_bytes == kept + len(FRAMES) * one_pass + ahead
         assert plan.kept == {i for i in range(2 * N_BLOCKS) if retain and i // 2 % retain == 0}
-        small = sum(w.nbytes for part in stage._weights.values() for n, w in part.items() if "norm" in n or "ln_f" in n)
+        small = sum(
+            w.nbytes
+            for part in chunk.manifest.parts
+            for n, w in stage.weights_of(part.name).items()
+            if "norm" in n or "ln_f" in n
+        )
         assert use.resident_bytes == plan.resident_bytes + small == stage.weight_bytes
         assert plan.resident_bytes == plan.kept_bytes + sum(plan.slot_bytes)
     finally:
@@ -166,7 +171,7 @@ def test_a_process_that_outgrows_its_limit_ends_with_a_word(tmp_path: Path) -> N
     memory = RunMemory(0, 1, work_bytes(chunk.config_dict, 1, 1))
     stage = windowed(chunk, 0, N_BLOCKS, WindowOptions(memory=limit), run=memory)
     try:
-        stage._check = MemoryLimit(1 * MB).check
+        stage.check = MemoryLimit(1 * MB).check
         with pytest.raises(EngineError):
             run(stage)
     finally:

@@ -42,7 +42,7 @@ def populate(arrays: Iterable[np.ndarray], where: str, on_bytes: Callable[[int],
 def _populate(data: np.ndarray, where: str) -> None:
     """Bring the pages that some bytes lie on."""
     start = data.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    error = _ask_for(start, data.ctypes.data + data.size - start)
+    error = ask_for(start, data.ctypes.data + data.size - start)
     if error in _BAD:
         raise CheckpointError(
             f"{where} cannot be read: it was cut short, or the disk is damaged ({os.strerror(error)})"
@@ -51,9 +51,9 @@ def _populate(data: np.ndarray, where: str) -> None:
         data[:: mmap.PAGESIZE].max(initial=0)
 
 
-def _ask_for(address: int, n_bytes: int) -> int:
+def ask_for(address: int, n_bytes: int) -> int:
     """Have the system bring pages; 0, or its error number."""
-    madvise = _madvise()
+    madvise = madvise_function()
     if madvise is None:
         return errno.ENOSYS
     while madvise(address, n_bytes, _MADV_POPULATE_READ) != 0:
@@ -64,7 +64,7 @@ def _ask_for(address: int, n_bytes: int) -> int:
 
 
 @functools.cache
-def _madvise() -> Any:
+def madvise_function() -> Any:
     try:
         function = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError, TypeError):  # another system

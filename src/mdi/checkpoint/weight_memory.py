@@ -36,7 +36,7 @@ class WeightPlacer:
         if self._mode == "copy" and mapped:
             weights = {name: _copied(weight) for name, weight in weights.items()}
         if self._memory.lock and self._could_lock:
-            self._could_lock = all(_lock(array) for array in arrays_of(weights))
+            self._could_lock = all(lock_pages(array) for array in arrays_of(weights))
             if not self._could_lock:
                 logger.warning(
                     "--mlock: the system does not let this process keep all weights in memory: raise its limit (ulimit -l)"
@@ -67,7 +67,7 @@ def _copied(weight: Matrix | np.ndarray) -> Matrix | np.ndarray:
     return replace(weight, data=data)
 
 
-def _lock(array: np.ndarray) -> bool:
+def lock_pages(array: np.ndarray) -> bool:
     """Keep an array's pages in memory; whether the system does."""
     try:
         function = ctypes.CDLL(None, use_errno=True).mlock

@@ -129,14 +129,14 @@ def generate_on(
     from mdi.cli.output import print_json
 
     try:
-        return _generate(args, make_nodes, family, is_reported, journaling)
+        return generate(args, make_nodes, family, is_reported, journaling)
     except (Exception, KeyboardInterrupt) as e:
         if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
-def _generate(
+def generate(
     args: argparse.Namespace,
     make_nodes: Callable[[], NodeSource],
     family: Callable[[], ModelFamily] | None,

@@ -44,7 +44,7 @@ class ControlClient:
     def __init__(self, node: NodeConfig, keys: KeyFile | None = None) -> None:
         self.node = node
         self._keys = keys
-        self._nonces = NoncesKept()
+        self.nonces = NoncesKept()
 
     @property
     def where(self) -> str:
@@ -53,7 +53,7 @@ class ControlClient:
     def status(self, run: str | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """`GET /`; with `run`, also a sign of life to the node that waits for it."""
         query = {"run": run} if run else {}
-        answer = self._request("GET", "/", timeout_s, query=query)
+        answer = self.request("GET", "/", timeout_s, query=query)
         if not isinstance(answer.get("state"), str):
             raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state", problem="stranger")
         return answer
@@ -65,7 +65,7 @@ class ControlClient:
     def send_part(self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
         """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
         query = {"run": run, "offset": str(offset)}
-        self._request("PUT", f"/parts/{part.sha256}", PART_ANSWER_S, pieces, part.n_bytes - offset, query)
+        self.request("PUT", f"/parts/{part.sha256}", PART_ANSWER_S, pieces, part.n_bytes - offset, query)
 
     def forward(self, request: ForwardRequest) -> None:
         """`POST /forward`: the node sends a part to another one."""
@@ -85,13 +85,13 @@ class ControlClient:
 
     def echo(self, n_bytes: int, timeout_s: float) -> None:
         """`PUT /echo`: so many bytes on their way there, and a short answer."""
-        self._request("PUT", "/echo", timeout_s, bytes(n_bytes), n_bytes)
+        self.request("PUT", "/echo", timeout_s, bytes(n_bytes), n_bytes)
 
     def _ask(self, method: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         data = json.dumps(body).encode()
-        return self._request(method, path, timeout_s, data, len(data))
+        return self.request(method, path, timeout_s, data, len(data))
 
-    def _request(
+    def request(
         self, method: str, path: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview] = b"", n_bytes: int = 0,
         query: dict[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
@@ -116,13 +116,13 @@ class ControlClient:
             headers = {NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed}
             return signature, self._exchange(method, target, timeout_s, body, n_bytes, headers)
 
-        signature, found = ask(self._nonces.take() or self._fetch_nonce(timeout_s))
+        signature, found = ask(self.nonces.take() or self._fetch_nonce(timeout_s))
         if self._is_stale(found) and isinstance(body, bytes):  # the node was started anew, say
             signature, found = ask(self._fetch_nonce(timeout_s))
         answered, nonce = found.headers.get(SIGNATURE_HEADER, ""), found.headers.get(NONCE_HEADER, "")
         if not is_answer(answered, secret, signature, found.status, found.body, nonce):
             raise self._no_entry("does not have the same cluster key as this node")
-        self._nonces.keep(nonce)
+        self.nonces.keep(nonce)
         return found
 
     def _fetch_nonce(self, timeout_s: float) -> str:

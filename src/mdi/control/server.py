@@ -308,29 +308,29 @@ class ControlServer:
             logging.Logger.manager.loggerDict.pop(log.name, None)  # where it would stay for ever, as in the next table
         cherrypy.engine.unsubscribe("graceful", app.log.reopen_files)
         app.log.error_log.propagate = app.log.access_log.propagate = False
-        self._server = _Server(
+        self.http = _Server(
             (addr, port), app, server_name=name, timeout=REQUEST_S, shutdown_timeout=END_S, request_queue_size=BACKLOG
         )
-        self._server.requests = workers
-        self._server.keep_alive_conn_limit = 0
-        self._server.ConnectionClass = _Connection
-        self._server.max_request_header_size = HEADER_LIMIT_BYTES
+        self.http.requests = workers
+        self.http.keep_alive_conn_limit = 0
+        self.http.ConnectionClass = _Connection
+        self.http.max_request_header_size = HEADER_LIMIT_BYTES
         try:
-            self._server.prepare()
+            self.http.prepare()
         except (OSError, UnicodeError) as e:
             raise UsageError(
                 f"cannot listen on {addr}:{port} ({name}'s communication port): {e}. Is another node running there, or is "
                 "this not an address of this machine? Choose another port, or set `bind`, in the nodes file"
             ) from None
-        self._thread = threading.Thread(target=self._server.serve, name="control", daemon=True)
+        self._thread = threading.Thread(target=self.http.serve, name="control", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
-        port: int = self._server.bind_addr[1]
+        port: int = self.http.bind_addr[1]
         return port
 
     def close(self) -> None:
-        self._server.stop()
+        self.http.stop()
         self._thread.join(10)
         vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector

@@ -61,7 +61,7 @@ class NoncesGiven:
         self._clock = clock
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._used: dict[str, float] = {}  # and when it was given out, in the order of use
+        self.used: dict[str, float] = {}  # and when it was given out, in the order of use
 
     def give(self) -> str:
         made = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(8)
@@ -78,11 +78,11 @@ class NoncesGiven:
         """Take a fresh one; False if it was used before."""
         now = self._clock()
         with self._lock:
-            for old in [n for n, used in self._used.items() if now - used > 2 * NONCE_S]:
-                del self._used[old]
-            if nonce in self._used:
+            for old in [n for n, used in self.used.items() if now - used > 2 * NONCE_S]:
+                del self.used[old]
+            if nonce in self.used:
                 return False
-            self._used[nonce] = now
+            self.used[nonce] = now
             return True
 
     def _code(self, made: bytes) -> bytes:

@@ -28,7 +28,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self.doubling_rows = FIRST_ROWS / SLOWER
-        self._sent: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
+        self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
         self._decode_s: float | None = None
 
@@ -36,15 +36,15 @@ class PromptPace:
         """A frame leaves."""
         n_decoding = sum(part.n_rows == 1 and part.n_logits == 1 for part in plan.slices)
         n_rows = sum(part.n_rows for part in plan.slices)
-        self._sent[plan.number] = now_s, n_rows - n_decoding, n_decoding
+        self.under_way[plan.number] = now_s, n_rows - n_decoding, n_decoding
 
     def returned(self, number: int, now_s: float) -> None:
         """It is back. Those of a lost ring never are, and are forgotten."""
-        if (sent := self._sent.pop(number, None)) is None:
+        if (sent := self.under_way.pop(number, None)) is None:
             return  # it left before anybody looked
         sent_s, n_prompt, n_decoding = sent
-        for earlier in [other for other in self._sent if other < number]:
-            del self._sent[earlier]
+        for earlier in [other for other in self.under_way if other < number]:
+            del self.under_way[earlier]
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
         if not n_decoding:

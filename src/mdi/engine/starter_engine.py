@@ -55,7 +55,7 @@ class StarterEngine:
         self, stage: StarterFrameStage, scheduler: Scheduler, max_length: int, rows: StarterRows, wire: str = "auto"
     ) -> None:
         self.stage = stage
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._max_length = max_length
         self._rows = rows
         self._wire = wire
@@ -101,7 +101,7 @@ class StarterEngine:
             )
         ids = [*prompt, *generated]
         sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
-        if (reason := self._scheduler.refusal(sequence)) is not None:
+        if (reason := self.scheduler.refusal(sequence)) is not None:
             raise UsageError(reason)
         request = Request(sequence, events, ends, self.cancel, constraint)
         if not self._inbox.put(partial(self._take, request)):
@@ -116,20 +116,20 @@ class StarterEngine:
 
     def texts(self) -> tuple[int, int, int]:
         """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
 
     @property
     def cache_use(self) -> list[tuple[str, int, int]]:
         """Of each node whose caches have a limit: its name, bytes of cache that are used, and the limit."""
-        memory, used = self._scheduler.memory, self._scheduler.used
+        memory, used = self.scheduler.memory, self.scheduler.used
         nodes = () if memory is None else memory.nodes
         return [(node.name, n, node.limit_bytes) for node, n in zip(nodes, used, strict=False)]
 
     @property
     def n_reused(self) -> int:
         """Tokens of prompts that did not have to be computed, because an earlier text had begun with them."""
-        return self._scheduler.n_reused
+        return self.scheduler.n_reused
 
     def close(self) -> None:
         """Let `run` return; the sequences in flight stay unfinished."""
@@ -148,7 +148,7 @@ class StarterEngine:
     @property
     def in_flight(self) -> dict[int, tuple[int, int]]:
         """Positions of each sequence in the frames that are under way, or were when the ring was over."""
-        return self._scheduler.in_flight
+        return self.scheduler.in_flight
 
     @property
     def n_rounds_left(self) -> int:
@@ -159,11 +159,11 @@ class StarterEngine:
     @property
     def is_isolating(self) -> bool:
         """Whether texts are to run one by one."""
-        return self._scheduler.is_isolating
+        return self.scheduler.is_isolating
 
     def isolate(self, seq_ids: Iterable[int]) -> None:
         """Over the next ring, let no two of these run at the same time before they have their next tokens; between two runs."""
-        self._scheduler.isolate(seq_ids)
+        self.scheduler.isolate(seq_ids)
 
     def run(self, ring: Ring, until_idle: bool = True) -> None:
         """Generate until nothing is left to do, or, with `until_idle` false, until `close`; in any case until `leave`.
@@ -182,17 +182,17 @@ class StarterEngine:
             self.first_token_s = None
             kept, self.kept = self.kept, None
             if kept is None:
-                self._tell(self._scheduler.rewind(ring.capacity, self.memory))
+                self._tell(self.scheduler.rewind(ring.capacity, self.memory))
                 self.stage.caches.clear()
                 self.sent.clear()
             else:
-                self._tell(self._scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
+                self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
         try:
             self._is_left = False
             while not (self._closing or self._is_left):
                 for command in self._inbox.take():
                     command()
-                if until_idle and not self._scheduler.has_work:
+                if until_idle and not self.scheduler.has_work:
                     return
                 self._step(ring)
         except RingEndedError:
@@ -208,16 +208,16 @@ class StarterEngine:
             self._end(seq_id, reason)
 
     def _step(self, ring: Ring) -> None:
-        for plan in iter(self._scheduler.schedule, None):
+        for plan in iter(self.scheduler.schedule, None):
             if self.pace is not None:
                 self.pace.sent(plan, time.perf_counter())
             ring.send(self._compute(plan, ring))
         frame = ring.recv()
         if frame is not None:
-            self._tell(self._scheduler.update(frame.number, self._draw(frame, ring)))
+            self._tell(self.scheduler.update(frame.number, self._draw(frame, ring)))
             if self.pace is not None:
                 self.pace.returned(frame.number, time.perf_counter())
-                self._scheduler.doubling_rows = self.pace.doubling_rows
+                self.scheduler.doubling_rows = self.pace.doubling_rows
 
     def _compute(self, plan: Plan, ring: Ring) -> Frame:
         """Embed the rows of a plan, and run the starter's own blocks over them."""
@@ -307,10 +307,10 @@ class StarterEngine:
 
     def _take(self, request: Request) -> None:
         self._live[request.seq_id] = request
-        self._scheduler.submit(request.sequence)
+        self.scheduler.submit(request.sequence)
 
     def _end(self, seq_id: int, reason: str) -> None:
-        event = self._scheduler.cancel(seq_id, reason)
+        event = self.scheduler.cancel(seq_id, reason)
         if event is not None:
             self._tell([event])
 
@@ -323,7 +323,7 @@ class StarterEngine:
             request = self._live[event.seq_id]
             reason = event.finish_reason or self._own_end(request, event.tokens)
             if reason is not None:
-                self._scheduler.cancel(event.seq_id, reason)  # unless it has ended already
+                self.scheduler.cancel(event.seq_id, reason)  # unless it has ended already
                 del self._live[event.seq_id]
             self.n_tokens += len(event.tokens)
             event = replace(event, finish_reason=reason, time_s=now)

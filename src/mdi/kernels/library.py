@@ -31,6 +31,11 @@ def load() -> ctypes.CDLL | None:
     return _load().library
 
 
+def look_again() -> None:
+    """Have the next call find the library anew: the environment, the compiler or the sources have changed."""
+    _load.cache_clear()
+
+
 def why_not() -> str:
     """Why there is no library, and what to do about it; "" if there is one."""
     return _load().why_not

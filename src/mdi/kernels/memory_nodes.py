@@ -23,7 +23,7 @@ LEAST_BYTES = 1 << 20  # what is smaller stays in caches
 
 _NODES = Path("/sys/devices/system/node")
 # The C library has no function for it.
-_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine()) if sys.platform == "linux" else None
+MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine()) if sys.platform == "linux" else None
 _INTERLEAVE = 3
 _MOST_NODES = 1024  # that the system knows
 
@@ -39,7 +39,7 @@ def spread(memory: np.ndarray) -> bool:
 
 def memory_nodes() -> tuple[int, ...]:
     """Numbers of the memory nodes that this process' cores belong to; () where the system does not say."""
-    if _MBIND is None or not hasattr(os, "sched_getaffinity"):
+    if MBIND is None or not hasattr(os, "sched_getaffinity"):
         return ()
     return nodes_of(frozenset(os.sched_getaffinity(0)), _NODES)
 
@@ -62,12 +62,12 @@ def interleave(address: int, n_bytes: int, nodes: tuple[int, ...]) -> bool:
     """Whole pages, dealt out over memory nodes; whether the system does."""
     mask = sum(1 << node for node in nodes).to_bytes(_MOST_NODES // 8, sys.byteorder)
     arguments = ctypes.c_void_p(address), ctypes.c_ulong(n_bytes), ctypes.c_int(_INTERLEAVE), ctypes.c_char_p(mask)
-    done: int = _syscall()(ctypes.c_long(_MBIND or 0), *arguments, ctypes.c_ulong(_MOST_NODES + 1), ctypes.c_uint(0))
+    done: int = system_call()(ctypes.c_long(MBIND or 0), *arguments, ctypes.c_ulong(_MOST_NODES + 1), ctypes.c_uint(0))
     return done == 0
 
 
 @functools.cache
-def _syscall() -> Any:
+def system_call() -> Any:
     function = ctypes.CDLL(None, use_errno=True).syscall
     function.restype = ctypes.c_long
     return function

@@ -38,12 +38,12 @@ class Pages(ABC):
 
     def __init__(self, page_bytes: int, capacity: int) -> None:
         self.page_bytes, self.capacity = page_bytes, capacity
-        self._references: list[int] = []  # of the pages that were ever used: there can be millions, and few are
-        self._free: list[int] = []  # of those, the ones that nobody uses now
+        self.references: list[int] = []  # of the pages that were ever used: there can be millions, and few are
+        self.unused: list[int] = []  # of those, the ones that nobody uses now
 
     @property
     def n_used(self) -> int:
-        return len(self._references) - len(self._free)
+        return len(self.references) - len(self.unused)
 
     @property
     def n_free(self) -> int:
@@ -51,28 +51,28 @@ class Pages(ABC):
 
     def take(self) -> int:
         """A page for one sequence, with anything in it. Raises EngineError if all are taken."""
-        if self._free:
-            page = self._free.pop()
-            self._references[page] = 1
-        elif len(self._references) < self.capacity:
-            page = len(self._references)
-            self._references.append(1)
+        if self.unused:
+            page = self.unused.pop()
+            self.references[page] = 1
+        elif len(self.references) < self.capacity:
+            page = len(self.references)
+            self.references.append(1)
         else:
             raise EngineError(f"all {self.capacity} cache pages of this node are in use")
         return page
 
     def share(self, page: int) -> None:
-        self._references[page] += 1
+        self.references[page] += 1
 
     def is_shared(self, page: int) -> bool:
-        return self._references[page] > 1
+        return self.references[page] > 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One sequence less has these."""
         for page in pages:
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
+            self.references[page] -= 1
+            if not self.references[page]:
+                self.unused.append(page)
 
     @abstractmethod
     def copy(self, page: int) -> int:
@@ -104,7 +104,7 @@ class Pool(Pages):
 
     def take(self) -> int:
         page = super().take()
-        self._n_given_back = min(self._n_given_back, len(self._free))
+        self._n_given_back = min(self._n_given_back, len(self.unused))
         return page
 
     def copy(self, page: int) -> int:
@@ -115,8 +115,8 @@ class Pool(Pages):
     def release(self, pages: Sequence[int]) -> None:
         super().release(pages)
         kept = KEPT_FREE_BYTES // self.page_bytes
-        while len(self._free) - self._n_given_back > kept and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, self._free[self._n_given_back] * self.page_bytes, self.page_bytes)
+        while len(self.unused) - self._n_given_back > kept and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, self.unused[self._n_given_back] * self.page_bytes, self.page_bytes)
             self._n_given_back += 1
 
 

@@ -50,11 +50,11 @@ def compiled_library() -> Path:
     folder = default_cache_dir() / "kernels"
     path = folder / _name(f"{build.sources_hash(build.CSRC)}-{compiler.hash}")
     try:
-        if _is_safe(path):
+        if is_safe(path):
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
-            if not _is_safe(path):
+            if not is_safe(path):
                 logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
                 build.remove_remains(folder)
                 build.compile_library(compiler, path, build.CSRC)
@@ -68,7 +68,7 @@ def _name(made_from: str) -> str:
     return ANY_NAME.replace("*", made_from)
 
 
-def _is_safe(path: Path) -> bool:
+def is_safe(path: Path) -> bool:
     """Whether it is there and nobody else but the administrator can have put it there: it is code that will run."""
     return path.is_file() and path.stat().st_uid in (0, os.geteuid())
 

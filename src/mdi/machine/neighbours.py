@@ -43,11 +43,11 @@ def fair_threads(beside: Sequence[int | None], cores: float | None = None) -> in
         beside: threads of the other nodes of this machine; those without a number get as many as this one.
         cores: that this process may use; None asks the system.
     """
-    left = (_usable_cores() if cores is None else cores) - sum(n for n in beside if n is not None)
+    left = (usable_cores() if cores is None else cores) - sum(n for n in beside if n is not None)
     return max(1, int(left / (1 + sum(n is None for n in beside))))
 
 
-def _usable_cores() -> float:
+def usable_cores() -> float:
     """Cores that this process may use; two that are one core of the hardware count once."""
     usable = n_cores()
     return min(usable, psutil.cpu_count(logical=False) or usable)

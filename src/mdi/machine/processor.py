@@ -8,7 +8,7 @@ from pathlib import Path
 
 logger = logging.getLogger("mdi")
 
-_CPUINFO = Path("/proc/cpuinfo")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def warn_of_processor() -> None:
@@ -16,7 +16,7 @@ def warn_of_processor() -> None:
     import torch
 
     try:
-        cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if sys.platform == "linux" else ""
+        cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace") if sys.platform == "linux" else ""
     except OSError:
         return
     if (notice := processor_notice(cpuinfo, torch.__config__.show(), torch.__version__)) is not None:

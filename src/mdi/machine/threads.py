@@ -20,12 +20,12 @@ class _Threads(threading.local):
 
 
 _of_thread = _Threads()
-_of_process: int | None = None
+of_process: int | None = None
 
 
 def n_threads() -> int:
     """Threads that this node computes with, as far as the calling thread is concerned."""
-    return _of_thread.here or _of_process or _named() or fair_threads(())
+    return _of_thread.here or of_process or _named() or fair_threads(())
 
 
 def _named() -> int | None:
@@ -49,11 +49,11 @@ def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Se
     Raises:
         UsageError: a core that this process does not have, or a system that cannot pin.
     """
-    global _of_process
+    global of_process
     if cores is not None:
         pin_to_cores(cores)
         n = n or len(cores)
-    _of_process = n or _named() or fair_threads(beside)
+    of_process = n or _named() or fair_threads(beside)
     # The default of 5 ms is what a ring thread would wait for the interpreter each time.
     sys.setswitchinterval(0.0005)
     tell_torch()

@@ -86,7 +86,7 @@ class ClusterMeasurement:
             starter = self._own()
             self._wait(elsewhere)
             self._wait(self._all({"starter": beside}, self._ask))
-            shares = self._shares()
+            shares = self.shares()
         finally:
             self._ended.set()
         found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
@@ -152,7 +152,7 @@ class ClusterMeasurement:
         self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile
 
-    def _shares(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:
         """What part of its machine each node takes, by name; nothing for a node that has a machine of its own."""
         hosts: dict[str, list[NodeConfig]] = {}
         for node in self._cluster.nodes[:N_SLOTS_LIMIT]:

@@ -36,14 +36,14 @@ def machine_share(slots: Slots, n_bytes: int, device: str) -> float:
     begin = time.monotonic() + slots.after_ms / 1e3
     read, _ = reader(min(n_bytes, WORKING_SET_BYTES), device)
     read()
-    alone = _rate(read, begin + slots.place * SLOT_S)
-    together = _rate(read, begin + slots.n_nodes * SLOT_S)
+    alone = rate(read, begin + slots.place * SLOT_S)
+    together = rate(read, begin + slots.n_nodes * SLOT_S)
     if not alone or not together:
         return 0.0
     return min(1.0, max(1.0, alone / together) / slots.n_nodes)
 
 
-def _rate(call: Callable[[], object], begin: float) -> float:
+def rate(call: Callable[[], object], begin: float) -> float:
     """Calls per second in the slot that begins then; 0 if it is half over already."""
     left = begin - time.monotonic()
     if left < -SLOT_S / 2:

@@ -50,9 +50,9 @@ class Profiler:
     def __init__(
         self, name: str, folder: Path, span_s: float = SPAN_S, in_use_bytes: Callable[[str], int] = lambda device: 0
     ) -> None:
-        self._name = name
+        self.name = name
         self._folder = folder
-        self._span_s = span_s
+        self.span_s = span_s
         self._in_use_bytes = in_use_bytes
         self._lock = threading.Lock()
         self._progress: dict[str, Any] | None = None
@@ -97,12 +97,12 @@ class Profiler:
             key = self._key(subject)
             speeds = None if fresh else self._kept().get(key)
             if speeds is None:
-                speeds = self._measure(subject, check)
+                speeds = self.measure(subject, check)
                 self._keep(key, speeds)
             threads = n_threads()
         process_bytes = 0 if subject.computing.device.startswith("cuda") else self._process_bytes
         return NodeProfile(
-            name=self._name,
+            name=self.name,
             device=subject.computing.device,
             n_cores=n_cores(),
             memory_bytes=self.available_bytes(subject.computing.device) + process_bytes,
@@ -126,7 +126,7 @@ class Profiler:
         with computing_threads(subject.computing.threads):
             return self._key(subject) in self._kept()
 
-    def _measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
+    def measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
         report = Periodic()
 
         def told(what: str, done: int, total: int) -> None:
@@ -134,16 +134,16 @@ class Profiler:
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
             if report.is_due():
-                logger.info("%s measures %s (%d of %d)", self._name, what, done, total)
+                logger.info("%s measures %s (%d of %d)", self.name, what, done, total)
 
         logger.info(
             "%s measures itself: %s in %s",
-            self._name,
+            self.name,
             subject.config.get("name") or "a model",
             subject.computing.format,
         )
         try:
-            return bench_of(subject, self._span_s, told).run(self._folder, subject.with_head)
+            return bench_of(subject, self.span_s, told).run(self._folder, subject.with_head)
         finally:
             with self._lock:
                 self._progress = None

@@ -79,7 +79,7 @@ class Bench(ABC):
         self._subject = subject
         self._shapes = model_shapes(subject.config, "the model to be measured")
         self._span_s = span_s
-        self._progress = progress
+        self.progress = progress
 
     def run(self, cache_dir: Path, with_head: bool) -> Speeds:
         """Measure everything.
@@ -92,21 +92,21 @@ class Bench(ABC):
             CheckpointError: one block of the model does not even fit into the memory that is free.
         """
         total = 3 + len(ROWS) + (1 if with_head else 0)
-        self._progress("disk", 0, total)
+        self.progress("disk", 0, total)
         disk = disk_read_bytes_s(cache_dir)
-        self._progress("memory", 1, total)
+        self.progress("memory", 1, total)
         memory = self._read_bytes_s()
-        stage = self._blocks(lambda: self._progress("building blocks", 2, total))
+        stage = self._blocks(lambda: self.progress("building blocks", 2, total))
         times = []
         for i, rows in enumerate(ROWS):
-            self._progress(f"a block at {rows} rows", 3 + i, total)
+            self.progress(f"a block at {rows} rows", 3 + i, total)
             times.append((rows, self._block_s(stage, rows)))
         del stage
         head: Times = ()
         if with_head:
-            self._progress("the head", total - 1, total)
+            self.progress("the head", total - 1, total)
             head = self._head_s()
-        self._progress("done", total, total)
+        self.progress("done", total, total)
         return Speeds(disk, memory, tuple(times), head)
 
     @abstractmethod

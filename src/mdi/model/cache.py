@@ -99,8 +99,8 @@ class DevicePages(Pages):
         super().release(pages)
         if not self.n_used:
             self.slabs.clear()
-            self._free.clear()
-            self._references.clear()
+            self.unused.clear()
+            self.references.clear()
 
     def _row(self, page: int) -> torch.Tensor:
         slab, row = self.where(np.array(page))
@@ -131,7 +131,7 @@ class BlockCache:
     """
 
     def __init__(self, pool: TorchPages, cache_class: int, begin: int, shape: CacheShape) -> None:
-        self._pool, self.cache_class = pool, cache_class
+        self.pool, self.cache_class = pool, cache_class
         n_groups = shape.n_groups
         keys = (begin, n_groups, shape.k_size)
         self._halves = [keys]
@@ -142,7 +142,7 @@ class BlockCache:
         """Store keys and values (N, G, size) of positions; values only where there are any."""
         for (begin, n_groups, size), rows in zip(self._halves, kv, strict=True):
             for slab_number, pages, positions, at in places.parts:
-                slab = self._pool.slabs[slab_number]
+                slab = self.pool.slabs[slab_number]
                 strides = (slab.stride(0), n_groups * size, size, 1)
                 view = slab.as_strided((slab.size(0), PAGE, n_groups, size), strides, begin)
                 assert positions is not None
@@ -152,9 +152,9 @@ class BlockCache:
         """Keys (0) or values (1) of these pages, one after the other: (n * 32, G, size), valid until the next of this half."""
         begin, n_groups, size = self._halves[half]
         numbers = PAGE * n_groups * size
-        found = memory.of(f"half {half}", (pages.n, numbers), self._pool.slabs[0].dtype)
+        found = memory.of(f"half {half}", (pages.n, numbers), self.pool.slabs[0].dtype)
         for slab_number, index, _, at in pages.parts:
-            slab = self._pool.slabs[slab_number]
+            slab = self.pool.slabs[slab_number]
             view = slab.as_strided((slab.size(0), numbers), (slab.stride(0), 1), begin)
             if at is None:
                 torch.index_select(view, 0, index, out=found)

@@ -85,14 +85,14 @@ class DecodeGraphs:
     def __init__(self, stage: DecodingStage, record: Recorder) -> None:
         self._stage: DecodingStage = weakref.proxy(stage)  # which has this: its memory must go as soon as it is dropped
         self._record = record
-        self._steps: dict[tuple[int, torch.dtype, tuple[int, ...]], RecordedStep] = {}
+        self.steps: dict[tuple[int, torch.dtype, tuple[int, ...]], RecordedStep] = {}
         self._scratch: list[int] | None = None
         self._has_failed = False
         stage.caches.on_clear = self.drop
 
     @property
     def n_recorded(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     def __call__(self, x: torch.Tensor, rows: Sequence[Rows]) -> torch.Tensor | None:
         """(n, n_embd) of the blocks' rows -> (n, n_embd); None if a frame is none of those that are recorded."""
@@ -106,7 +106,7 @@ class DecodeGraphs:
         widths = tuple(rounded_up(width, LEAST_PAGES) for width in widths_of(rows, len(caches.classes)))
         key = rounded_up(len(rows), 1), x.dtype, widths
         assert self._scratch is not None
-        step = self._steps.get(key) or RecordedStep(self._stage, key[0], widths, x.dtype, self._record)
+        step = self.steps.get(key) or RecordedStep(self._stage, key[0], widths, x.dtype, self._record)
         try:
             found = step(x, rows, self._scratch)
         except RuntimeError as e:
@@ -114,7 +114,7 @@ class DecodeGraphs:
                 raise
             self._give_up(e)
             return None
-        self._steps[key] = step
+        self.steps[key] = step
         return found
 
     def _give_up(self, error: RuntimeError) -> None:
@@ -125,7 +125,7 @@ class DecodeGraphs:
 
     def drop(self) -> None:
         """Forget the recordings and give their memory back; they are made anew when they are needed."""
-        self._steps.clear()
+        self.steps.clear()
         for pool, page in zip(self._stage.caches.pools, self._scratch or (), strict=False):
             pool.release([page])
         self._scratch = None

@@ -202,11 +202,11 @@ class RingListener:
                     self._read(key.data)
             self._drop_late()
 
-    def _pending(self) -> list[_Pending]:
+    def pending(self) -> list[_Pending]:
         return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Pending)]
 
     def _next_deadline(self) -> float | None:
-        deadlines = [p.deadline for p in self._pending()]
+        deadlines = [p.deadline for p in self.pending()]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept(self) -> None:
@@ -215,7 +215,7 @@ class RingListener:
         except OSError:
             return  # it went away again
         sock.setblocking(False)
-        pending = self._pending()
+        pending = self.pending()
         if len(pending) >= N_PENDING_LIMIT:  # the oldest has had the most time to say who it is
             self._drop(min(pending, key=lambda p: p.deadline), "too many connections wait here")
         entry = _Pending(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_DEADLINE_S)
@@ -223,7 +223,7 @@ class RingListener:
 
     def _drop_late(self) -> None:
         now = time.monotonic()
-        for pending in self._pending():
+        for pending in self.pending():
             if pending.deadline <= now:
                 self._drop(pending, f"it said nothing for {HELLO_DEADLINE_S:.0f} s")
 

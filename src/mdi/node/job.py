@@ -76,7 +76,7 @@ class Job:
         self.changed = threading.Condition()
         self.stopped = self.is_replaced = self.has_begun = False
         self._aborted: Fault | None = None
-        self._ring: TcpRing | None = None
+        self.ring: TcpRing | None = None
         self._fault: Fault | None = None  # that ended it from here
         self._last_sign = time.monotonic()
 
@@ -108,7 +108,7 @@ class Job:
     @property
     def is_running(self) -> bool:
         """Whether the ring is closed: from here on it tells by itself whether the starter is alive."""
-        return self._ring is not None
+        return self.ring is not None
 
     @property
     def is_abandoned(self) -> bool:
@@ -138,7 +138,7 @@ class Job:
     def begin(self, ring: TcpRing) -> None:
         """The ring is closed; one that was ended meanwhile is ended at once, and for the others with the same reason."""
         with self.changed:
-            self._ring, self.state = ring, "RUNNING"
+            self.ring, self.state = ring, "RUNNING"
             self.has_begun = True
             was_stopped, fault = self.stopped, self._fault
         if fault is not None:
@@ -154,7 +154,7 @@ class Job:
         with self.changed:
             self.error, self.error_code = _told(error)
             self.state = "READY" if error is None else "IDLE"
-            self._ring = None
+            self.ring = None
             self.changed.notify_all()
         self.over.set()
 
@@ -179,11 +179,11 @@ class Job:
             self.stopped = True
             self._fault = self._fault or fault
             self.changed.notify_all()
-            return self._ring
+            return self.ring
 
     def announce_leave(self) -> None:
         """Tell the starter that this node waits for its blocks to be taken over."""
-        if (ring := self._ring) is not None:
+        if (ring := self.ring) is not None:
             ring.announce_leave()
 
 

@@ -74,7 +74,7 @@ class LocalRing:
         )
         self._ckpt = ckpt
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
-        self._children: list[subprocess.Popen[bytes]] = []
+        self.children: list[subprocess.Popen[bytes]] = []
         self._stopped_since: dict[int, float] = {}  # process number -> time.monotonic()
         self._pauses = [Pause() for _ in range(n_nodes - 1)]
         self._folder: RingFolder | None = None
@@ -85,7 +85,7 @@ class LocalRing:
         try:
             self.cluster: ClusterConfig = self.load(self._path)
             for index in range(self._n_nodes - 1):
-                self._children.append(self._spawn(self._path, index))
+                self.children.append(self.spawn(self._path, index))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -94,14 +94,14 @@ class LocalRing:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for child in self._children:
+        for child in self.children:
             assert child.stdin is not None
             with contextlib.suppress(OSError):
                 child.stdin.close()
             with contextlib.suppress(OSError):
                 child.kill() if _is_stopped(child.pid) else child.terminate()
         deadline = time.monotonic() + END_S
-        for child in self._children:
+        for child in self.children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # stuck in a driver
@@ -118,11 +118,11 @@ class LocalRing:
     @property
     def pids(self) -> list[int]:
         """Process numbers of the secondaries."""
-        return [child.pid for child in self._children]
+        return [child.pid for child in self.children]
 
     def check(self) -> None:
         """Raises NodeLostError if a child has ended (what it has printed itself says why), or does not run any more."""
-        for node, child in zip(self.cluster.secondaries, self._children, strict=False):  # spares come last
+        for node, child in zip(self.cluster.secondaries, self.children, strict=False):  # spares come last
             status = child.poll()
             if status is not None:
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
@@ -134,16 +134,16 @@ class LocalRing:
     def revive(self) -> None:
         """Start children again that have ended: at once, but one that ends again and again after longer and longer pauses."""
         names = [node.name for node in (*self.cluster.secondaries, *self.cluster.spares)]
-        for index, (name, child, pause) in enumerate(zip(names, self._children, self._pauses, strict=True)):
+        for index, (name, child, pause) in enumerate(zip(names, self.children, self._pauses, strict=True)):
             if child.poll() is None or not pause.is_over(time.monotonic()):
                 continue
             logger.warning("%s has ended by itself (status %s): it is started again", name, child.returncode)
             try:
-                started = self._spawn(self._path, index)
+                started = self.spawn(self._path, index)
             except OSError as e:  # no memory, say: it may be there after the next pause
                 logger.warning("%s cannot be started: %s", name, e)
                 continue
-            self._children[index] = started
+            self.children[index] = started
             assert child.stdin is not None
             with contextlib.suppress(OSError):
                 child.stdin.close()
@@ -181,7 +181,7 @@ class LocalRing:
             entries.append(entry)
         return self.arrange(entries)
 
-    def _spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+    def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
         assert self._folder is not None
         command = [*self.command(nodes, index), "--until-stdin-closes"]
         command += ["--cache-dir", str(self._folder.path / f"cache{index}"), *self._flags]

@@ -115,7 +115,7 @@ class Preparation:
         self.own.check_memory(self._weights, self._computing, self._cluster.n_nodes)
         setups = self._configure_secondaries()
         try:
-            self._load_stage(lambda: self._check(setups, check))
+            self.load_stage(lambda: self._check(setups, check))
             while not all(setup.wait(0.1) for setup in setups):
                 self._check(setups, check)
             self._raise_first(setups)
@@ -213,7 +213,7 @@ class Preparation:
                     )
         return parts
 
-    def _load_stage(self, check: Callable[[], None]) -> None:
+    def load_stage(self, check: Callable[[], None]) -> None:
         """Have the starter's own stage; `check` is called before each part, for loading may take long."""
         n_nodes = self._cluster.n_nodes
         lengths = self._max_length, self._n_sequences, self._kv_memory

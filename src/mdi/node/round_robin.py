@@ -57,13 +57,15 @@ class RoundRobin:
 
     Attributes:
         changed: to be notified when a ring may have a frame, see TcpRing.
+        turns: of the rings that take part.
+        is_running: whether the thread computes, or waits for something to compute.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._turns: list[Turn] = []  # who was served last is the last
+        self.turns: list[Turn] = []  # who was served last is the last
         self._tasks: deque[MainThreadTask] = deque()
-        self._closed = self._is_running = False
+        self._closed = self.is_running = False
         self._n_threads: int | None = None
 
     def add(self, turn: Turn) -> None:
@@ -71,7 +73,7 @@ class RoundRobin:
         with self.changed:
             if not self._closed:
                 turn.since_s = time.perf_counter()
-                self._turns.append(turn)
+                self.turns.append(turn)
                 return self.changed.notify_all()
         turn.end(_ended())
 
@@ -88,20 +90,20 @@ class RoundRobin:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-            is_running = self._is_running
+            is_running = self.is_running
         if not is_running:
             self._end_all()
 
     def run(self) -> None:
         """Compute until `close`."""
         with self.changed:
-            self._is_running = True
+            self.is_running = True
         try:
             while self._do_next():
                 pass
         finally:
             with self.changed:
-                self._closed, self._is_running = True, False
+                self._closed, self.is_running = True, False
             self._end_all()
 
     def _do_next(self) -> bool:
@@ -116,7 +118,7 @@ class RoundRobin:
     def _end_all(self) -> None:
         """Not before the last frame was computed: who waits for a ring's end takes its caches away."""
         with self.changed:
-            turns, self._turns = self._turns, []
+            turns, self.turns = self.turns, []
             tasks, self._tasks = self._tasks, deque()
         for turn in turns:
             turn.end(_ended())
@@ -139,16 +141,16 @@ class RoundRobin:
 
     def _pending(self) -> Turn | None:
         """The ring whose turn it is, of those that have something to do."""
-        for i, turn in enumerate(self._turns):
+        for i, turn in enumerate(self.turns):
             if turn.ring.is_pending:
-                self._turns.append(self._turns.pop(i))
+                self.turns.append(self.turns.pop(i))
                 return turn
         return None
 
     def _count_wait(self, begin: float) -> None:
         if begin:
             now = time.perf_counter()
-            for turn in self._turns:
+            for turn in self.turns:
                 turn.wait_s += now - max(begin, turn.since_s)
 
     def _serve(self, turn: Turn) -> None:
@@ -163,8 +165,8 @@ class RoundRobin:
         except Exception as e:  # of the stage, or of the ring: the others go on
             error = e
         with self.changed:
-            if turn in self._turns:
-                self._turns.remove(turn)
+            if turn in self.turns:
+                self.turns.remove(turn)
         turn.end(error)
 
 

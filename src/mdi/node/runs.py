@@ -22,26 +22,26 @@ class Runs:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.RLock()  # a signal handler asks, too
-        self._jobs: dict[str, Job] = {}  # the latest last
+        self.jobs: dict[str, Job] = {}  # the latest last
 
     def add(self, job: Job) -> None:
         with self._lock:
-            self._jobs.pop(job.run, None)
-            self._jobs[job.run] = job
-            over = [run for run, one in self._jobs.items() if one.is_over]
+            self.jobs.pop(job.run, None)
+            self.jobs[job.run] = job
+            over = [run for run, one in self.jobs.items() if one.is_over]
             for run in over[:-N_REMEMBERED]:
-                del self._jobs[run]
+                del self.jobs[run]
 
     def find(self, run: str | None) -> Job | None:
         """The latest ring of a run, over or not."""
         with self._lock:
-            return None if run is None else self._jobs.get(run)
+            return None if run is None else self.jobs.get(run)
 
     @property
     def active(self) -> list[Job]:
         """Those that are not over."""
         with self._lock:
-            return [job for job in self._jobs.values() if not job.is_over]
+            return [job for job in self.jobs.values() if not job.is_over]
 
     @property
     def is_running(self) -> bool:
@@ -55,7 +55,7 @@ class Runs:
         if active := self.active:
             return max(active, key=lambda job: ranks.get(job.state, 0))
         with self._lock:
-            return next(reversed(self._jobs.values()), None)
+            return next(reversed(self.jobs.values()), None)
 
     def replace(self, request: InitRequest) -> bool:
         """End what is in the way of a new ring: the ring that its run has now, and runs whose starter is gone.

@@ -77,38 +77,38 @@ class SecondaryNode:
         keys: KeyFile | None = None,
     ) -> None:
         self.config, self._keys = config, keys
-        self._store = BlockStore(cache_dir, cache_bytes)
+        self.store = BlockStore(cache_dir, cache_bytes)
         own = asked.over(Requested.of(config))
         self._stages = StageHolder(
-            config.name, weights, self._store, own, family or ModelFamily(), weight_memory or WeightMemory()
+            config.name, weights, self.store, own, family or ModelFamily(), weight_memory or WeightMemory()
         )
         kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._kv_memory = kv_memory
         self._begin_s = time.monotonic()
         self.process = secrets.token_hex(8)  # with the name, who this is: addresses change
-        self._profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self._slots.in_use_bytes(device))
-        self._slots = StageSlots(
-            config.name, self._stages, lambda device: self._profiler.available_bytes(device), kv_memory
+        self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.slots.in_use_bytes(device))
+        self.slots = StageSlots(
+            config.name, self._stages, lambda device: self.profiler.available_bytes(device), kv_memory
         )  # fmt: skip
-        self._turns, self._runs = RoundRobin(), Runs(config.name)
+        self.turns, self.runs = RoundRobin(), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
-            config.name, self._profiler, self._stages, self._slots, self._store, self._turns, self._runs, self._admission,
+            config.name, self.profiler, self._stages, self.slots, self.store, self.turns, self.runs, self._admission,
             keys,
         )  # fmt: skip
-        self._services: list[Service] = []
+        self.services: list[Service] = []
         self._deadline: threading.Timer | None = None
-        self._listener: RingListener | None = None
-        self._control: ControlServer | None = None
-        self._leaving = self._closed = False
+        self.listener: RingListener | None = None
+        self.control: ControlServer | None = None
+        self.is_leaving = self._closed = False
 
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
         name = self.config.name
         self._stages.check_folder()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
-        self._listener = RingListener(sock, name, self._keys)
-        self._control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
+        self.listener = RingListener(sock, name, self._keys)
+        self.control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
             *(name, self.config.listen_addr, self.control_port, self.ring_port, self._stages.device),
@@ -116,18 +116,18 @@ class SecondaryNode:
 
     @property
     def control_port(self) -> int:
-        assert self._control is not None
-        return self._control.port
+        assert self.control is not None
+        return self.control.port
 
     @property
     def ring_port(self) -> int:
-        assert self._listener is not None
-        return self._listener.port
+        assert self.listener is not None
+        return self.listener.port
 
     def run(self) -> None:
         """Compute for one ring or several, until `close`, or until told to leave and the last ring is over."""
         try:
-            self._turns.run()
+            self.turns.run()
         except BaseException:  # Ctrl-C and SIGTERM
             self._abort_all("it was told to end")
             raise
@@ -135,39 +135,39 @@ class SecondaryNode:
     def close(self) -> None:
         """End the runs that are under way, let `run` return, and give the ports back; harmless if repeated."""
         with self._admission:
-            self._leaving = True
+            self.is_leaving = True
             if self._closed:
                 return
             self._closed = True
         if self._deadline is not None:
             self._deadline.cancel()
-        for service in self._services:
+        for service in self.services:
             service.job.end()
-        self._turns.close()
-        if self._control is not None:
-            self._control.close()
-        for service in self._services:
+        self.turns.close()
+        if self.control is not None:
+            self.control.close()
+        for service in self.services:
             service.join(JOIN_S)
-        if not any(service.is_alive for service in self._services):
-            self._slots.close()
-        if self._listener is not None:
-            self._listener.close()
+        if not any(service.is_alive for service in self.services):
+            self.slots.close()
+        if self.listener is not None:
+            self.listener.close()
 
     # Leaving
 
     @property
     def may_hand_over(self) -> bool:
         """Whether `leave` would have something to do."""
-        return not self._leaving and any(job.is_running and job.request.hand_over for job in self._runs.active)
+        return not self.is_leaving and any(job.is_running and job.request.hand_over for job in self.runs.active)
 
     def leave(self) -> None:
         """Have the blocks taken over by others, and let `run` return then, or after HAND_OVER_S."""
         with self._admission:
             if not self.may_hand_over:
                 return
-            self._leaving = True
+            self.is_leaving = True
         logger.info("%s is leaving: its blocks are taken over first, in %.0f s at most", self.config.name, HAND_OVER_S)
-        for job in self._runs.active:
+        for job in self.runs.active:
             if job.is_running and job.request.hand_over:
                 job.announce_leave()
             else:
@@ -178,25 +178,25 @@ class SecondaryNode:
         self._leave_if_idle()
 
     def _abort_all(self, reason: str) -> None:
-        for job in self._runs.active:
+        for job in self.runs.active:
             job.abort(Fault(self.config.name, reason, self.config.name, "left"))
 
     def _leave_if_idle(self) -> None:
         """Called whenever a ring is over, or the node was told to leave."""
-        if self._leaving and not self._runs.active:
-            self._turns.close()
+        if self.is_leaving and not self.runs.active:
+            self.turns.close()
 
     # What the control server calls, from its threads
 
     def status(self, run: str | None) -> dict[str, Any]:
-        device, latest = self._stages.device, self._slots.latest
+        device, latest = self._stages.device, self.slots.latest
         return {
             **self._run_status(run),
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "arithmetic": library.arithmetic(),
             "kernels": library.instruction_set(),
-            "leaving": self._leaving,
+            "leaving": self.is_leaving,
             "model": latest.model if latest is not None else None,
             "blocks": latest.blocks if latest is not None else None,
             "device": str(device),
@@ -205,26 +205,26 @@ class SecondaryNode:
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": self._profiler.available_bytes(device),
+                "available_bytes": self.profiler.available_bytes(device),
             },
-            "disk_free_bytes": self._store.free_bytes(),
+            "disk_free_bytes": self.store.free_bytes(),
             "clock_s": time.time(),
             "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
-            "measuring": self._profiler.progress,
-            "slots": [slot_status(slot, self._runs.find(slot.run), run) for slot in self._slots.listed],
+            "measuring": self.profiler.progress,
+            "slots": [slot_status(slot, self.runs.find(slot.run), run) for slot in self.slots.listed],
         }
 
     def _run_status(self, run: str | None) -> dict[str, Any]:
         """What a starter must know: `/init` answers it, and nothing that takes long to find out."""
-        own = self._runs.find(run)
+        own = self.runs.find(run)
         if own is not None and not own.is_over:
             own.touch()
         return {
             "name": self.config.name,
             "process": self.process,
-            "ring_port": self._listener.port if self._listener is not None else None,
-            **run_status(own or self._runs.latest, own is not None, self._store),
+            "ring_port": self.listener.port if self.listener is not None else None,
+            **run_status(own or self.runs.latest, own is not None, self.store),
         }
 
     def init(self, request: InitRequest) -> dict[str, Any]:
@@ -232,13 +232,13 @@ class SecondaryNode:
         self._stages.refuse_misfit_chunk(request)
         computing = self._stages.computing(request)
         with self._admission:
-            if self._leaving:
+            if self.is_leaving:
                 raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
             self._measurement.check_idle()
-            if not self._runs.replace(request):
+            if not self.runs.replace(request):
                 return self._run_status(request.run)
             try:
-                slot, has_caches = self._slots.reserve(request, computing)
+                slot, has_caches = self.slots.reserve(request, computing)
             except MdiError:
                 raise
             except Exception as e:  # a config that makes no sense for the models of this node
@@ -247,23 +247,23 @@ class SecondaryNode:
                 ) from None
             is_in_memory = slot.stage is not None
             job = Job(request, computing, slot, has_caches)
-            self._runs.add(job)
+            self.runs.add(job)
             self._serve(job)
         if is_in_memory:  # it is READY in a moment, and its starter need not ask again: texts may be waiting
             job.wait_until_known(READY_S)
         return self._run_status(request.run)
 
     def _serve(self, job: Job) -> None:
-        assert self._listener is not None
+        assert self.listener is not None
         service = Service(
-            self.config.name, self.process, job, self._stages, self._slots, self._turns, self._listener, self._kv_memory,
+            self.config.name, self.process, job, self._stages, self.slots, self.turns, self.listener, self._kv_memory,
             self._leave_if_idle,
         )  # fmt: skip
-        self._services = [*(one for one in self._services if one.is_alive), service]
+        self.services = [*(one for one in self.services if one.is_alive), service]
         service.start()
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        job = self._runs.find(run)
+        job = self.runs.find(run)
         if job is None or job.is_over:
             raise self._unknown_run()
         part = job.missing.get(sha256) if job.missing is not None else None
@@ -279,9 +279,9 @@ class SecondaryNode:
                 raise ControlError("the run was ended", 409, code="run")
 
         try:
-            self._store.receive(part, offset, read, count)
+            self.store.receive(part, offset, read, count)
         except MdiError as e:
-            if not self._store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
+            if not self.store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
                 with job.changed:
                     job.failure = e
                     job.changed.notify_all()
@@ -297,13 +297,13 @@ class SecondaryNode:
         client.send_part(request.part, request.run, request.offset, pieces)
 
     def stop(self, run: str, leave: bool) -> None:
-        job = self._runs.find(run)
-        if job is None and (run != self._measurement.planned_run or self._runs.active):
+        job = self.runs.find(run)
+        if job is None and (run != self._measurement.planned_run or self.runs.active):
             raise self._unknown_run()
         if job is not None:
             job.end()
         if leave:
-            self._leaving = True
+            self.is_leaving = True
             self._leave_if_idle()
 
     def _unknown_run(self) -> ControlError:

@@ -238,7 +238,7 @@ class StageHolder:
 
         def source(name: str) -> WeightSource:
             on_part()
-            of = self._source_of(parts[name], request)
+            of = self.source_of(parts[name], request)
             if computing.packing is None or is_limited:
                 return of
             return self._kept.part(of, parts[name], computing.packing, keep, check)
@@ -287,7 +287,7 @@ class StageHolder:
             return window_shard_stage(group, request, computing)
         return WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
 
-    def _source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
+    def source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
         """Where a part is read from: this machine's own weights if it is there, else what was received."""
         source = self._own_weights(request)
         if source is not None:

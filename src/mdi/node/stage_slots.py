@@ -102,8 +102,8 @@ class StageSlots:
     def __init__(self, name: str, holder: StageHolder, available: Callable[[str], int], kv_memory: int | None) -> None:
         self._name = name
         self._holder = holder
-        self._available = available
-        self._kv_memory = kv_memory
+        self.available = available
+        self.kv_memory = kv_memory
         self._lock = threading.RLock()
         self._slots: list[Slot] = []  # the latest last
 
@@ -157,7 +157,7 @@ class StageSlots:
         assert slot.stage is not None
         with self._lock:
             others = [one for one in self._on(slot.device) if one is not slot and one.use != "UNUSED"]
-            by_hand = self._kv_memory
+            by_hand = self.kv_memory
             if by_hand is not None:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
             promised = sum(one.promised_beside(slot) for one in others) + slot.rows_to_come
@@ -272,7 +272,7 @@ class StageSlots:
     def _admit(self, request: InitRequest, computing: Computing, needed: int) -> None:
         """Make memory for a stage by dropping those that were not used for longest. Raises ControlError."""
         here = self._on(computing.device)
-        free = self._available(computing.device)
+        free = self.available(computing.device)
         if needed > free:
             kept = _bytes_of(here) - _bytes_of([slot for slot in here if slot.use != "KEPT"])
             if needed <= free + kept:

@@ -239,25 +239,25 @@ class StarterNode(StarterReport):
             self._process, self._ports.listener, self._ports.caches, self._make_own,
         )  # fmt: skip
         cluster = self._cluster
-        self._rings = rings = RunRings(basis, cluster, self._epoch)
+        self.rings = rings = RunRings(basis, cluster, self._epoch)
         if not self._options.fixed and cluster.secondaries and self._family.is_placed:
             nodes = (*cluster.spares, *cluster.secondaries, *self._left_out)
             workload = Workload(self._n_sequences or 1, self.max_length, replay_bytes=self._options.replay_bytes)
-            self._recovery = RingRecovery(
+            self.recovery = RingRecovery(
                 rings, self.weights, nodes, self._profile, self._options.silence_s, workload, check, self._newcomers
             )
-        (self._recovery or rings).prepare(check)
+        (self.recovery or rings).prepare(check)
         self._state = "READY"
 
     def start(self) -> None:
         """Close the ring; from here on sequences can be submitted."""
-        rings, options = self._rings, self._options
+        rings, options = self.rings, self._options
         assert rings is not None and rings.preparation is not None
         recorder = None
         if self.run_trace is not None:
             recorder = self.run_trace.recorder
             self.run_trace.read_clocks(self.clients)
-        ring = (self._recovery or rings).form()
+        ring = (self.recovery or rings).form()
         scheduler = self._family.scheduler(self.config, self.cluster.n_nodes) or Scheduler(
             chunk_rows=prompt_rows(options.weight_memory, self.config), memory=rings.preparation.memory
         )
@@ -270,9 +270,9 @@ class StarterNode(StarterReport):
         if recorder is not None:
             recorder.texts = engine.texts
         keeper = None
-        if self._recovery is not None:
-            self._recovery.begin(engine)
-            keeper = self._recovery.keeper
+        if self.recovery is not None:
+            self.recovery.begin(engine)
+            keeper = self.recovery.keeper
         self._driver = EngineThread(engine, ring, self.cluster.starter.name, recorder, keeper)
 
     def submit(
@@ -316,14 +316,14 @@ class StarterNode(StarterReport):
 
         With `leave`, end the processes of all secondaries too, those that the placement left out among them.
         """
-        if self._recovery is not None:
-            self._recovery.close()
+        if self.recovery is not None:
+            self.recovery.close()
         if self._driver is not None:
             self._driver.close()
-        if self._rings is not None and self._rings.is_open:
+        if self.rings is not None and self.rings.is_open:
             if self.run_trace is not None:
                 self.run_trace.read_clocks(self.clients)
-            self.secondary_metrics = self._rings.end(leave, patient=self._state != "BROKEN")
+            self.secondary_metrics = self.rings.end(leave, patient=self._state != "BROKEN")
         if leave:
             others = [node for node in (*self._left_out, *self._cluster.spares) if node not in self.cluster.secondaries]
             dismiss([ControlClient(node, self._cluster.keys) for node in others], self.run_id, leave, patient=False)
@@ -331,7 +331,7 @@ class StarterNode(StarterReport):
 
     def close(self) -> None:
         """Give everything back; harmless if repeated."""
-        if self._rings is not None and self._rings.is_open:
+        if self.rings is not None and self.rings.is_open:
             self._state = "BROKEN"
             self.end()
         if self._ports is not None:
@@ -340,8 +340,8 @@ class StarterNode(StarterReport):
                 self._ports.close()
         if self._model is not None:
             self.weights.close()
-        if self._rings is not None:
-            self._rings.close()
+        if self.rings is not None:
+            self.rings.close()
         self._ports = None
 
     def mark_broken(self) -> None:

@@ -58,9 +58,9 @@ class StarterReport(StatusOnly):
         self._state = "IDLE"
         self._model: OpenModel | None = None
         self._computing: Computing | None = None
-        self._rings: RunRings | None = None
+        self.rings: RunRings | None = None
         self._driver: EngineThread | None = None
-        self._recovery: RingRecovery | None = None  # without, a lost node ends the run
+        self.recovery: RingRecovery | None = None  # without, a lost node ends the run
         self._texts: Texts | None = None
         self.max_length = 0
         self.secondary_metrics: list[dict[str, Any]] = []
@@ -104,11 +104,11 @@ class StarterReport(StatusOnly):
     @property
     def cluster(self) -> ClusterConfig:
         """The nodes of the ring, as it is now."""
-        return self._cluster if self._rings is None else self._rings.cluster
+        return self._cluster if self.rings is None else self.rings.cluster
 
     @cluster.setter
     def cluster(self, cluster: ClusterConfig) -> None:
-        assert self._rings is None
+        assert self.rings is None
         self._cluster = cluster
 
     @property
@@ -136,22 +136,22 @@ class StarterReport(StatusOnly):
         return RunMetrics.from_parts(
             self.weights.model if self._model else "", samples, self._node_metrics(),
             0.0 if self._texts is None else self._texts.duration_s,
-            [] if self._recovery is None else [one.to_json() for one in self._recovery.keeper.recoveries],
+            [] if self.recovery is None else [one.to_json() for one in self.recovery.keeper.recoveries],
         )  # fmt: skip
 
     @property
     def is_shared(self) -> bool:
         """Whether nodes compute blocks together."""
-        return self._rings is not None and self._rings.is_shared
+        return self.rings is not None and self.rings.is_shared
 
     @property
     def clients(self) -> list[ControlClient]:
         """Of the secondaries, in ring order."""
-        return [] if self._rings is None else list(self._rings.clients)
+        return [] if self.rings is None else list(self.rings.clients)
 
     @property
     def run_id(self) -> str:
-        return f"{self._epoch:016x}" if self._rings is None else self._rings.run
+        return f"{self._epoch:016x}" if self.rings is None else self.rings.run
 
     @property
     def device(self) -> str:
@@ -160,7 +160,7 @@ class StarterReport(StatusOnly):
     @property
     def replay_bytes(self) -> int:
         """What this node may keep of the rows that it has sent; from `prepare` on."""
-        return 0 if self._recovery is None or self.is_shared else self._options.replay_bytes
+        return 0 if self.recovery is None or self.is_shared else self._options.replay_bytes
 
     @property
     def format(self) -> str:
@@ -176,7 +176,7 @@ class StarterReport(StatusOnly):
     @property
     def n_recoveries(self) -> int:
         """How often the run has gone on over another ring."""
-        return 0 if self._recovery is None else len(self._recovery.keeper.recoveries)
+        return 0 if self.recovery is None else len(self.recovery.keeper.recoveries)
 
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
@@ -205,16 +205,16 @@ class StarterReport(StatusOnly):
 
     def _measured(self) -> tuple[float, float, float, int, int, int, int, float]:
         """compute_s to disk_wait_s of NodeMetrics, of this node."""
-        if self._driver is None or self._rings is None:
+        if self._driver is None or self.rings is None:
             return 0.0, 0.0, 0.0, 0, 0, *WeightUse(0, 0, 0.0)
-        beside = 0.0 if self._rings.own is None else self._rings.own.compute_s
-        return self.engine.compute_s + beside, *self._rings.measured(), *self._rings.weight_use
+        beside = 0.0 if self.rings.own is None else self.rings.own.compute_s
+        return self.engine.compute_s + beside, *self.rings.measured(), *self.rings.weight_use
 
     def _node_metrics(self) -> list[NodeMetrics]:
         if self._model is None:
             return []
         blocks = self.weights.blocks
-        stage = None if self._rings is None else self._rings.own
+        stage = None if self.rings is None else self.rings.own
         share = None if stage is None else stage.share
         own = NodeMetrics("starter", blocks[0], peak_rss_bytes(), *self._measured(), share)
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)

@@ -42,7 +42,7 @@ class StarterWeights:
         will_be_cut: bool = False,
     ) -> None:  # fmt: skip
         self._wanted = quantize
-        self._sources: list[WeightSource] = []
+        self.sources: list[WeightSource] = []
         self._chunks: dict[str, ChunkFile] = {}
         try:
             self._find(ckpt, chunk, n_nodes, layers, will_be_cut)
@@ -65,10 +65,10 @@ class StarterWeights:
             raise UsageError("give the model: --ckpt DIRECTORY, or --chunk FILE")
         self.is_cut_by_chunks = self._covers(n_nodes, layers)
         if ckpt is not None and (will_be_cut or not self.is_cut_by_chunks):
-            self._sources.append(open_source(ckpt))
-        if not self._sources:
+            self.sources.append(open_source(ckpt))
+        if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
-        first = self._sources[0]
+        first = self.sources[0]
         self.model, self.config, self.config_hash, self.dtype = (
             first.model,
             first.config_dict,
@@ -101,7 +101,7 @@ class StarterWeights:
 
     def _starter_chunk(self, chunk: Path, n_nodes: int) -> ChunkFile:
         source = open_source(chunk)
-        self._sources.append(source)
+        self.sources.append(source)
         if not isinstance(source, ChunkFile):
             raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
         manifest = source.manifest
@@ -119,7 +119,7 @@ class StarterWeights:
         for node, path in siblings(starter.path).items():
             if node != "starter":
                 source = ChunkFile(path)
-                self._sources.append(source)
+                self.sources.append(source)
                 if source.config_hash == starter.config_hash and source.manifest.n_nodes == n_nodes:
                     self._chunks[node] = source
 
@@ -137,7 +137,7 @@ class StarterWeights:
             return
         try:
             source = ChunkFile(path)
-            self._sources.append(source)
+            self.sources.append(source)
             self._take_chunks(source, n_nodes)
         except CheckpointError as e:
             logger.warning("the chunks in %s are not used: %s", path.parent, e)
@@ -161,7 +161,7 @@ class StarterWeights:
         return ranges(default_split(self.config, n_nodes))
 
     def _source_of(self, part: str) -> WeightSource:
-        for source in self._sources:
+        for source in self.sources:
             if source.config_hash == self.config_hash and part in source.part_names():
                 return source
         raise CheckpointError(
@@ -207,5 +207,5 @@ class StarterWeights:
 
     def close(self) -> None:
         """Harmless if repeated."""
-        while self._sources:
-            self._sources.pop().close()
+        while self.sources:
+            self.sources.pop().close()

@@ -76,8 +76,8 @@ class Models:
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
-        self._loading = ""
-        self._leaving = ""  # nobody new may use it
+        self.loading = ""
+        self.leaving = ""  # nobody new may use it
 
     @property
     def latest(self) -> str:
@@ -108,9 +108,9 @@ class Models:
             if self._loader is None:
                 if was_tried:
                     raise self.progress_error(name)
-                self._loading = name
+                self.loading = name
                 self._loader = asyncio.create_task(self._load(name))
-            was_tried = was_tried or self._loading == name
+            was_tried = was_tried or self.loading == name
             if time.monotonic() > deadline:
                 raise self.progress_error(name)
             await self._wait(1.0)
@@ -131,7 +131,7 @@ class Models:
     def _serving(self, name: str) -> LoadedModel | None:
         """The model, if it is loaded and does not make way for another one."""
         state = self._engine.state
-        if self._engine.is_gone or not state.is_serving(name) or name == self._leaving:
+        if self._engine.is_gone or not state.is_serving(name) or name == self.leaving:
             return None
         facts = state.models[name]
         if name not in self._read or self._read[name][0] is not facts:
@@ -162,13 +162,13 @@ class Models:
 
     async def _give_up(self, name: str) -> None:
         """Once nobody uses it any more."""
-        self._leaving = name
+        self.leaving = name
         try:
             while self._use(name).n and not self._engine.is_gone:
                 await self._wait(1.0)
             await self._ask("unload", name)
         finally:
-            self._leaving = ""
+            self.leaving = ""
 
     async def _ask(self, what: str, name: str) -> str:
         """The code of what went wrong; "" if it is done, or if nobody can be asked any more."""

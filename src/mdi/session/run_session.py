@@ -45,7 +45,7 @@ class Session:
         on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
-        self._options = options
+        self.options = options
         self._n_tokens = n_tokens
         self._prompts = prompts
         self._n_texts = n_texts or len(prompts)
@@ -63,7 +63,7 @@ class Session:
         from mdi.node.starter import StarterNode
 
         starter = StarterNode(
-            cluster, self._options, None if self._family is None else self._family(), self._nodes.newcomers, self._ports
+            cluster, self.options, None if self._family is None else self._family(), self._nodes.newcomers, self._ports
         )
         try:
             starter.open()

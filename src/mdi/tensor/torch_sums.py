@@ -45,14 +45,14 @@ class TorchSums(AllReduce):
             self._group = _process_group(mesh, addrs, backend)
         except RuntimeError as e:
             raise RingError(f"torch.distributed cannot connect the nodes with {backend}: {e}") from None
-        self._is_spread = False
-        self._is_spread = not self._agrees()
+        self.is_spread = False
+        self.is_spread = not self._agrees()
 
     def _sum(self, x: np.ndarray) -> None:
         whole = torch.from_numpy(x).to(self._device)  # on CPUs the memory of `x` itself
         try:
             self._group.allreduce([whole]).wait()
-            if self._is_spread:
+            if self.is_spread:
                 self._group.broadcast(whole, 0).wait()
         except RuntimeError as e:
             self.mesh.check(VERDICT_S)  # the ring knows who was lost

@@ -34,7 +34,7 @@ class WindowShardStage(WindowStage, ShardStage):
 
     def _run(self, rows: np.ndarray, slices: Slices) -> None:
         self._blocks.forward_shared(rows, slices, self._joined, self._ready)
-        self._check()
+        self.check()
 
 
 class WindowSharedHeadStage(WindowStarterStage, SharedHeadStage):

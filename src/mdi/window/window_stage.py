@@ -23,7 +23,7 @@ class WindowStage(KernelStage):
     """Blocks whose weights a window holds; it is loaded with `take` instead of `load`."""
 
     _window: Window
-    _check: Callable[[], None]
+    check: Callable[[], None]
     _cache_bytes: int | None
 
     def take(
@@ -41,7 +41,7 @@ class WindowStage(KernelStage):
         Raises:
             KernelError: a tensor is missing or of another shape.
         """
-        self._window, self._cache_bytes, self._check = window, cache_bytes, check
+        self._window, self._cache_bytes, self.check = window, cache_bytes, check
         self._small_bytes = sum(array.nbytes for part in stored.values() for array in part.arrays.values())
 
         def weights(part: str) -> dict[str, Matrix | np.ndarray]:
@@ -75,7 +75,7 @@ class WindowStage(KernelStage):
 
     def _run(self, rows: np.ndarray, slices: Slices) -> None:
         self._blocks.forward_in_halves(rows, slices, self._ready)
-        self._check()
+        self.check()
 
     def _ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
         return self._window.unit(f"block.{block}", half)
