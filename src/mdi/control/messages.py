@@ -108,7 +108,7 @@ class InitRequest(Requested):
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "parts": [vars(part) for part in self.parts]}  # asdict would copy the config
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
