@@ -155,6 +155,16 @@ def test_penalties_biases_and_what_is_allowed_change_one_row_alone() -> None:
     assert {token for _ in range(20) for token in sample(logits, rows)} <= {2, 5}
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_extreme_penalty_leaves_numbers_that_can_be_drawn_from(penalty: float, temperature: float) -> None:
+    logits = logits_of(10, 1)
+    logits[0, 3] = 0.0
+    asked = params(repetition_penalty=penalty, temperature=temperature)
+    (token,) = sample(logits, [Row(asked, 0, tuple(range(VOCAB)), VOCAB)])
+    assert 0 <= token < VOCAB
+
+
 def test_log_probabilities_are_the_models_own() -> None:
     logits = logits_of(11)[0]
     expected = torch.log_softmax(logits, dim=-1)

@@ -15,6 +15,7 @@ from mdi.engine.seeds import uniform
 from mdi.engine.sequence import SamplingParams
 
 LEAST_TEMPERATURE = 1e-30  # below it, all but the best token have no chance in float32
+MOST_PENALTY, MOST_LOGIT = 1e30, 1e37  # beyond them is what float32 has no number for
 FIRST_BEST = 1024  # of a vocabulary in order; more are only looked at if they do not have the top_p together
 
 
@@ -99,12 +100,14 @@ def adjusted(logits: Any, rows: Sequence[Row]) -> Any:
 
 
 def _adjust(logits: np.ndarray, row: Row) -> None:
-    """Penalties, biases and what is allowed, in place, of one row."""
+    """Penalties, biases and what is allowed, in place, of one row. Logits stay numbers, however extreme a penalty is."""
     params = row.params
     if params.repetition_penalty != 1:
         seen = np.unique(np.array(row.ids, dtype=np.int64))
-        values, penalty = logits[seen], np.float32(params.repetition_penalty)
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        values, penalty = logits[seen], np.float32(min(max(params.repetition_penalty, 1 / MOST_PENALTY), MOST_PENALTY))
+        with np.errstate(over="ignore"):
+            scaled = np.where(values > 0, values / penalty, values * penalty)
+        logits[seen] = np.clip(scaled, -MOST_LOGIT, MOST_LOGIT)
     if params.presence_penalty or params.frequency_penalty:
         written = np.array(row.ids[row.n_prompt :], dtype=np.int64)
         counts = np.bincount(written, minlength=logits.size)[: logits.size].astype(np.float32)
