@@ -26,25 +26,50 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 
-SILENCE_S = 60.0  # a connection on which no request has begun by then is closed
+SILENCE_S = 60.0  # a connection on which no request has begun since is closed
+STALL_S = 60.0  # a client that takes nothing of its answer for so long is gone
 BACKLOG = 2048
 
 logger = logging.getLogger("mdi")
 
 
 class Protocol(H11Protocol):
-    """Closes connections that say nothing: uvicorn waits for a first request for ever."""
+    """Closes connections that say nothing or take nothing: uvicorn waits for ever for a first request, for the rest of one
+    that has begun, and for somebody who does not read.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._silence = self.loop.call_later(SILENCE_S, self._close_if_silent)
+        self._stall: asyncio.TimerHandle | None = None
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._silence.cancel()
+        self._end_stall()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _watch(self) -> None:
+        self._before = self.cycle
+        self._silence = self.loop.call_later(SILENCE_S, self._close_if_silent)
+
     def _close_if_silent(self) -> None:
-        if self.cycle is None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or self.cycle is not self._before:
+            self._watch()
+        else:
             self.transport.close()
 
 
