@@ -47,9 +47,8 @@ class FileTokenizer:
             self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 
     def encode(self, text: str) -> Ids:
-        found = self.processor.encode(text)
-        ids = list(found.ids if self.backend == "huggingface" else found)
-        if self.use_bos:
+        ids = self.ids_of(text)
+        if self.use_bos and self.bos_id is not None:
             if ids[:1] != [self.bos_id]:
                 ids = [self.bos_id, *ids]
         elif self.bos_id is not None and ids[:1] == [self.bos_id]:
@@ -57,6 +56,12 @@ class FileTokenizer:
         if self.eos_id is not None and ids[-1:] == [self.eos_id]:
             ids = ids[:-1]
         return Ids(ids)
+
+    def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
+        """As the library gives them."""
+        if self.backend == "huggingface":
+            return list(self.processor.encode(text, add_special_tokens=adds_special).ids)
+        return list(self.processor.encode(text))
 
     def token_to_id(self, token: str) -> int:
         """Raises ValueError if there is no such token."""

@@ -16,7 +16,7 @@ from mdi.serve.endpoint import Job
 from mdi.serve.logprobs import chat_logprobs
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.request_texts import Piece, Usage, check_prompt, write_texts
+from mdi.serve.request_texts import Piece, Usage, check_prompt, encoded, write_texts
 from mdi.serve.templates import PLAIN_STOPS
 from mdi.serve.tools import parse_tools
 
@@ -56,7 +56,7 @@ class Chat(Job):
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         fields, key = self.fields, exchange.key
-        prompt = self._prompt(model)
+        prompt = await self._prompt(model)
         check_prompt(model, prompt, "messages")
         usage = Usage(len(prompt))
         made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
@@ -82,12 +82,13 @@ class Chat(Job):
         choices = [_choice(i, answer, fields.n_logprobs is not None) for i, answer in enumerate(answers)]
         await exchange.answer({**made, "object": "chat.completion", "choices": choices, "usage": usage.to_json()})
 
-    def _prompt(self, model: LoadedModel) -> list[int]:
+    async def _prompt(self, model: LoadedModel) -> list[int]:
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
         text = model.template.render(messages, self.tools.tools, self.template_values)
-        return model.codec.encode(text) if model.template.is_plain else model.tokenizer.encode_rendered(text)
+        encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
+        return await encoded(model, text, encode, "messages")
 
     def _delta(self, answer: _Answer, piece: Piece) -> dict[str, Any]:
         """What of a piece is to be shown now."""

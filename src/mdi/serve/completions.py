@@ -15,7 +15,7 @@ from mdi.serve.endpoint import Job
 from mdi.serve.logprobs import TextLogprobs
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.request_texts import Usage, check_prompt, write_texts
+from mdi.serve.request_texts import Usage, check_prompt, encoded, write_texts
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -36,7 +36,8 @@ class Completion(Job):
             raise invalid("suffix", "it is not supported")
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
-        prompts = [model.codec.encode(p) if isinstance(p, str) else p for p in self.prompts]
+        encode = model.codec.encode
+        prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self.prompts]
         for prompt in prompts:
             check_prompt(model, prompt, "prompt")
         usage = Usage(sum(map(len, prompts)))

@@ -24,6 +24,7 @@ from mdi.text import TextCodec
 LOAD_WAIT_S = 60.0  # that a request waits for its model, before it is told to come again
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
 RETRY_S = "2"
+SHORTENED = 4  # a tokenizer may first make a text shorter: put accents on their letters, drop blanks
 NO_MEMORY = ("memory", "busy")  # codes of errors that go away when another model does
 
 
@@ -32,6 +33,7 @@ class LoadedModel:
     """Attributes:
     context: tokens that a text may have, prompt included.
     n_vocabulary: ids that the model knows.
+    most_characters: a text with more has too many tokens, whatever it says.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LoadedModel:
     template: ChatTemplate
     context: int
     n_vocabulary: int
+    most_characters: int
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> LoadedModel:
@@ -47,7 +50,9 @@ class LoadedModel:
         tokenizer = ServedTokenizer(facts["tokenizer"])
         codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
-        return cls(facts["name"], tokenizer, codec, template, facts["context"], facts["n_vocabulary"])
+        context = facts["context"]
+        most = SHORTENED * context * tokenizer.longest_token
+        return cls(facts["name"], tokenizer, codec, template, context, facts["n_vocabulary"], most)
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from mdi.serve.tokenizer import AnswerText
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+LONG_TEXT = 10_000  # characters: cut up into tokens in some ten milliseconds
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Piece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
+
+
+async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
+    """Ids of a text; a long one is cut up beside the event loop, so that nobody else waits for it. Raises ApiError."""
+    if len(text) > model.most_characters:
+        raise ApiError(
+            400, f"{param}: it has {len(text)} characters, more than the {model.context} tokens of this model's texts can hold",
+            "context_length_exceeded", param,
+        )  # fmt: skip
+    return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
 
 def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:

@@ -24,11 +24,23 @@ class ServedTokenizer(FileTokenizer):
     def __init__(self, facts: Mapping[str, Any]) -> None:
         super().__init__(Path(facts["directory"]), facts)
 
+    def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
+        """As FileTokenizer's, but a long text holds up no other thread: only for batches the library lets go of the lock."""
+        if self.backend == "huggingface":
+            return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
+        return super().ids_of(text, adds_special)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of it."""
+        if self.backend == "huggingface":
+            return max(map(len, self.processor.get_vocab()), default=1)
+        return max(len(self.processor.id_to_piece(i)) for i in range(self.processor.vocab_size()))
+
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
         if self.backend == "huggingface":
-            ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
-            return ids
+            return self.ids_of(text, adds_special=False)
         names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
         if not names:
             return list(self.processor.encode(text))
