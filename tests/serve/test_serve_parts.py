@@ -90,6 +90,13 @@ def test_a_template_cannot_do_harm(source: str) -> None:
         assert e.status == 400
 
 
+def test_what_a_template_writes_must_be_text() -> None:
+    messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
+    with pytest.raises(ApiError) as caught:
+        ChatTemplate("{{ messages|tojson }}", {}).render(messages, (), {})
+    assert caught.value.status == 400
+
+
 def test_a_template_of_the_models_own_and_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools|tojson }}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.serve_settings import ApiKey
 
 BODY_LIMIT_BYTES = 16 << 20
+MOST_DROPPED_BYTES = 16 * BODY_LIMIT_BYTES
 BODY_S = 30.0
 
 logger = logging.getLogger("mdi")
@@ -43,22 +45,29 @@ class Exchange:
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
             raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", "timeout") from None
         try:
-            return json.loads(data, parse_constant=_refuse_constant)
+            return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as e:
             reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
             raise ApiError(400, f"the body is no JSON: {reason}"[:200], "invalid_json") from None
 
     async def _read(self) -> bytes:
-        data = bytearray()
+        """One that is too large is read and dropped: a client that still writes sees no answer, only a broken connection."""
+        data, n_bytes = bytearray(), 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            data += message.get("body", b"")
-            if len(data) > BODY_LIMIT_BYTES:
-                raise ApiError(413, f"the body has more than {BODY_LIMIT_BYTES >> 20} MB", "body_too_large")
-            if not message.get("more_body", False):
-                return bytes(data)
+            part = message.get("body", b"")
+            n_bytes += len(part)
+            if n_bytes <= BODY_LIMIT_BYTES:
+                data += part
+            else:
+                data.clear()
+            if not message.get("more_body", False) or n_bytes > MOST_DROPPED_BYTES:
+                break
+        if n_bytes > BODY_LIMIT_BYTES:
+            raise ApiError(413, f"the body has more than {BODY_LIMIT_BYTES >> 20} MB", "body_too_large")
+        return bytes(data)
 
     async def beside_client(self, work: Awaitable[None]) -> None:
         """Do `work` until it is done or the client has gone away, which cancels it."""
@@ -118,3 +127,11 @@ class ClientGone(Exception):
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    """Nothing may be infinite in what is passed on, again as JSON."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value

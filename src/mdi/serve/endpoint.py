@@ -53,6 +53,8 @@ class Endpoint:
             return
         except ApiError as e:
             await exchange.fail(e)
+        except RecursionError:  # what could just be read may be too deep to be written again
+            await exchange.fail(ApiError(400, "the body is nested too deeply", "invalid_json"))
         except Exception:
             logger.exception("a request failed")
             await exchange.fail(ApiError(500, "the server failed; its log says more", "internal"))

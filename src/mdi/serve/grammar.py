@@ -47,13 +47,18 @@ class GrammarSource:
             raise UsageError(f"the JSON schema has more than {SCHEMA_LIMIT} characters")
         matcher = self._llguidance.LLMatcher
         try:
-            grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            form = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         except ValueError as e:
             raise UsageError(f"the JSON schema cannot be used: {' '.join(str(e).split())[:200]}") from None
-        made = matcher(self._tokenizer, grammar, log_level=0)
+        made = matcher(self._tokenizer, form, log_level=0)
         if made.is_error():
             raise UsageError(f"the JSON schema cannot be used: {' '.join(made.get_error().split())[:200]}")
-        return Grammar(made, self._eos_ids, self._n_vocabulary)
+        grammar = Grammar(made, self._eos_ids, self._n_vocabulary)
+        try:
+            grammar.allowed()
+        except EngineError as e:
+            raise UsageError("the JSON schema cannot be used: no text matches it") from e
+        return grammar
 
 
 class Grammar:

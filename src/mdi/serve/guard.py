@@ -69,7 +69,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or allowed:
             return
-        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        if _place_in(origin) != headers.get("host", "").lower():
             raise ApiError(403, "web pages of others may not ask this server (--allow-origin)", "origin_not_allowed")
 
     def _key_of(self, path: str, headers: dict[str, str]) -> ApiKey | None:
@@ -91,6 +91,14 @@ class Guard:
 
 def _is_open(path: str) -> bool:
     return any(path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in OPEN_PATHS)
+
+
+def _place_in(origin: str) -> str | None:
+    """Name and port in an Origin header; None if it is no address at all."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _name_in(host: str) -> str:

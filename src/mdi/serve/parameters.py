@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from mdi.serve.api_errors import ApiError, invalid
 
 MOST_CHOICES = 32
 MOST_STOPS = 16
+LONGEST_STOP = 4096  # characters; each new token is compared with the beginnings of all of them
 MOST_TOP_LOGPROBS = 20
 _MISSING = object()
 
@@ -64,10 +64,11 @@ class Fields:
         value = self._body.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(name, f"expected a number, got {_shown(value)}")
         if not low <= value <= high or (is_open and value == low):
-            raise invalid(name, f"expected a number {'over' if is_open else 'from'} {low:g} to {high:g}, got {value:g}")
+            beyond = "over" if is_open else "from"
+            raise invalid(name, f"expected a number {beyond} {low:g} to {high:g}, got {_shown(value)}")
         return float(value)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
@@ -77,7 +78,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise invalid(name, f"expected a whole number, got {_shown(value)}")
         if not low <= value <= high:
-            raise invalid(name, f"expected a whole number from {low} to {high}, got {value}")
+            raise invalid(name, f"expected a whole number from {low} to {high}, got {_shown(value)}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -170,6 +171,8 @@ def _stop(value: Any) -> tuple[str, ...]:
         raise invalid("stop", "expected a text, or a list of texts that are not empty")
     if len(given) > MOST_STOPS:
         raise invalid("stop", f"at most {MOST_STOPS} are supported")
+    if any(len(one) > LONGEST_STOP for one in given):
+        raise invalid("stop", f"at most {LONGEST_STOP} characters each are supported")
     return tuple(checked_text("stop", one) for one in given)
 
 

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mdi.checkpoint.folder import CHAT_TEMPLATE
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError
+from mdi.serve.parameters import checked_text
 from mdi.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 
 CONFIG = "tokenizer_config.json"
@@ -74,7 +75,7 @@ class ChatTemplate:
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {reason}", param="messages"
             ) from None
-        return "".join(pieces)
+        return checked_text("messages", "".join(pieces))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
