@@ -272,6 +272,7 @@ def test_wrong_flags_are_told_before_torch_is_imported(checkpoint: Path, tmp_pat
         ("secondary", ["--ckpt", "nowhere", "--nodes-config", nodes, "0"]),
         ("local-ring", [*ckpt, "--nodes", "8"]),
         ("local-ring", [*ckpt, "--nodes", "2", "--layers", "1,2,2"]),
+        ("local-ring", [*ckpt, "--nodes", "8", "--parallel", "tensor", "--layers", "1,4"]),
         ("prepare-model", [str(checkpoint), "--n-nodes", "9"]),
         ("prepare-model", [str(tmp_path)]),
         ("sample", []),

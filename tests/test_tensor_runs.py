@@ -70,7 +70,8 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "n_nodes, parts, is_head_shared", [(2, None, False), (3, (3.0, 1.0, 2.0), True), (4, (0.0, 2.0, 1.0, 1.0), True)]
+    "n_nodes, parts, is_head_shared",
+    [(2, None, False), (3, (3.0, 1.0, 2.0), True), (4, (0.0, 2.0, 1.0, 1.0), True), (7, None, False)],  # of 5 blocks
 )
 def test_texts_are_those_of_the_whole_model(
     n_nodes: int, parts: tuple[float, ...] | None, is_head_shared: bool, checkpoint: Path, tmp_path: Path

@@ -36,7 +36,10 @@ def check_cut(args: argparse.Namespace, n_nodes: int) -> None:
 
     n_blocks = None if args.ckpt is None else stated_blocks(args.ckpt)
     layers = getattr(args, "layers", None)
-    if n_blocks is not None and layers is not None:
+    if getattr(args, "parallel", None) == "tensor":
+        if layers is not None:
+            raise UsageError("--layers: with --parallel tensor each node has a share of every block: use --shares")
+    elif n_blocks is not None and layers is not None:
         parse_layers(layers, n_blocks, n_nodes)
     elif n_blocks is not None:
         check_n_nodes(n_blocks, n_nodes)

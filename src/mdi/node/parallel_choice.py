@@ -106,12 +106,14 @@ def _is_tensor_better(
 
 
 def nodes_of_chunks(options: StarterOptions, cluster: ClusterConfig) -> int:
-    """For how many nodes the chunks are cut that a run looks for: shares are cut out of those of any number of nodes."""
-    stages = stages_in(cluster)
-    n_stages = cluster.n_nodes if options.parallel.mode == TENSOR else len(stages)
-    is_shared = options.parallel.mode == TENSOR or any(stage.is_group for stage in stages)
+    """For how many nodes the chunks are cut that a run looks for: shares are cut out of those of any number of nodes.
+
+    Where there are none, shares of all blocks begin with a cut for one node: there may be more nodes than blocks.
+    """
+    stages, is_tensor = stages_in(cluster), options.parallel.mode == TENSOR
+    n_stages = cluster.n_nodes if is_tensor else len(stages)
+    is_shared = is_tensor or any(stage.is_group for stage in stages)
     if not is_shared or options.ckpt is None or options.chunk is not None or options.layers is not None:
         return n_stages
-    return next(
-        (n for n in (n_stages, 1) if find_chunk(options.ckpt, n, "starter", options.quantize).is_file()), n_stages
-    )
+    found = (n for n in (n_stages, 1) if find_chunk(options.ckpt, n, "starter", options.quantize).is_file())
+    return next(found, 1 if is_tensor else n_stages)
