@@ -28,6 +28,7 @@ from mdi.tensor.numbers import Numbers
 
 _EPOCH = 0x7465_6E73_6F72_0000  # a group's connections are not those of its ring
 N_PINGS, N_BULKS, BULK_BYTES = 6, 2, 1 << 18
+_FIRST_BYTES = 1 << 16
 _SPEED = struct.Struct("<dd")
 _DEPTH_BYTES = 1 << 22  # of a socket's own buffers, asked for
 
@@ -138,6 +139,7 @@ def agree_on_speed(mesh: Mesh) -> LinkSpeed:
     if mesh.size == 1:
         return LinkSpeed(0.0, 1e9)
     bulk = bytes(BULK_BYTES)
+    _open_windows(mesh)
     if mesh.rank != 0:
         for n_bytes in (1,) * N_PINGS + (BULK_BYTES,) * N_BULKS:
             mesh.swap([], [(0, n_bytes)])
@@ -153,6 +155,17 @@ def agree_on_speed(mesh: Mesh) -> LinkSpeed:
     speed = LinkSpeed(max(delays), min(rates))
     mesh.swap([(rank, _SPEED.pack(speed.delay_s, speed.bytes_s)) for rank in range(1, mesh.size)], [])
     return speed
+
+
+def _open_windows(mesh: Mesh) -> None:
+    """Send something larger than a sum over every connection, so that TCP does not pace or hold back the sums.
+
+    Only connections of the first node carry more than rows otherwise. With BBR and links of 10 ms, an exchange of 8 KB between
+    four nodes took 12.9 ms without this, and 11.3 with it.
+    """
+    others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    data = bytes(_FIRST_BYTES)
+    mesh.swap([(rank, data) for rank in others], [(rank, len(data)) for rank in others])
 
 
 def _round_trip(mesh: Mesh, rank: int, data: bytes) -> float:
