@@ -123,3 +123,5 @@ def test_costs_choose_as_delays_and_rates_say() -> None:
         star = seconds("star", n, 8192, speed)
         assert star <= seconds("ring", n, 8192, speed) and star <= seconds("tree", n, 8192, speed) + 2e-3
         assert seconds("exchange", n, 8192, speed) < star
+    hops = [round(seconds("tree", n, 8192, LinkSpeed(1.0, 1e9)) / 2) for n in (2, 3, 4, 6, 8)]
+    assert hops == [1, 1, 2, 2, 3], "from the farthest node to the first"

@@ -37,7 +37,11 @@ def seconds(algorithm: str, n_nodes: int, n_bytes: int, speed: LinkSpeed) -> flo
     if algorithm == "ring":
         return 2 * (n - 1) * (d + b / n + 2 * o)
     assert algorithm == "tree", algorithm
-    return 2 * math.ceil(math.log2(n)) * (d + b + o)
+    depth, most = (
+        math.floor(math.log2(n)),
+        math.ceil(math.log2(n)),
+    )  # hops from a leaf to the root; what the root receives
+    return 2 * (depth * d + most * (b + o))
 
 
 def fastest(n_nodes: int, n_bytes: int, speed: LinkSpeed) -> str:
