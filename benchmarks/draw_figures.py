@@ -4,12 +4,13 @@
     benchmarks/draw_figures.py [--out DIR] [--format svg|png]
 
 The two timelines are simulated, not measured: every stage takes one unit of time, a hop a fraction of one. The cut in the
-layer figure is the one that the program makes for a model of TinyLlama's shape.
+layer figure is the one that the program makes for a model of TinyLlama's shape. Sums by delay are what tensor_sums.py measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,11 +234,34 @@ def queues() -> Any:
     return figure
 
 
+# Sums
+
+
+def sums_by_delay() -> Any:
+    """A line for each way to sum, an axis for each number of nodes."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "tensor_sums.json").read_text(encoding="utf-8"))["sums"]
+    counts = sorted({one["nodes"] for one in measured})
+    colors = dict(zip(("star", "exchange", "scatter", "ring", "tree"), (INK, *SAMPLES[1:], WIRE, CONTROL), strict=True))
+    figure, axes = plt.subplots(1, len(counts), figsize=(11, 3.4), layout="constrained", sharey=True)
+    for ax, n_nodes in zip(axes, counts, strict=True):
+        for algorithm, color in colors.items():
+            points = sorted((one["delay_ms"], one["mean_us"] / 1000) for one in measured
+                            if (one["nodes"], one["algorithm"]) == (n_nodes, algorithm))  # fmt: skip
+            ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3.5, lw=1.5, label=algorithm)
+        ax.set(xscale="log", yscale="log", xlabel="delay of a link, ms", title=f"{n_nodes} nodes")
+        ax.grid(which="major", color="#dddddd", lw=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("a sum of 8 KB, ms")
+    axes[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
 FIGURES = {
     "architecture": architecture,
     "layers": layers,
     "recurrent-pipelining-idea": pipelining,
     "recurrent-pipelining-out-q": queues,
+    "tensor-sums": sums_by_delay,
 }
 
 

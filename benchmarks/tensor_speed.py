@@ -10,7 +10,6 @@ The times are those of the first node: embedding, all blocks, head. Prints one J
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
 from mdi.tensor.shares import Share, share_out
-from tensor_sums import PORT, connected, in_forks
+from tensor_sums import Result, addresses, connected, in_forks
 
 CHUNK_ROWS = 64
 
@@ -49,7 +48,9 @@ class Node:
         shards = ShardSource(source, self.share, source.packing)
         self.stage = ShardStage(self.share, 0, self.config["n_layer"])
         self.stage.load([*blocks, *(["head"] if is_head_shared and rank else [])], shards.weights)
-        self.mesh: Mesh = connected(rank, n, PORT, is_busy=n <= len(os.sched_getaffinity(0)) or args.cores >= n)
+        self.mesh: Mesh = connected(
+            rank, addresses(n, None), is_busy=n <= len(os.sched_getaffinity(0)) or args.cores >= n
+        )
         self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype), agree_on_speed(self.mesh))
         self.stage.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
@@ -82,7 +83,7 @@ class Node:
         return int(self.first.head(rows)[0].argmax())
 
 
-def measure(rank: int, n: int, args: argparse.Namespace) -> None:
+def measure(rank: int, n: int, args: argparse.Namespace) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -100,13 +101,11 @@ def measure(rank: int, n: int, args: argparse.Namespace) -> None:
         times.append(time.perf_counter() - begin)
         ids.append(token)
     tally = node.mesh.tally
-    if rank == 0:
-        told = {
-            "nodes": n, "kernels": instruction_set(), "head": args.head, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
-            "token_ms": round(1e3 * float(np.median(times)), 2), "sums": tally.n_sums,
-            "sum_us": round(1e6 * tally.reduce_s / max(1, tally.n_sums), 1), "ids": ids[:8],
-        }  # fmt: skip
-        print(json.dumps(told), flush=True)
+    return [{
+        "nodes": n, "kernels": instruction_set(), "head": args.head, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
+        "token_ms": round(1e3 * float(np.median(times)), 2), "sums": tally.n_sums,
+        "sum_us": round(1e6 * tally.reduce_s / max(1, tally.n_sums), 1), "ids": ids[:8],
+    }]  # fmt: skip
 
 
 def main() -> None:

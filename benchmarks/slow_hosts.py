@@ -1,0 +1,64 @@
+"""Hosts of their own on this machine, each a network namespace, joined by a switch with a delay and a rate.
+
+Needs root, `ip`, /dev/net/tun and a C++ compiler. The switch (slow_switch.cpp) takes some of a core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+
+from lossy_network import IFF_NO_PI, Hosts
+
+IFF_VNET_HDR, TUNSETOFFLOAD = 0x4000, 0x400454D0
+CHECKSUM, TSO4 = 1, 2  # offloads
+SOURCE = Path(__file__).with_name("slow_switch.cpp")
+
+
+class SlowHosts(Hosts):
+    """Hosts joined by a switch, which is a process.
+
+    Args:
+        delay_s: one way.
+        mbit: that each host may send in a second; 0: as much as it can.
+    """
+
+    def __init__(self, n_hosts: int, delay_s: float, mbit: float = 0.0) -> None:
+        self._switch: subprocess.Popen[bytes] | None = None
+        super().__init__(n_hosts, IFF_NO_PI | IFF_VNET_HDR)
+        try:
+            for tap in self.taps:
+                fcntl.ioctl(tap, TUNSETOFFLOAD, CHECKSUM | TSO4)
+            with tempfile.TemporaryDirectory() as folder:
+                program = f"{folder}/slow_switch"
+                compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+                subprocess.run([compiler, "-O2", "-std=c++17", str(SOURCE), "-o", program], check=True)
+                numbers = [f"{1e6 * delay_s:.0f}", f"{mbit:g}", *map(str, self.taps)]
+                self._switch = subprocess.Popen([program, *numbers], pass_fds=self.taps)
+        except BaseException:
+            self.close()
+            raise
+
+    def enter(self, host: int) -> None:
+        """From now on this process is on a host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        fd = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
+        try:
+            if libc.setns(fd, 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.names[host]}")
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        if self._switch is not None:
+            self._switch.kill()
+            self._switch.wait()
+        super().close()
