@@ -28,9 +28,10 @@ class WholeTextFamily(ModelFamily):
     is_placed = False  # the thesis' tables, or an even cut
     system: str
     cuts: dict[tuple[int, int], tuple[int, ...]]
+    opened_by: Callable[[Path], GPTSource]
 
     def open_source(self, path: Path) -> GPTSource:
-        raise NotImplementedError
+        return self.opened_by(path)
 
     def open_weights(
         self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
@@ -71,9 +72,7 @@ class GPT2Family(WholeTextFamily):
 
     system = "GPT-2"
     cuts = GPT2_CUTS
-
-    def open_source(self, path: Path) -> GPTSource:
-        return open_gpt2(path)
+    opened_by = staticmethod(open_gpt2)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         return gpt2_codec(directory, _plain(prompt_style))
@@ -91,12 +90,10 @@ class NanoFamily(WholeTextFamily):
 
     system = "NanoGPT"
     cuts = NANO_CUTS
+    opened_by = staticmethod(open_nano)
 
     def __init__(self, role: str = "starter") -> None:
         self._role = role
-
-    def open_source(self, path: Path) -> GPTSource:
-        return open_nano(path)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         return CharCodec.from_checkpoint(directory, _plain(prompt_style))

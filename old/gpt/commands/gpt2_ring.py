@@ -13,9 +13,12 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
+    from gpt.commands.left_out import describe_cut, leave_out
     from mdi.cli import local_ring as cli_local_ring
 
-    cli_local_ring.add_arguments(parser, is_litgpt=False)
+    cli_local_ring.add_arguments(parser)
+    leave_out(parser)
+    describe_cut(parser)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 

@@ -11,9 +11,11 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
+    from gpt.commands.left_out import leave_out
     from mdi.cli import sample as cli_sample
 
-    cli_sample.add_arguments(parser, is_litgpt=False)
+    cli_sample.add_arguments(parser)
+    leave_out(parser)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 

@@ -11,9 +11,11 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpt.commands.gpt2_starter import SETTINGS
+    from gpt.commands.left_out import leave_out
     from mdi.cli import secondary as cli_secondary
 
-    cli_secondary.add_arguments(parser, is_litgpt=False)
+    cli_secondary.add_arguments(parser)
+    leave_out(parser)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json"), "0"])
 
 

@@ -14,19 +14,26 @@ IS_ENDED_AT_ONCE = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.left_out import leave_out
     from gpt.commands.nano_starter import SETTINGS
     from mdi.cli import secondary as cli_secondary
 
-    cli_secondary.add_arguments(parser, is_litgpt=False)
+    cli_secondary.add_arguments(parser)
+    leave_out(parser)
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json")])
 
 
 def run(args: argparse.Namespace) -> int:
+    return serve_as(args, "intermediate")
+
+
+def serve_as(args: argparse.Namespace, role: str) -> int:
+    """Be a node of the ring in this role."""
     from gpt.nodes_file import load_nano_cluster, load_nano_node
     from mdi.cli.secondary import place_of, serve
 
     path, index = place_of(args)
-    config = load_nano_node(path, "intermediate", index)
+    config = load_nano_node(path, role, index)
     from gpt.commands.families import nano
 
-    return serve(args, config, lambda: nano("intermediate"), load_nano_cluster(path).nodes)
+    return serve(args, config, lambda: nano(role), load_nano_cluster(path).nodes)

@@ -12,10 +12,13 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.left_out import describe_cut, leave_out
     from gpt.commands.nano_starter import N_TOKENS
     from mdi.cli import local_ring as cli_local_ring
 
-    cli_local_ring.add_arguments(parser, is_litgpt=False)
+    cli_local_ring.add_arguments(parser)
+    leave_out(parser)
+    describe_cut(parser)
     parser.set_defaults(n_tokens=N_TOKENS)
 
 

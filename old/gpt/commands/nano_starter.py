@@ -17,9 +17,12 @@ N_TOKENS = 1000  # per sample: thesis, section 4.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpt.commands.left_out import describe_cut, leave_out
     from mdi.cli import starter as cli_starter
 
-    cli_starter.add_arguments(parser, is_litgpt=False)
+    cli_starter.add_arguments(parser, is_resumable=False)
+    leave_out(parser)
+    describe_cut(parser)
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
 
 

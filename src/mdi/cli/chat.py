@@ -39,25 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
     from mdi.cli.discover import add_discovery_flags
-    from mdi.cli.flags import (
-        add_generation_flags,
-        add_model_flags,
-        add_placement_flags,
-        add_recovery_flags,
-        add_wire_flags,
-    )
+    from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
 
     add_model_flags(parser)
     parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
     add_access_flags(parser)
     add_discovery_flags(parser)
-    parser.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
-    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
-    add_placement_flags(parser)
-    add_recovery_flags(parser)
-    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
+    add_ring_flags(parser)
     parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
-    add_wire_flags(parser)
     add_generation_flags(parser, n_tokens=500, with_prompt=False)
     add_common_flags(parser)
 

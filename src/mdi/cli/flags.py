@@ -7,19 +7,8 @@ from pathlib import Path
 
 from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
 
-# What the flags that belong to caches, chunks and placements are where a model has none of them.
-WITHOUT = {
-    "chunk": None,
-    "kv_dtype": "auto",
-    "kv_memory": None,
-    "placement": None,
-    "prefer_memory": None,
-    "frames": None,
-}
 
-
-def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
-    """`is_litgpt` false: of a model without caches, chunks and placements (old/)."""
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import default_ckpt_folder
 
     model = parser.add_argument_group("model")
@@ -29,7 +18,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
         metavar="DIR",
         help=f"checkpoint made by prepare_model.py (below {default_ckpt_folder()}), or a GGUF file",
     )
-    add_machine_flags(model, is_litgpt)
+    add_machine_flags(model)
     model.add_argument(
         "--dtype",
         help="float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)",
@@ -42,10 +31,7 @@ def add_model_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> 
     model.add_argument(
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
     )
-    if is_litgpt:
-        add_kv_dtype(model)
-    else:
-        parser.set_defaults(**WITHOUT)
+    add_kv_dtype(model)
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="tokens that a sequence may "
         "reach, prompt included (default: what the model was made for)",
@@ -62,7 +48,7 @@ def add_kv_dtype(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def add_machine_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
+def add_machine_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     """What this node computes on, and with how much of it."""
     parser.add_argument(
         "--device", help="cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)"
@@ -71,24 +57,20 @@ def add_machine_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser,
         "--threads", type=int, help="CPU threads to compute with (default: nodes file, else its share of cores)"
     )
     parser.add_argument("--cores", metavar="N,N-N,...", help="CPU cores to stay on (default: the nodes file, else any)")
-    _add_weight_memory_flags(parser, is_litgpt)
-    if is_litgpt:
-        parser.add_argument(
-            "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "
-            "(default: the nodes file, else what is free)",
-        )  # fmt: skip
+    _add_weight_memory_flags(parser)
+    parser.add_argument(
+        "--kv-memory", metavar="SIZE", help="memory for this node's caches, like 2G or 500M; what does not fit waits "
+        "(default: the nodes file, else what is free)",
+    )  # fmt: skip
     parser.add_argument("-c", "--compile", action="store_true", help="compile the blocks' MLPs (needs a C++ compiler)")
 
 
-def _add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool) -> None:
-    """Where weights that lie in files are read from; models that are none of litgpt's compute in torch, which copies."""
+def _add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Where weights that lie in files are read from."""
     from mdi.cli.window_flags import add_window_flags
     from mdi.config import WEIGHT_MODES
 
-    add_window_flags(parser, is_litgpt)
-    if not is_litgpt:
-        parser.set_defaults(weights="auto", mlock=False)
-        return
+    add_window_flags(parser)
     parser.add_argument(
         "--weights", choices=WEIGHT_MODES, default="auto", help="read packed weights where they lie in their file (map: nodes "
         "of one machine share them), or from a copy in memory (copy); %(default)s copies only where that is faster",
@@ -96,7 +78,7 @@ def _add_weight_memory_flags(parser: argparse._ArgumentGroup | argparse.Argument
     parser.add_argument("--mlock", action="store_true", help="keep the weights in memory, whatever else wants it")
 
 
-def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+def add_placement_flags(parser: argparse._ActionsContainer) -> None:
     from mdi.partition.methods import METHODS
 
     parser.add_argument(
@@ -110,7 +92,7 @@ def add_placement_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParse
 
 
 def add_recovery_flags(group: argparse._ActionsContainer) -> None:
-    """What becomes of a run whose nodes are lost; also of chat.py."""
+    """What becomes of a run whose nodes are lost."""
     from mdi.net.wire import SILENCE_S
 
     group.add_argument(
@@ -131,16 +113,27 @@ def add_replay_memory(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def add_wire_flags(group: argparse._ActionsContainer, with_frames: bool = True) -> None:
-    """How rows travel over a ring; also of chat.py."""
+def add_ring_flags(group: argparse._ActionsContainer) -> None:
+    """How a model is cut and placed, how long nodes are waited for, and how rows travel."""
+    group.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
+    group.add_argument(
+        "--layers", metavar="N,N,...", help="blocks per node by hand, starter first (default: see --placement)"
+    )
+    add_placement_flags(group)
+    add_recovery_flags(group)
+    group.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries to appear (%(default)s)"
+    )  # fmt: skip
+    add_wire_flags(group)
+
+
+def add_wire_flags(group: argparse._ActionsContainer) -> None:
     from mdi.net.wire import WIRE_DTYPES
 
     group.add_argument(
         "--wire-dtype", choices=WIRE_DTYPES, default="auto", help="what the nodes send each other: as computed, "
         "half precision, or 8 bits with a scale per 64 values (%(default)s)",
     )  # fmt: skip
-    if not with_frames:
-        return
     group.add_argument(
         "--frames", type=int, metavar="N", help="frames in flight (default: as many as nodes, or one more where the "
         "links were measured and take long beside computing)",

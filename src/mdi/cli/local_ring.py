@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
-    """As that of cli.starter."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import starter as cli_starter
 
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
     parser.add_argument(
         "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
     )
-    cli_starter.add_arguments(parser, is_litgpt, is_resumable=False)
+    cli_starter.add_arguments(parser, is_resumable=False)
     parser.set_defaults(nodes_config=None)
 
 

@@ -10,15 +10,13 @@ import argparse
 from pathlib import Path
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
-    """As that of cli.starter."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.flags import add_generation_flags, add_model_flags
     from mdi.cli.output import add_output_flags
 
-    add_model_flags(parser, is_litgpt)
-    if is_litgpt:
-        parser.add_argument("--chunk", type=Path, help=argparse.SUPPRESS)
+    add_model_flags(parser)
+    parser.add_argument("--chunk", type=Path, help=argparse.SUPPRESS)
     add_generation_flags(parser, n_tokens=800, n_samples=1)
     add_output_flags(parser)
     add_common_flags(parser)

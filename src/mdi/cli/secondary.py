@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mdi.node.secondary import SecondaryNode
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
-    """As that of cli.starter."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
 
@@ -41,17 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> No
         "one secondary alone); default: settings_distr/configuration.json 0",
     )
     add_access_flags(parser)
-    add_node_flags(parser, is_litgpt)
+    add_node_flags(parser)
     add_common_flags(parser)
 
 
-def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> None:
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """What a node computes with, and where its weights are."""
     from mdi.cli.flags import add_machine_flags
 
     weights = parser.add_mutually_exclusive_group()
-    if is_litgpt:
-        weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
+    weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
     weights.add_argument("--ckpt", type=Path, metavar="DIR", help="the whole checkpoint, if it is on this machine")
     parser.add_argument(
         "--cache-dir",
@@ -64,7 +62,7 @@ def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> N
         metavar="SIZE",
         help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
     )
-    add_machine_flags(parser, is_litgpt)
+    add_machine_flags(parser)
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
@@ -75,8 +73,6 @@ def add_node_flags(parser: argparse.ArgumentParser, is_litgpt: bool = True) -> N
     parser.add_argument(
         "--dial", metavar="ADDR:PORT", help="behind a router: dial a starter's --dial-port, and be reached that way"
     )
-    if not is_litgpt:
-        parser.set_defaults(chunk=None, kv_memory=None)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.

@@ -36,7 +36,7 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.access import add_access_flags
-    from mdi.cli.flags import add_model_flags, add_placement_flags, add_recovery_flags, add_wire_flags
+    from mdi.cli.flags import add_model_flags, add_ring_flags
     from mdi.cli.output import add_trace_flag
     from mdi.cli.serve_flags import add_serve_flags
 
@@ -46,12 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--nodes-config", type=Path, metavar="FILE", help="the ring of these nodes")
     nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each, starter first")
     add_access_flags(nodes)
-    nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
-    nodes.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: see --placement)")
-    add_placement_flags(nodes)
-    add_recovery_flags(nodes)
-    nodes.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="how long to wait for secondaries")
-    add_wire_flags(nodes)
+    add_ring_flags(nodes)
     add_trace_flag(add_serve_flags(parser))
     parser.set_defaults(prompt_style="none")
     add_common_flags(parser)

@@ -30,23 +30,17 @@ if TYPE_CHECKING:
     from mdi.session.run_session import Session
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_resumable: bool = True) -> None:
-    """`is_litgpt` false leaves out what models without caches, chunks and placements have no use for."""
+def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) -> None:
+    """`is_resumable` false: of a ring whose nodes nobody need look for, and that ends with this process."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
     from mdi.cli.discover import add_discovery_flags
-    from mdi.cli.flags import (
-        add_generation_flags,
-        add_model_flags,
-        add_placement_flags,
-        add_recovery_flags,
-        add_wire_flags,
-    )
+    from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
     from mdi.cli.output import add_output_flags
     from mdi.cli.parallel_flags import add_parallel_flags
     from mdi.cli.resume import add_resume_flags
 
-    add_model_flags(parser, is_litgpt)
+    add_model_flags(parser)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument(
         "--nodes-config",
@@ -56,29 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser, is_litgpt: bool = True, is_re
         f"{default_nodes_config()})",
     )
     add_access_flags(nodes)
-    if is_litgpt and is_resumable:
+    if is_resumable:
         add_discovery_flags(nodes)
-    default_cut = "see --placement" if is_litgpt else "see README.md"
-    nodes.add_argument(
-        "--layers", metavar="N,N,...", help=f"blocks per node by hand, starter first (default: {default_cut})"
-    )
-    if is_litgpt:
-        nodes.add_argument("--chunk", type=Path, metavar="FILE", help="the starter's chunk; the others' lie beside it")
-        add_placement_flags(nodes)
-        add_recovery_flags(nodes)
-    nodes.add_argument(
-        "--wait",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long to wait for secondaries to appear (%(default)s)",
-    )
+    add_ring_flags(nodes)
     nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
-    add_wire_flags(nodes, with_frames=is_litgpt)
-    if is_litgpt:
-        add_parallel_flags(nodes)
+    add_parallel_flags(nodes)
     add_generation_flags(parser, n_tokens=300)
-    if is_litgpt and is_resumable:
+    if is_resumable:
         add_resume_flags(parser)
     add_output_flags(parser)
     add_common_flags(parser)

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
     from mdi.window.window_options import WindowOptions
 
 
-def add_window_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser, is_litgpt: bool = True) -> None:
-    """`is_litgpt` false: of a model that is not computed in the kernels."""
-    if not is_litgpt:
-        parser.set_defaults(window=None, retain=None, memory=None)
-        return
+def add_window_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=int, metavar="W", help="hold only W halves of blocks (attention, MLP) in memory, and read the next "
         "ones from the disk meanwhile, for models larger than memory (default: hold all; with --memory, what fits)",
