@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.node.starter
+import mdi.node.starter_placing
 import mdi.partition.example
 from mdi.config import ClusterConfig
 from mdi.errors import RingError, SplitError, UsageError
@@ -81,7 +81,7 @@ def test_stages_by_what_nodes_measure(
                            for board, s in zip(boards.nodes, (0.1, 0.1, 0.6), strict=True))  # fmt: skip
     fast, slow = replace(fast, group="b"), replace(slow, group="b")
     measured = replace(boards, nodes=(starter, fast, slow))
-    monkeypatch.setattr(mdi.node.starter, "measured_cluster", lambda *args: measured)
+    monkeypatch.setattr(mdi.node.starter_placing, "measured_cluster", lambda *args: measured)
     with secondaries(2, tmp_path) as nodes:
         cluster = grouped(nodes, (None, "b", "b"))
         told = expect_texts(

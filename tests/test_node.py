@@ -242,6 +242,7 @@ def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch)
         ring.children[0].wait(60)
         with pytest.raises(NodeLostError, match="secondary0 has ended by itself .status 3"):
             ring.check()
+        ring.check()  # it is told once: the run may go on without it
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no such signals elsewhere")

@@ -112,12 +112,15 @@ class RingError(MdiError):
     code = "ring"
 
 
+ABSENT = "absent"
+
+
 class NodeLostError(RingError):
     """A node of the ring died, stalled or answered garbage.
 
     Attributes:
         node: name of the node that was lost, as in the nodes file ("starter", "secondary0", ...).
-        code: "lost" if nothing is heard of it, else the code of what it says went wrong there.
+        code: "lost" if nothing is heard of it any more, ABSENT if nothing ever was; else that of what went wrong there.
     """
 
     def __init__(self, node: str, message: str, code: str = "lost") -> None:

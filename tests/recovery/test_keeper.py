@@ -250,3 +250,12 @@ def test_several_suspects_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
     world.in_flight = {4: (0, 11), 5: (0, 8)}
     world.keeper.after_loss(world.lose("x"))
     assert world.isolated == [{4, 5}] and not world.cancelled
+
+
+def test_what_is_told_of_another_loss_meanwhile_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started the nodes sees that one has ended before anybody asks it."""
+    world = World(monkeypatch, ["x", "y"])
+    told = [world.lose("b")]
+    monkeypatch.setattr(world, "check", lambda: told and (_ for _ in ()).throw(told.pop()))
+    world.keeper.after_loss(world.lose("a"))
+    assert world.formed == [("starter", "x", "y")] and world.told() == [("a", "x"), ("b", "y")]

@@ -44,6 +44,11 @@ class FanOut(Generic[T]):
         """Whether some are not done."""
         return any(thread.is_alive() for thread in self._threads.values())
 
+    def raise_error(self) -> None:
+        """Raise the first error that a call has raised so far, if one has."""
+        if self._errors:
+            raise self._errors[0]
+
     def join(self, timeout_s: float) -> None:
         """Wait for all, but no longer than this; errors stay untold."""
         deadline = time.monotonic() + timeout_s
@@ -64,8 +69,7 @@ class FanOut(Generic[T]):
         while True:
             check()
             late = [name for name, thread in self._threads.items() if thread.is_alive()]
-            if self._errors:
-                raise self._errors[0]
+            self.raise_error()
             if not late:
                 return [self.results[name] for name in self._threads]
             if time.monotonic() >= deadline:

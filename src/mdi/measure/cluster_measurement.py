@@ -22,7 +22,7 @@ from mdi.control.fan_out import FanOut
 from mdi.control.messages import N_SLOTS_LIMIT, ProbeRequest, ProfileRequest, Slots
 from mdi.control.reach import Route, try_node
 from mdi.control.reach_node import BUSY_S, reach_node
-from mdi.errors import ControlError, UsageError
+from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
 from mdi.machine.neighbours import host_of
 from mdi.measure.contention import LEAD_S, slots_of
 from mdi.partition.profile import LinkProfile, NodeProfile
@@ -30,6 +30,7 @@ from mdi.partition.sharing import level_times, share_memory
 from mdi.periodic import Periodic
 
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
+SIGN_S = 1.0  # between two questions whether a node that measures is still there
 BROKEN_S = 1e4  # round trip of a way that does not exist: no placement will want it
 
 logger = logging.getLogger("mdi")
@@ -68,27 +69,37 @@ class ClusterMeasurement:
         self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
+        self._reached: set[str] = set()
+        self._watched: FanOut[None] | None = None
         self._ended = threading.Event()
 
     def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
         """Profiles of all nodes, starter first, and of the links.
 
         Raises:
-            MdiError: a node is not there, is busy with another run, or cannot hold even one block.
+            NodeLostError: of a node that was lost meanwhile; its code is ABSENT if it was never there.
+            MdiError: a node is busy with another run, or cannot hold even one block.
         """
-        self._wait(self._all({node.name: [node] for node in self._cluster.secondaries}, self._reach))
+        try:
+            return self._profiles(), self._links()
+        except NodeLostError as e:
+            raise e if e.node in self._reached else NodeLostError(e.node, str(e), ABSENT) from None
+        finally:
+            self._ended.set()
+
+    def _profiles(self) -> tuple[NodeProfile, ...]:
+        each = {node.name: [node] for node in self._cluster.secondaries}
+        self._wait(self._all(each, self._reach))
+        self._watched = self._all(each, self._watch)
         hosts: dict[str, list[NodeConfig]] = {}
         for node in self._cluster.secondaries:
             hosts.setdefault(host_of(node.addr), []).append(node)
         beside = hosts.pop(host_of(self._cluster.starter.addr), [])
         elsewhere = self._all(hosts, self._ask)
-        try:
-            starter = self._own()
-            self._wait(elsewhere)
-            self._wait(self._all({"starter": beside}, self._ask))
-            shares = self.shares()
-        finally:
-            self._ended.set()
+        starter = self._own()
+        self._wait(elsewhere)
+        self._wait(self._all({"starter": beside}, self._ask))
+        shares = self.shares()
         found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
         machines = [host_of(node.addr) for node in self._cluster.nodes]
         profiles = share_memory(found, machines)
@@ -102,7 +113,7 @@ class ClusterMeasurement:
         alike = [
             (p.machine, p.device, p.n_cores, p.n_threads, self._formats.get(p.name, self._own_format)) for p in placed
         ]
-        return level_times(placed, alike), self._links()
+        return level_times(placed, alike)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -123,6 +134,8 @@ class ClusterMeasurement:
 
         def check() -> None:
             self._check()
+            if self._watched is not None:
+                self._watched.raise_error()
             if report.is_due():
                 self._report()
 
@@ -130,6 +143,19 @@ class ClusterMeasurement:
 
     def _reach(self, node: NodeConfig) -> None:
         reach_node(self._clients[node.name], self._wait_s, self._ended)
+        self._reached.add(node.name)
+
+    def _watch(self, node: NodeConfig) -> None:
+        """A node that measures itself says nothing for minutes; asked whether it is there, it answers all the same."""
+        while not self._ended.wait(SIGN_S):
+            try:
+                self._clients[node.name].status()
+            except ControlError as e:
+                raise self._lost(node, e) from None
+
+    @staticmethod
+    def _lost(node: NodeConfig, error: ControlError) -> NodeLostError:
+        return NodeLostError(node.name, f"{node.name} was lost while it measured itself: {error}")
 
     def _ask(self, node: NodeConfig) -> None:
         deadline = time.monotonic() + BUSY_S
@@ -139,6 +165,8 @@ class ClusterMeasurement:
                 answer = self._clients[node.name].profile(request)
                 break
             except ControlError as e:
+                if e.status is None:
+                    raise self._lost(node, e) from None
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.errors import ABSENT, NodeLostError
 from mdi.machine.computing import Computing
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster
@@ -19,6 +22,7 @@ from mdi.partition.parallel import ParallelChoice, choose_measured
 from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile
 from mdi.partition.tensor_plan import plan_tensor
+from mdi.recovery.roll_call import free_nodes
 from mdi.tensor.ring_stages import RingStage
 from mdi.units import duration
 
@@ -42,6 +46,30 @@ def measured_cluster(
     """
     return profile_cluster(
         cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, check=check, run=run
+    )
+
+
+def without(cluster: ClusterConfig, error: NodeLostError) -> ClusterConfig:
+    """The nodes of a run that nobody has blocks of yet, once one was lost: a spare that answers takes its place.
+
+    Raises:
+        NodeLostError: `error`, where it is about no secondary, or about one that was never there and no spare is.
+    """
+    free = free_nodes([ControlClient(node, cluster.keys) for node in cluster.spares])
+    spare = next((node for node in cluster.spares if node.name in free), None)
+    is_known = any(node.name == error.node for node in cluster.secondaries)
+    if not is_known or (error.code == ABSENT and spare is None):
+        raise error
+    place = () if spare is None else (spare,)
+    logger.warning(
+        "warning: %s; %s", error, f"{spare.name} takes its place" if spare else "the others go on without it"
+    )
+    return replace(
+        cluster,
+        secondaries=tuple(
+            one for node in cluster.secondaries for one in (place if node.name == error.node else (node,))
+        ),
+        spares=tuple(node for node in cluster.spares if node is not spare),
     )
 
 

@@ -15,7 +15,6 @@ from mdi.measure.model_shape import model_shape
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.ring_former import RingFormer
 from mdi.node.run_rings import RunRings
-from mdi.node.starter_weights import StarterWeights
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile, NodeProfile
 from mdi.recovery.joins import Joins, Newcomers
@@ -23,6 +22,7 @@ from mdi.recovery.keeper import RingKeeper
 from mdi.recovery.moves import Moves
 from mdi.recovery.moving import MovingCut
 from mdi.recovery.replacement import Cut, Stage
+from mdi.recovery.roll_call import free_nodes
 from mdi.recovery.slow_nodes import SlowNodes, ask_all
 
 
@@ -33,7 +33,6 @@ class RingRecovery:
         rings: of the run, before the first.
         nodes: all secondaries that may take part.
         profile: what was measured of nodes and links; None if nothing was.
-        workload: texts at the same time, and their lengths.
         check: called again and again until the first ring is closed; what it raises ends the waiting.
         newcomers: nodes that are heard of while the run goes on.
 
@@ -42,10 +41,12 @@ class RingRecovery:
     """
 
     def __init__(
-        self, rings: RunRings, weights: StarterWeights, nodes: Sequence[NodeConfig], profile: ClusterProfile | None,
-        silence_s: float, workload: Workload, check: Callable[[], None],
+        self, rings: RunRings, nodes: Sequence[NodeConfig], profile: ClusterProfile | None, check: Callable[[], None],
         newcomers: Newcomers,
     ) -> None:  # fmt: skip
+        basis = rings.basis
+        weights, options = basis.weights, basis.options
+        workload = Workload(basis.n_sequences or 1, basis.max_length, replay_bytes=options.replay_bytes)
         self._rings = rings
         self._newcomers = newcomers
         self._is_measured = profile is not None
@@ -57,18 +58,19 @@ class RingRecovery:
         self._cut = MovingCut(shape, profile, workload, part_bytes, lambda: former.n_rounds_left)
         self._moves: Moves | None = None
         self._first: LoopbackRing | TcpRing | None = None  # the first ring, if that was closed in `prepare`
-        self.keeper = RingKeeper(former, self._clients, self._spares, _cut_of(rings, self._cut), silence_s)
+        self.keeper = RingKeeper(former, self._clients, self._spares, _cut_of(rings, self._cut), options.silence_s)
 
     def prepare(self, check: Callable[[], None]) -> None:
         """Get the first ring ready; a node that is lost meanwhile is replaced, and the ring closed in one go.
 
         Raises:
-            MdiError: a node is not there at all, or cannot do what it is to, or was lost and cannot be replaced.
+            MdiError: a node was never there, nor is a spare; or it cannot do what it is to, or was lost and cannot be replaced.
         """
         try:
             self._rings.prepare(check)
         except NodeLostError as e:
-            if not (self._is_measured or e.node in self._rings.processes):
+            is_known = self._is_measured or e.node in self._rings.processes
+            if not is_known and not free_nodes([one for one in self._clients if one.node.is_spare]):
                 raise  # nobody has heard of it: it was not started, or has another address
             self._first = self.keeper.after_loss(e)
 

@@ -80,7 +80,7 @@ class RunRings:
     """
 
     def __init__(self, basis: RunBasis, cluster: ClusterConfig, run: int) -> None:
-        self._basis = basis
+        self.basis = basis
         self._run = self._epoch = run
         self.cluster = cluster
         self.clients: list[ControlClient] = []
@@ -101,27 +101,27 @@ class RunRings:
     @property
     def format(self) -> str:
         """What blocks are held in."""
-        return self._basis.computing.format
+        return self.basis.computing.format
 
     @property
     def kv_dtype(self) -> str:
         """What caches hold."""
-        return self._basis.computing.kv_dtype
+        return self.basis.computing.kv_dtype
 
     @property
     def profile_request(self) -> ProfileRequest:
         """How a node is to measure itself with this run's model."""
-        weights, computing = self._basis.weights, self._basis.computing
-        return profile_request(model_of(weights), computing, self._basis.options, run=self.run)
+        weights, computing = self.basis.weights, self.basis.computing
+        return profile_request(model_of(weights), computing, self.basis.options, run=self.run)
 
     @property
     def n_layer(self) -> int:
-        return self._basis.weights.n_layer
+        return self.basis.weights.n_layer
 
     @property
     def max_length(self) -> int:
         """Tokens that the longest text of the run can reach."""
-        return self._basis.max_length
+        return self.basis.max_length
 
     @property
     def is_open(self) -> bool:
@@ -139,7 +139,7 @@ class RunRings:
         Raises:
             MdiError: a node is not there or cannot.
         """
-        basis = self._basis
+        basis = self.basis
         options = basis.options if self._is_first else replace(basis.options, wait_s=REACH_S)
         ids = (self.run, f"{self._epoch:016x}")
         port = None if basis.listener is None else basis.listener.port
@@ -203,7 +203,7 @@ class RunRings:
 
     def form(self) -> LoopbackRing | TcpRing:
         """Close the ring that was prepared. Raises NodeLostError, RingError."""
-        basis, cluster, preparation = self._basis, self.cluster, self.preparation
+        basis, cluster, preparation = self.basis, self.cluster, self.preparation
         assert preparation is not None
         names = tuple(node.name for node in cluster.nodes)
         following = cluster.nodes[1 % cluster.n_nodes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mdi.config import ClusterConfig
@@ -30,6 +31,11 @@ class StarterPorts(StatusOnly):
         if self.listener is None and cluster.secondaries:
             sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
             self.listener = RingListener(sock, node.name, cluster.keys)
+
+    def over(self, cluster: ClusterConfig) -> ClusterConfig:
+        """A cluster of several nodes with the ports that this one really has."""
+        assert self.listener is not None and self.control is not None
+        return replace(cluster, starter=replace(cluster.starter, port=self.control.port, port_in=self.listener.port))
 
     def remove(self, run: StarterReport) -> None:
         """Harmless if repeated."""

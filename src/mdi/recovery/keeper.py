@@ -18,7 +18,8 @@ from mdi.recovery.records import Records, Recovery
 from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
 from mdi.recovery.roll_call import Roll, call_roll
 from mdi.recovery.search import Search
-from mdi.recovery.suspects import Span, Suspects
+from mdi.recovery.suspects import Suspects
+from mdi.recovery.waiting_texts import NoTexts, Texts
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 POLL_S = 0.1
@@ -62,34 +63,6 @@ class Former(Protocol):
 
     def admit(self, node: NodeConfig) -> ControlClient:
         """From any thread: a node that may take part from now on."""
-
-
-class Texts(Protocol):
-    """What the engine says of its sequences, between two rings."""
-
-    @property
-    def last_token_s(self) -> float | None: ...
-
-    @property
-    def first_token_s(self) -> float | None: ...
-
-    @property
-    def in_flight(self) -> Mapping[int, Span]: ...
-
-    def isolate(self, seq_ids: frozenset[int]) -> None: ...
-
-    def cancel(self, seq_id: int, reason: str) -> None: ...
-
-
-class NoTexts:
-    """Before the first ring is closed."""
-
-    last_token_s = first_token_s = None
-    in_flight: Mapping[int, Span] = {}
-
-    def isolate(self, seq_ids: frozenset[int]) -> None: ...
-
-    def cancel(self, seq_id: int, reason: str) -> None: ...
 
 
 class RingKeeper:
@@ -181,7 +154,10 @@ class RingKeeper:
         self._begin(search, error)
         at_once = self._at_once(search)
         while True:
-            self._former.check()
+            try:
+                self._former.check()
+            except NodeLostError as e:
+                self._note_failure(search, e, Next(tuple(self._former.stages), is_moved=False))
             following, at_once = at_once or self._find(search), None
             if following is None:
                 pause(POLL_S)

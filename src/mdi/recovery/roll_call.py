@@ -82,3 +82,9 @@ def call_roll(clients: Sequence[ControlClient], awaited: frozenset[str], timeout
     first.join(timeout_s)
     others.join(max(0.0, begin + GRACE_S - time.monotonic()))
     return Roll({**first.results, **others.results}, frozenset(gone))
+
+
+def free_nodes(clients: Sequence[ControlClient]) -> list[str]:
+    """Names of those nodes that a run can be begun with now."""
+    answers = call_roll(clients, frozenset(), GRACE_S).answers
+    return [name for name, answer in answers.items() if answer.is_free]

@@ -1,0 +1,36 @@
+"""What is asked of the texts of a run while its ring is kept going."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from mdi.recovery.suspects import Span
+
+
+class Texts(Protocol):
+    """What the engine says of its sequences, between two rings."""
+
+    @property
+    def last_token_s(self) -> float | None: ...
+
+    @property
+    def first_token_s(self) -> float | None: ...
+
+    @property
+    def in_flight(self) -> Mapping[int, Span]: ...
+
+    def isolate(self, seq_ids: frozenset[int]) -> None: ...
+
+    def cancel(self, seq_id: int, reason: str) -> None: ...
+
+
+class NoTexts:
+    """Before the first ring is closed."""
+
+    last_token_s = first_token_s = None
+    in_flight: Mapping[int, Span] = {}
+
+    def isolate(self, seq_ids: frozenset[int]) -> None: ...
+
+    def cancel(self, seq_id: int, reason: str) -> None: ...

@@ -1,0 +1,150 @@
+"""Nodes that are lost before any has blocks: while they measure themselves, or because they never were there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mdi.control.client
+import mdi.measure.cluster_measurement
+import mdi.measure.contention
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.control.exchange import ExchangeError
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import NodeLostError
+from mdi.measure.profiler import Profiler
+from mdi.measure.profiling import Speeds
+from mdi.node.options import StarterOptions
+from mdi.node.starter import StarterNode
+from secondaries import cluster_of, entry_of, secondaries
+from tiny_checkpoint import encode, reference, write_checkpoint
+
+PROMPT, N_TOKENS = "The ring", 8
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Control ports of nodes that are gone: they refuse connections."""
+    ports: set[int] = set()
+    exchange = mdi.control.client.exchange
+
+    def refuse(method: str, addr: str, port: int, *args: Any) -> Any:
+        if port in ports:
+            raise ExchangeError("refused", "connection refused")
+        return exchange(method, addr, port, *args)
+
+    monkeypatch.setattr(mdi.control.client, "exchange", refuse)
+    speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
+    monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)
+    monkeypatch.setattr(mdi.measure.contention, "SLOT_S", 0.02)
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "LEAD_S", 0.02)
+    monkeypatch.setattr(mdi.measure.cluster_measurement, "SIGN_S", 0.05)
+    return ports
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterConfig]:
+    """A starter, two secondaries and a spare."""
+    with secondaries(3, tmp_path) as nodes:
+        spare = entry_of(nodes[2], is_spare=True)
+        yield replace(cluster_of(nodes[:2]), spares=(spare,))
+
+
+def generate(cluster: ClusterConfig, tmp_path: Path, **options: Any) -> tuple[list[int], StarterNode]:
+    """A greedy text's ids, and the starter that generated it."""
+    checkpoint = write_checkpoint(tmp_path / "tiny", 4)
+    fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path, "wait_s": 0.1}
+    with StarterNode(cluster, StarterOptions(**{**fields, "silence_s": 0.5, **options})) as starter:
+        starter.place(1, 40)
+        starter.prepare(40)
+        starter.start()
+        sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0))
+        starter.generate()
+        starter.end()
+        return list(sample.token_ids), starter
+
+
+@pytest.fixture
+def dies_measuring(dead: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """secondary0 is gone as soon as it was asked to measure itself."""
+    profile = ControlClient.profile
+
+    def ask(self: ControlClient, request: Any) -> Any:
+        if self.node.name == "secondary0":
+            dead.add(self.node.port)
+        return profile(self, request)
+
+    monkeypatch.setattr(ControlClient, "profile", ask)
+
+
+EXPECTED = list(reference(PROMPT, N_TOKENS, 4))
+
+
+@pytest.mark.usefixtures("dies_measuring")
+def test_a_spare_takes_the_place_of_a_node_that_is_lost_while_it_measures_itself(
+    cluster: ClusterConfig, tmp_path: Path
+) -> None:
+    ids, starter = generate(cluster, tmp_path, placement="throughput")
+    assert ids == EXPECTED
+    assert "secondary0" not in starter.names and not starter.cluster.spares
+
+
+@pytest.mark.usefixtures("dies_measuring")
+@pytest.mark.parametrize("n_secondaries", [1, 2])
+def test_without_a_spare_the_others_go_on(cluster: ClusterConfig, tmp_path: Path, n_secondaries: int) -> None:
+    cluster = replace(cluster, secondaries=cluster.secondaries[:n_secondaries], spares=())
+    ids, starter = generate(cluster, tmp_path, placement="throughput")
+    assert ids == EXPECTED and set(starter.names) <= {"starter", "secondary1"}
+
+
+@pytest.mark.usefixtures("dies_measuring")
+def test_a_fixed_run_ends_with_it(cluster: ClusterConfig, tmp_path: Path) -> None:
+    with pytest.raises(NodeLostError) as lost:
+        generate(cluster, tmp_path, placement="throughput", fixed=True)
+    assert (lost.value.node, lost.value.code) == ("secondary0", "lost")
+
+
+def test_a_node_that_hangs_while_it_measures_itself_is_lost(
+    cluster: ClusterConfig, tmp_path: Path, dead: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer to the question how fast it is never comes; that it is there is asked beside it."""
+    profile, over = ControlClient.profile, threading.Event()
+
+    def ask(self: ControlClient, request: Any) -> Any:
+        if self.node.name == "secondary0" and not dead:
+            dead.add(self.node.port)
+            over.wait()
+        return profile(self, request)
+
+    monkeypatch.setattr(ControlClient, "profile", ask)
+    try:
+        ids, starter = generate(replace(cluster, spares=()), tmp_path, placement="throughput")
+    finally:
+        over.set()
+    assert ids == EXPECTED and "secondary0" not in starter.names
+
+
+@pytest.mark.parametrize("placement", ["throughput", "even"])
+def test_a_spare_takes_the_place_of_a_node_that_never_was_there(
+    cluster: ClusterConfig, tmp_path: Path, dead: set[int], placement: str
+) -> None:
+    dead.add(cluster.secondaries[1].port)
+    ids, starter = generate(cluster, tmp_path, placement=placement)
+    assert ids == EXPECTED and "secondary1" not in starter.names
+
+
+@pytest.mark.parametrize("placement", ["throughput", "even"])
+def test_a_node_that_never_was_there_ends_the_run_where_no_spare_is(
+    cluster: ClusterConfig, tmp_path: Path, dead: set[int], placement: str
+) -> None:
+    dead.update({cluster.secondaries[1].port, cluster.spares[0].port})
+    for nodes in (cluster, replace(cluster, spares=())):
+        with pytest.raises(NodeLostError) as lost:
+            generate(nodes, tmp_path, placement=placement)
+        assert lost.value.node == "secondary1"
