@@ -29,7 +29,7 @@ def generated(text: str, stop_ids: tuple[str, ...] = (), stop: tuple[str, ...] =
     """The sample of a model that writes `text`, and what its reader was shown after each token."""
     shown: list[str] = []
     scheduler = Scheduler(1)
-    stream = TextStream(Letters(), stop)  # type: ignore[arg-type]
+    stream = TextStream(Letters(), stop, True)  # type: ignore[arg-type]
     sample = Sample(0, ">", [62], stream, 0.0, lambda _, piece: shown.append(piece))
     stops = tuple(tuple(map(ord, one)) for one in stop_ids)
     scheduler.submit(Sequence(1, (62,), SamplingParams(n_tokens=len(text), stop_sequences=stops), 1000))

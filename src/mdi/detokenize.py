@@ -109,24 +109,29 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one sample, from ids that come one by one, up to a stop string.
+    """The text of one sample, from ids as they come, up to a stop string.
 
     Args:
         stop: strings that end the text and are not part of it.
+        continues: whether the text goes on from other text.
 
     Attributes:
-        is_stopped: whether one has been met; nothing comes after it.
+        is_stopped: whether a stop string has been met; nothing comes after it.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
-        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
-        self._detokenizer = Detokenizer(codec, continues=codec.prompt_style is None)
+    def __init__(self, codec: TextCodec, stop: Sequence[str], continues: bool) -> None:
+        self._detokenizer = Detokenizer(codec, continues)
         self._matcher = StopMatcher(stop)
         self.is_stopped = False
 
-    def push(self, token: int) -> str:
-        """Take the next id; returns the text that is now safe to show."""
-        return self._match(self._detokenizer.push([token]))
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids; returns the text that is now safe to show."""
+        text = ""
+        for i in ids:
+            if self.is_stopped:
+                break
+            text += self._match(self._detokenizer.push([i]))
+        return text
 
     def flush(self) -> str:
         """The rest, because no more ids come."""

@@ -58,8 +58,10 @@ class Texts:
             eos_ids=self._codec.eos_ids,
             stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
         )
-        sample = Sample(index, prompt, prompt_ids, TextStream(self._codec, stop), self._begin, on_text)
-        ends = stops_at(TextStream(self._codec, stop), before) if stop else None
+        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
+        streams = [TextStream(self._codec, stop, self._codec.prompt_style is None) for _ in range(2)]
+        sample = Sample(index, prompt, prompt_ids, streams[0], self._begin, on_text)
+        ends = stops_at(streams[1], before) if stop else None
         n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
         if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
             reader.add(sample, self._engine.submit(prompt_ids, params, ends, reader.events, before))

@@ -62,7 +62,7 @@ class Sample:
                 break  # the engine stops at the same token; what was computed beside it is not shown
             self.token_ids.append(token)
             self.token_times_s.append(event.time_s - self._begin)
-            self._show(self._stream.push(token))
+            self._show(self._stream.push([token]))
         if event.finish_reason is not None:
             self._show(self._stream.flush())
             reason = "stop" if self._stream.is_stopped else event.finish_reason
@@ -144,11 +144,10 @@ def stops_at(stream: TextStream, before: Sequence[int] = ()) -> Ends:
     Args:
         before: tokens that the text has already.
     """
-    for token in before:
-        stream.push(token)
+    stream.push(before)
 
     def ends(token: int) -> bool:
-        stream.push(token)
+        stream.push([token])
         return stream.is_stopped
 
     return ends

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mdi.detokenize import TextStream
 from mdi.engine.seeds import seed_of
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState
@@ -15,7 +16,6 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
 from mdi.serve.serve_settings import ApiKey
-from mdi.serve.tokenizer import AnswerText
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -81,7 +81,7 @@ async def write_texts(
         _request(model, owner, prompt, fields, index)
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(fields.n))
     ]
-    answers = [AnswerText(model.codec, (*fields.stop, *stop), continues) for _ in requests]
+    answers = [TextStream(model.codec, (*fields.stop, *stop), continues) for _ in requests]
     begin = time.monotonic()
     last = [begin] * len(requests)
     unfinished = set(range(len(requests)))
@@ -124,7 +124,7 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
     return {"model": model.name, "ids": list(prompt), "sampling": sampling, "owner": owner, "grammar": fields.grammar}
 
 
-def _piece(index: int, event: TextEvent, answer: AnswerText) -> Piece:
+def _piece(index: int, event: TextEvent, answer: TextStream) -> Piece:
     text = answer.push(event.tokens)
     reason = event.finish_reason
     if reason is not None:

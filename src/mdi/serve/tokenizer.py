@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mdi.detokenize import Detokenizer, StopMatcher
-from mdi.text import TextCodec
 from mdi.tokenizer_file import FileTokenizer
 
 
@@ -51,33 +49,3 @@ class ServedTokenizer(FileTokenizer):
 
     def _control_ids(self) -> list[int]:
         return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]
-
-
-class AnswerText:
-    """The text of one answer as its tokens come, up to a stop string.
-
-    Args:
-        continues: whether it goes on after other text.
-    """
-
-    def __init__(self, codec: TextCodec, stop: tuple[str, ...], continues: bool) -> None:
-        self._detokenizer = Detokenizer(codec, continues)
-        self._matcher = StopMatcher(stop)
-        self.is_stopped = False
-
-    def push(self, tokens: list[int]) -> str:
-        """Take the next tokens; what is now certain to be part of the text."""
-        text = ""
-        for token in tokens:
-            if self.is_stopped:
-                break
-            text += self._match(self._detokenizer.push([token]))
-        return text
-
-    def flush(self) -> str:
-        text = self._match(self._detokenizer.flush())
-        return text if self.is_stopped else text + self._matcher.flush()
-
-    def _match(self, text: str) -> str:
-        shown, self.is_stopped = self._matcher.push(text)
-        return shown
