@@ -23,14 +23,15 @@ Events = queue.SimpleQueue[Event]
 # Of one token: the logarithm of its probability, and those of the best tokens.
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
 
-FAILED = "failed"  # finish_reason of a sequence that could not go on: the loop ended, or its `Ends` raised
+# finish_reason of a sequence that could not go on: the loop ended or its `Ends` raised; its `Constraint` raised
+FAILED, UNMATCHED = "failed", "unmatched"
 
 
 class Constraint(Protocol):
     """What a sequence's next token may be. Asked in the loop's thread, and told each token before it is asked again."""
 
     def allowed(self) -> Any:
-        """bool array (vocabulary). What it raises ends the sequence with the reason FAILED."""
+        """bool array (vocabulary). What it raises, here and in `take`, ends the sequence as UNMATCHED."""
 
     def take(self, token: int) -> bool:
         """The next token; True if nothing may follow it."""

@@ -13,7 +13,7 @@ from typing import Any
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.pace import PromptPace
 from mdi.engine.planned import Event, Plan
-from mdi.engine.requests import FAILED, Constraint, Ends, Events, Inbox, Request
+from mdi.engine.requests import FAILED, UNMATCHED, Constraint, Ends, Events, Inbox, Request
 from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
@@ -291,7 +291,7 @@ class StarterEngine:
                 allowed = request.constraint.allowed()
             except Exception:  # of a grammar: its own sequence ends, and no other
                 logger.exception("a sequence is ended, for what its tokens may be cannot be told")
-                self._end(seq_id, FAILED)
+                self._end(seq_id, UNMATCHED)
                 return _DROPPED
         return Row(sequence.params, len(sequence.ids) - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
 
@@ -337,7 +337,7 @@ class StarterEngine:
             return "stop" if request.is_met_by(tokens) else None
         except Exception:  # of the reader: its own sequence ends, and no other
             logger.exception("a sequence is ended, for what looks for its end failed")
-            return FAILED
+            return FAILED if request.constraint is None else UNMATCHED
 
     def _wake(self) -> None:
         ring = self._ring

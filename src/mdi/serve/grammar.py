@@ -52,7 +52,7 @@ class GrammarSource:
             raise UsageError(f"the JSON schema cannot be used: {' '.join(str(e).split())[:200]}") from None
         made = matcher(self._tokenizer, form, log_level=0)
         if made.is_error():
-            raise UsageError(f"the JSON schema cannot be used: {' '.join(made.get_error().split())[:200]}")
+            raise UsageError(f"the JSON schema cannot be used: {_error_of(made)}")
         grammar = Grammar(made, self._eos_ids, self._n_vocabulary)
         try:
             grammar.allowed()
@@ -76,10 +76,15 @@ class Grammar:
         allowed[: len(known)] = known
         allowed[self._eos_ids] = self._matcher.is_accepting()
         if self._matcher.is_error() or not allowed.any():
-            raise EngineError(f"no token may follow: {self._matcher.get_error() or 'the grammar is at its end'}")
+            raise EngineError(f"no token may follow: {_error_of(self._matcher) or 'the grammar is at its end'}")
         return allowed
 
     def take(self, token: int) -> bool:
         if not self._matcher.consume_token(token):
-            raise EngineError(f"a token does not match: {self._matcher.get_error()}")
+            raise EngineError(f"a token does not match: {_error_of(self._matcher)}")
         return bool(self._matcher.is_stopped())
+
+
+def _error_of(matcher: Any) -> str:
+    """Without the parser's state and the whole grammar, which follow in lines of their own."""
+    return str(matcher.get_error()).partition("\n")[0][:200]

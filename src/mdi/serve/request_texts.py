@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.detokenize import TextStream
+from mdi.engine.requests import UNMATCHED
 from mdi.engine.seeds import seed_of
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState
@@ -128,6 +129,8 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> Piece:
     text = answer.push(event.tokens)
     reason = event.finish_reason
     if reason is not None:
+        if reason == UNMATCHED:
+            raise invalid("response_format", "the JSON schema is too large, or leads to where no text can go on")
         if reason not in REASONS:
             raise ApiError(500, "the nodes could not go on with this text", "engine_" + reason)
         if not answer.is_stopped:
