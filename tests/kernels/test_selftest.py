@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mdi.kernels import build, place
 from mdi.whole_files import replacing
 
 KEPT = Path(__file__).resolve().parents[2] / "build" / "selftest"  # programs of these very sources are used again
+SRC = Path(__file__).resolve().parents[2] / "src"
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # The instruction sets of boards, best first, that are tried there: what a processor has in common with the first is left out.
 EXPECTED = {"cortex-a72": {"neon", "plain"}, "cortex-a76": {"neon_dot"}, "max": {"neon_dot"}}
@@ -115,3 +117,27 @@ def test_boards_compute_the_same_bits(cpu: str, monkeypatch: pytest.MonkeyPatch)
         known = _by_kernel(here, fused)
         if known:  # an x86 machine without AVX2 has nothing to compare with
             assert _by_kernel(there, fused) == known
+
+
+FEW_THREADS = """
+import resource
+from pathlib import Path
+from mdi.errors import KernelError
+from mdi.kernels.context import Context
+from mdi.kernels.library import load
+
+load()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
+try:
+    Context(256)
+except KernelError as e:
+    print(e.code)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems count memory in other ways")
+def test_threads_that_the_system_refuses_are_an_error_and_no_crash() -> None:
+    command = [sys.executable, "-c", FEW_THREADS]
+    done = subprocess.run(command, cwd=SRC, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr

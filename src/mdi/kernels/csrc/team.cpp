@@ -37,15 +37,22 @@ FloatMode::~FloatMode() {
 static constexpr int kLastSpins = 256;  // some ten microseconds: what a last task takes
 
 Team::Team(int n_threads, int spins) : size_(n_threads), spins_(spins), ranges_(new Range[(size_t)n_threads]) {
-  for (int i = 1; i < n_threads; i++) {
-    workers_.emplace_back([this, i] {
-      FloatMode mode;
-      wait_for_work(i);
-    });
+  try {
+    for (int i = 1; i < n_threads; i++) {
+      workers_.emplace_back([this, i] {
+        FloatMode mode;
+        wait_for_work(i);
+      });
+    }
+  } catch (...) {  // the system refused a thread: those that there are must have ended before they are forgotten
+    end();
+    throw;
   }
 }
 
-Team::~Team() {
+Team::~Team() { end(); }
+
+void Team::end() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ends_ = true;

@@ -48,6 +48,7 @@ class Team {
   void alone(int n_tasks, const Work& work) {
     for (int task = 0; task < n_tasks; task++) work(task, 0);
   }
+  void end();
   void share(Call call, const void* work, int n_tasks);
   void part(int thread);
   void close();
