@@ -282,7 +282,7 @@ def test_an_engine_that_has_ended_tells_everybody_and_takes_nobody() -> None:
         texts = [ring.submit(prompt(4, seed), GREEDY) for seed in range(2)]
         ring.engine.end_all()
         assert [text.reason for text in texts] == [FAILED, FAILED]
-        with pytest.raises(EngineError, match="the run is over"):
+        with pytest.raises(EngineError):
             ring.submit(prompt(4, 0), GREEDY)
         texts[0].cancel()  # harmless
 
@@ -306,8 +306,9 @@ def test_texts_go_on_over_another_ring_as_if_nothing_had_happened(params: Sampli
                 assert ring.nodes.rings[0].wait_end(DEADLINE_S)
 
         texts = [ring.submit(p, params, then=on_token if i == 0 else None) for i, p in enumerate(prompts)]
-        with pytest.raises(NodeLostError, match="secondary0 is lost"):
+        with pytest.raises(NodeLostError) as caught:
             ring.run()
+        assert (caught.value.node, caught.value.code) == ("secondary0", "lost")
         assert all(text.reason is None for text in texts)
         ring.engine.stage = following.stages[0]  # type: ignore[assignment]  # its own stage is that of another cut
         ring.engine.run(following.ring)
@@ -397,9 +398,9 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_by_name_everywhere(n_nodes:
         seen: list[int] = []
 
         text = ring.submit(prompt(5, 0), SamplingParams(n_tokens=100, temperature=0), then=on_token)
-        with pytest.raises(NodeLostError, match="is lost") as caught:
+        with pytest.raises(NodeLostError) as caught:
             ring.run()
-        assert caught.value.node == f"secondary{victim - 1}"
+        assert (caught.value.node, caught.value.code) == (f"secondary{victim - 1}", "lost")
         assert 4 <= len(text.ids) < 100 and text.reason is None
         ring.ring.close()
         ring.join()
@@ -411,8 +412,9 @@ def test_a_stage_that_fails_is_named_with_its_reason() -> None:
     with ring_of(model_of(LLAMA), 3) as ring:
         ring.stages[1].prepare(20, ring.stages[1].cos.device, ring.stages[1].cos.dtype)
         ring.submit(prompt(15, 0), SamplingParams(n_tokens=30, temperature=0))
-        with pytest.raises(NodeLostError, match="secondary0 is lost: it failed: .*sequences of this run end at 20"):
+        with pytest.raises(NodeLostError, match="sequences of this run end at 20") as caught:
             ring.run()
+        assert caught.value.node == "secondary0"
     assert isinstance(ring.endings[2], NodeLostError)
 
 
@@ -427,8 +429,9 @@ def test_a_failure_while_the_starter_computes_is_not_taken_for_a_stop() -> None:
             assert nodes.rings[0].wait_end(DEADLINE_S)
 
         ring.submit(prompt(5, 0), GREEDY, then=on_token)
-        with pytest.raises(NodeLostError, match="secondary0 is lost"):
+        with pytest.raises(NodeLostError) as caught:
             ring.run()
+        assert (caught.value.node, caught.value.code) == ("secondary0", "lost")
 
 
 def test_a_ring_that_is_stopped_from_outside_says_so() -> None:

@@ -365,7 +365,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
 
     monkeypatch.setattr(mdi.model.stage, "Stage", BrokenStage)
     starter, secondary = ring()
-    with pytest.raises(NodeLostError, match="secondary0.*out of something") as raised:
+    with pytest.raises(NodeLostError, match="out of something") as raised:
         generate(starter)
     assert raised.value.node == "secondary0"
     starter.close()
@@ -386,8 +386,9 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
     monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
     monkeypatch.setattr(Preparation, "load_stage", lambda self, check: None)
-    with pytest.raises(MdiError, match="secondary0 could not get ready: it ran out of memory"):
+    with pytest.raises(MdiError, match="secondary0") as caught:
         generate(starter)
+    assert caught.value.code == "memory"
     starter.close()
     assert wait_state(secondary, "IDLE")["error"] == "it ran out of memory"
 
@@ -432,24 +433,27 @@ def test_a_busy_node_is_waited_for_whatever_it_says(ring: Ring, monkeypatch: pyt
 
 def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     _, secondary = ring()
-    with pytest.raises(ControlError, match="no such run"):
-        secondary.stop("0" * 16, False)
-    with pytest.raises(ControlError, match="no such run"):
-        secondary.receive_part("0" * 16, "a" * 64, 0, 100, lambda n: b"")
+
+    def refusal(call: Callable[[], object]) -> tuple[int | None, str]:
+        with pytest.raises(ControlError) as caught:
+            call()
+        return caught.value.status, caught.value.code
+
+    def receive(sha256: str, n_bytes: int) -> Callable[[], object]:
+        return lambda: secondary.receive_part("0" * 16, sha256, 0, n_bytes, lambda n: b"")
+
+    assert refusal(lambda: secondary.stop("0" * 16, False)) == (409, "run")
+    assert refusal(receive("a" * 64, 100)) == (409, "run")
     secondary.init(request())
-    with pytest.raises(ControlError, match="busy with another run") as busy:
-        secondary.init(request(run="1" * 16, epoch="1" * 16, exclusive=True))
-    assert (busy.value.status, busy.value.code) == (409, "busy")
+    assert refusal(lambda: secondary.init(request(run="1" * 16, epoch="1" * 16, exclusive=True))) == (409, "busy")
     while secondary.status("0" * 16)["missing"] is None:
         threading.Event().wait(0.01)
-    with pytest.raises(ControlError, match="not asked for"):
-        secondary.receive_part("0" * 16, "b" * 64, 0, 100, lambda n: b"")
-    with pytest.raises(ControlError, match="do not make up part"):
-        secondary.receive_part("0" * 16, "a" * 64, 0, 99, lambda n: b"")
-    with pytest.raises(MdiError, match="cut off"):
+    assert refusal(receive("b" * 64, 100)) == (409, "control")
+    assert refusal(receive("a" * 64, 99)) == (400, "control")
+    with pytest.raises(CheckpointError):
         secondary.receive_part("0" * 16, "a" * 64, 0, 100, _pieces(40))
     assert secondary.status("0" * 16)["missing"] == [{"sha256": "a" * 64, "have_bytes": 40}]
-    with pytest.raises(MdiError, match="sha256"):
+    with pytest.raises(CheckpointError):
         secondary.receive_part("0" * 16, "a" * 64, 40, 60, _pieces(60))
     status = wait_state(secondary, "IDLE")
     assert "sha256" in status["error"] and not list(secondary.store.directory.iterdir())

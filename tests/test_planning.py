@@ -258,7 +258,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
     monkeypatch.setattr(Profiler, "available_bytes", lambda self, device: 100_000)
     with secondaries(2, tmp_path) as nodes:
         starter = starter_of(nodes, tiny, tmp_path)
-        with pytest.raises(PlacementError, match="does not fit"):
+        with pytest.raises(PlacementError):
             run(starter)
         assert not any(node.store.parts() for node in nodes)
         assert all(node.status(None)["state"] == "IDLE" for node in nodes)
@@ -461,7 +461,7 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
 )
 def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0 describes itself"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0"):
         measurement_of(cluster_of(nodes)).run()
 
 
@@ -472,18 +472,18 @@ def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
         asked.append(self.node.name)
         if len(asked) == 3:
-            raise ControlError(f"{self.node.name} cannot measure itself", 409)
+            raise ControlError(f"{self.node.name} cannot measure itself", 409, code="usage")
         raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code="busy")
 
     monkeypatch.setattr(ControlClient, "profile", profile)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="cannot measure itself"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes)).run()
-    assert len(asked) == 3
+    assert len(asked) == 3 and caught.value.code == "usage"
     monkeypatch.setattr(mdi.measure.cluster_measurement, "BUSY_S", -1.0)
     asked.clear()
-    with secondaries(1, tmp_path / "again") as nodes, pytest.raises(ControlError, match="busy with another run"):
+    with secondaries(1, tmp_path / "again") as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes)).run()
-    assert len(asked) == 1
+    assert len(asked) == 1 and caught.value.code == "busy"
 
 
 def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list[str]) -> None:

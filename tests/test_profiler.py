@@ -203,8 +203,9 @@ def test_a_node_that_was_told_nothing_takes_what_the_starter_names(tmp_path: Pat
         ) as e:
             client.profile(replace(REQUEST, device="cuda:99"))
         assert e.value.status == 400
-        with pytest.raises(ControlError, match="unknown device 'banana'"):
+        with pytest.raises(ControlError, match="'banana'") as e:
             client.init(init_request(device="banana"))
+        assert e.value.code == "usage"
         assert ControlClient(entry_of(set_)).profile(replace(REQUEST, threads=1))["threads"] == torch.get_num_threads()
         assert free.status(None)["own"] == {"device": None, "threads": None} and "cpu" in free.status(None)["devices"]
         assert set_.status(None)["own"] == {"device": "cpu", "threads": 3}
@@ -214,11 +215,13 @@ def test_only_who_had_it_measured_for_a_run_can_end_it(node: SecondaryNode) -> N
     """As a starter does with --stop-nodes, whose placement left the node out."""
     client = ControlClient(entry_of(node))
     client.profile(replace(REQUEST, run="a" * 16))
-    with pytest.raises(ControlError, match="takes part in no such run"):
+    with pytest.raises(ControlError) as caught:
         client.stop("b" * 16, leave=True)
+    assert caught.value.code == "run"
     client.init(init_request())
-    with pytest.raises(ControlError, match="takes part in no such run"):
+    with pytest.raises(ControlError) as caught:
         client.stop("a" * 16, leave=True)  # it is another starter's now
+    assert caught.value.code == "run"
     client.stop("0" * 16)
     while client.status()["state"] != "IDLE":
         threading.Event().wait(0.01)
@@ -251,10 +254,10 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
     assert began.wait(30)
     try:
         assert client.status()["measuring"] == {"what": "disk", "done": 0, "total": 8}
-        with pytest.raises(ControlError, match="busy measuring itself"):
-            client.profile(REQUEST)
-        with pytest.raises(ControlError, match="busy measuring itself"):
-            client.init(init_request())
+        for refused in (lambda: client.profile(REQUEST), lambda: client.init(init_request())):
+            with pytest.raises(ControlError) as caught:
+                refused()  # type: ignore[no-untyped-call]
+            assert caught.value.code == "busy"
     finally:
         go_on.set()
         thread.join(30)
@@ -267,8 +270,9 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
 
 def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runs, "active", [SimpleNamespace(state="RUNNING")])
-    with pytest.raises(ControlError, match="busy with another run"):
+    with pytest.raises(ControlError) as caught:
         ControlClient(entry_of(node)).profile(REQUEST)
+    assert caught.value.code == "busy"
     monkeypatch.undo()
 
 

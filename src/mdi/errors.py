@@ -152,9 +152,17 @@ class ControlError(MdiError):
 
 
 class EngineError(MdiError):
-    """The generation loop met a state that it cannot go on from."""
+    """The generation loop met a state that it cannot go on from.
+
+    Attributes:
+        code: "memory" if there is none left for caches or for what is computed.
+    """
 
     code = "engine"
+
+    def __init__(self, message: str, code: str = "engine") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class KernelError(MdiError):

@@ -168,7 +168,7 @@ class Blocks:
         frame, kept = self._frame(rows, slices)
         self.context.look_around()
         if self.context.library.mdi_forward(self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame)):
-            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
+            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
         del kept
 
     def forward_in_halves(
@@ -192,7 +192,7 @@ class Blocks:
                 with ready(self.start + block, half):
                     done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
                 if done:
-                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows")
+                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
@@ -214,7 +214,7 @@ class Blocks:
             ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows")
+            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
 
     def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
         """The structure of a frame, and what it refers to."""

@@ -72,5 +72,5 @@ def linear(
         len(x), ctypes.c_void_p(y.ctypes.data),
     )  # fmt: skip
     if done:
-        raise EngineError(f"no memory is left to compute {len(x)} rows")
+        raise EngineError(f"no memory is left to compute {len(x)} rows", "memory")
     return y

@@ -58,7 +58,7 @@ class Pages(ABC):
             page = len(self.references)
             self.references.append(1)
         else:
-            raise EngineError(f"all {self.capacity} cache pages of this node are in use")
+            raise EngineError(f"all {self.capacity} cache pages of this node are in use", "memory")
         return page
 
     def share(self, page: int) -> None:
@@ -135,7 +135,8 @@ def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
         found.close()
         return mmap.mmap(-1, n_pages // 2 * page_bytes, flags=flags), n_pages // 2
     raise EngineError(
-        f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory"
+        f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory",
+        "memory",
     )
 
 

@@ -86,7 +86,9 @@ class DevicePages(Pages):
             except RuntimeError:  # of several types, by device
                 super().release([page])
                 taken = n_pages * self.page_bytes >> 20
-                raise EngineError(f"no memory is left on {self._device} for another {taken} MB of caches") from None
+                raise EngineError(
+                    f"no memory is left on {self._device} for another {taken} MB of caches", "memory"
+                ) from None
         self._row(page).zero_()
         return page
 

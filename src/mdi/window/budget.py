@@ -127,11 +127,10 @@ class MemoryLimit:
 
 
 def over_limit(taken: int, limit: int) -> MdiError:
-    error = EngineError(
-        f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less"
+    return EngineError(
+        f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less",
+        "memory",
     )
-    error.code = "memory"
-    return error
 
 
 def taken_bytes() -> int:
