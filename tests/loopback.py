@@ -28,7 +28,7 @@ from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import SILENCE_S, Limits
+from mdi.net.wire import Limits
 from mdi.security.keys import KeyFile
 
 CPU = torch.device("cpu")
@@ -74,11 +74,14 @@ def seats_of(ports: Sequence[int], epoch: int) -> list[Seat]:
 
 
 class Nodes:
-    """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close."""
+    """The links of a ring: `rings[i]` is node i's; `socks[i]` its two sockets. Threads that joined are ended on close.
+
+    Unless a test says otherwise, silence is borne for so long that a busy machine breaks no ring.
+    """
 
     def __init__(
         self, n_nodes: int, epoch: int | None = None, capacity: int | None = None, keys: KeyFile | None = None,
-        silence_s: float = SILENCE_S,
+        silence_s: float = DEADLINE_S,
     ) -> None:  # fmt: skip
         self.epoch = secrets.randbits(64) if epoch is None else epoch
         self.listeners = [listener(name, keys) for name in names_of(n_nodes)]
