@@ -222,8 +222,8 @@ def heed_interrupts() -> None:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """-v, -d and --log-json, which every command has."""
-    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    """-v, -d and --log-json, for every command."""
+    parser.add_argument("-v", "--verb", action="store_true", help="print more about what happens")
     parser.add_argument(
         "-d", "--debug", action="store_true", help="write a debug log to logs/, and show tracebacks of errors"
     )

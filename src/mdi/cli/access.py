@@ -1,4 +1,4 @@
-"""Who may reach the nodes: the cluster key, and the addresses that a node listens on without one."""
+"""Access to the nodes: the cluster key, and the addresses on which a node may listen without one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def add_access_flags(parser: argparse._ActionsContainer) -> None:
         f"(default: {KEY_VARIABLE}, else none)",
     )  # fmt: skip
     parser.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without a key: whoever reaches the ports can use "
-        "the node and read along",
+        "--insecure", action="store_true", help="listen beyond this machine without a key: anybody who reaches the ports can "
+        "use the node and read its traffic",
     )  # fmt: skip
 
 
 def open_keys(args: argparse.Namespace) -> KeyFile | None:
-    """What --key names, else the environment; None without. Raises UsageError."""
+    """The key file of --key, else of the environment, else None. Raises UsageError."""
     from mdi.security.keys import KeyFile
 
     named = getattr(args, "key", None) or os.environ.get(KEY_VARIABLE) or None
@@ -40,7 +40,7 @@ def open_keys(args: argparse.Namespace) -> KeyFile | None:
 
 
 def with_keys(args: argparse.Namespace, cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster as its starter has it. UsageError if the key cannot be had, or is needed and not there."""
+    """The cluster with its key. UsageError if the key cannot be read, or is needed and missing."""
     from dataclasses import replace
 
     keys = open_keys(args)
@@ -50,11 +50,11 @@ def with_keys(args: argparse.Namespace, cluster: ClusterConfig) -> ClusterConfig
 
 
 def refuse_exposure(args: argparse.Namespace, keys: KeyFile | None, node: NodeConfig) -> None:
-    """Raises UsageError if the node would listen where others reach it, without a key."""
+    """Raises UsageError if the node would listen beyond this machine without a key."""
     if keys is None and not getattr(args, "insecure", False) and not _is_loopback(node.listen_addr):
         raise UsageError(
-            f"{node.name} would listen on {node.listen_addr} for everybody: make a key with `mdi key FILE`, copy the file to "
-            "each node and start all with --key FILE (or, in a network where everybody may use the nodes, with --insecure)"
+            f"{node.name} would listen on {node.listen_addr} without a key: make one with `mdi key FILE`, copy the file to "
+            "each node and start all with --key FILE (or, if everybody in the network may use the nodes, with --insecure)"
         )
 
 
@@ -71,19 +71,19 @@ def _addresses(addr: str) -> Sequence[str]:
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
-        return []  # a name that nobody can listen on: that is told when it is tried
+        return []  # not a name to listen on: binding reports that
 
 
 def default_key_file() -> Path:
-    """Where `mdi join` keeps a key: a folder for settings, which no cleaning of caches empties."""
+    """Where `mdi join` keeps a key: a settings folder, because caches may be cleaned."""
     if os.name == "nt":
         return Path(os.environ.get("APPDATA", Path.home())) / "mdi-llm" / "cluster.key"
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mdi-llm" / "cluster.key"
 
 
 def own_address(towards: str | None = None) -> str:
-    """This machine's address on the way to another, or to the world; nothing is sent there."""
-    for target in (towards, "192.0.2.1", "127.0.0.1"):  # the second is nobody's, by RFC 5737
+    """This machine's address on the route to `towards`, or on the default route. Sends nothing."""
+    for target in (towards, "192.0.2.1", "127.0.0.1"):  # the second is reserved (RFC 5737)
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
                 if target is not None:
@@ -95,7 +95,7 @@ def own_address(towards: str | None = None) -> str:
 
 
 def ip_address(addr: str) -> str:
-    """The IPv4 address of a name; of one that stands for all addresses, this machine's on the way to the world."""
+    """The IPv4 address of a name; for 0.0.0.0, this machine's address on the default route."""
     try:
         found = str(socket.getaddrinfo(addr, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -104,7 +104,7 @@ def ip_address(addr: str) -> str:
 
 
 def free_port(addr: str, first: int) -> int:
-    """The first free port from here on. UsageError if there is none, or the address is not this machine's."""
+    """The first free port from `first` on. UsageError if there is none, or if the address is not this machine's."""
     for port in range(first, min(first + N_PORTS_TRIED, 65536)):
         try:
             family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
@@ -113,7 +113,7 @@ def free_port(addr: str, first: int) -> int:
         except OSError:
             continue
     raise UsageError(
-        f"no port from {first} on is free on {addr}, or that is not an address of this machine: see --addr, --port"
+        f"no port from {first} on is free on {addr}, or this machine does not have that address: see --addr, --port"
     )
 
 

@@ -1,11 +1,11 @@
-"""Chat with a model, on this machine or over a ring of nodes; what was said before is remembered.
+"""Chat with a model, on this machine or over a ring of nodes. The chat has a history.
 
 examples:
   chat.py --ckpt checkpoints/org/chat-model
   chat.py --ckpt checkpoints/org/chat-model --nodes-config settings_distr/configuration.json
   echo "Who are you?" | chat.py --ckpt checkpoints/org/chat-model
 
-Ctrl-C ends an answer that takes too long; /help lists what else can be typed.
+Ctrl-C ends an answer; /help lists the commands.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
 
     add_model_flags(parser)
-    parser.add_argument("--nodes-config", type=Path, metavar="FILE", help="chat over the ring of these nodes")
+    parser.add_argument(
+        "--nodes-config", type=Path, metavar="FILE", help="nodes file: chat over the ring of these nodes"
+    )
     add_access_flags(parser)
     add_discovery_flags(parser)
     add_ring_flags(parser)

@@ -30,19 +30,19 @@ logger = logging.getLogger("mdi")
 
 def add_discovery_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="without a nodes file: wait until so many nodes are there, this one included, "
-        "and print codes for boards that are to join (default: all that are found within some seconds)",
+        "--nodes", type=int, metavar="N", help="without a nodes file: wait for N nodes, including this one, and print "
+        "codes for boards that want to join (default: all nodes found within some seconds)",
     )  # fmt: skip
     add_network_flags(parser)
     parser.add_argument(
-        "--dial-port", type=int, metavar="PORT", help="without a nodes file: take nodes that cannot be reached, as behind a "
-        "router, and dial this port: `mdi join --dial`",
+        "--dial-port", type=int, metavar="PORT", help="without a nodes file: let nodes that cannot be reached, for example "
+        "behind a router, connect to this port (`mdi join --dial`)",
     )  # fmt: skip
 
 
 def add_network_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--addr", help="this machine's address in the network of the nodes (default: the one towards the world)"
+        "--addr", help="this machine's address in the network of the nodes (default: that of the default route)"
     )
 
 

@@ -1,10 +1,10 @@
-"""Examine a cluster before a run: reach every node, and every link of the ring from both ends, and say what is wrong and
-what to do. The secondaries must be started. Exit status 0 only if all is well.
+"""Examine a cluster before a run: contact every node, test every link of the ring from both ends, and say what is wrong
+and what to do. The secondaries must be running. Exit status 0 only if there is no problem.
 
 examples:
   doctor.py --nodes-config settings_distr/lan_3.json
   doctor.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model
-      ... and is there room for the blocks of this model?
+      ... and check whether the blocks of this model fit
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         default=default_nodes_config(),
-        help="who the nodes are (%(default)s)",
+        help="nodes file (%(default)s)",
     )
     add_access_flags(parser)
-    parser.add_argument("--ckpt", type=Path, metavar="DIR", help="a checkpoint: is there room for its blocks?")
+    parser.add_argument("--ckpt", type=Path, metavar="DIR", help="also check whether the blocks of this checkpoint fit")
     parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
     parser.add_argument(
         "--deadline",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="for each connection and each answer (%(default)s)",
+        help="time limit of each connection and each answer (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
     add_common_flags(parser)

@@ -3,10 +3,10 @@
 examples:
   starter.py ... --trace run.json
   mdi explain run.json
-      the slowest stage, a slow link, prompts, too few texts or too little memory, and what to do about it
+      prints the reason (slowest stage, slow link, prompts, too few texts, too little memory) and what to do
   mdi explain run.json --json
 
-The file itself is a picture: open it in chrome://tracing or https://ui.perfetto.dev.
+To see the file as a picture, open it in chrome://tracing or https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mdi.terminal import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
 
-    parser.add_argument("file", type=Path, metavar="FILE", help="what --trace wrote")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file that --trace wrote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_common_flags(parser)
 

@@ -2,11 +2,11 @@
 
 examples:
   mdi join 192.168.1.10:8088 ABCD-EFGH-IJKL-MNOP
-      what the starter printed on 192.168.1.10 (`mdi starter --key FILE --nodes 3`, or `mdi key FILE --invite`)
+      as the starter printed it on 192.168.1.10 (`mdi starter --key FILE --nodes 3`, or `mdi key FILE --invite`)
   mdi join
-      the next time: the key is here, and a starter with it finds this node in the network
+      the next time: this machine has the key, and a starter with it finds this node in the network
   mdi join --dial 203.0.113.5:8089
-      behind a router: this node dials the starter's machine (`mdi starter --dial-port 8089`) and is reached that way
+      behind a router: this node connects to the starter's machine (`mdi starter --dial-port 8089`), which then reaches it
 """
 
 from __future__ import annotations
@@ -26,18 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
     from mdi.cli.secondary import add_node_flags
 
-    parser.add_argument("where", nargs="?", metavar="ADDR:PORT", help="where the invitation waits")
-    parser.add_argument("code", nargs="?", metavar="CODE", help="of the invitation")
+    parser.add_argument("where", nargs="?", metavar="ADDR:PORT", help="address that was printed with the invitation")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="code of the invitation")
     parser.add_argument(
         "--key", type=Path, metavar="FILE", help="where the key is kept (default: in your settings folder)"
     )
-    parser.add_argument(
-        "--port", type=int, default=8088, help="control port; the next free one from here (%(default)s)"
-    )
-    parser.add_argument(
-        "--port-in", type=int, default=5088, help="ring port; the next free one from here (%(default)s)"
-    )
-    parser.add_argument("--addr", help="address to listen on (default: the one towards the cluster)")
+    parser.add_argument("--port", type=int, default=8088, help="control port, or the next free one (%(default)s)")
+    parser.add_argument("--port-in", type=int, default=5088, help="ring port, or the next free one (%(default)s)")
+    parser.add_argument("--addr", help="address to listen on (default: that of the route to the cluster)")
     parser.add_argument("--no-start", action="store_true", help="fetch the key and end")
     add_node_flags(parser)
     add_common_flags(parser)

@@ -1,15 +1,15 @@
-"""Make the key of a cluster, change it, or invite a board to fetch it. Who has the key belongs to the cluster: keep the file to
-yourself.
+"""Make the key of a cluster, change it, or invite a board to fetch it. Keep the file secret: with the key, anybody can use
+the nodes.
 
 examples:
   mdi key cluster.key
       a new key; copy the file to each node, and start all nodes with --key cluster.key (or MDI_KEY_FILE)
   mdi key cluster.key --invite
-      print a code for one use within 15 minutes; on the board: mdi join 192.168.1.10:8088 CODE
+      prints a code for one use within 15 minutes; on the board: mdi join 192.168.1.10:8088 CODE
   mdi key cluster.key --add       (copy the file to all nodes)
   mdi key cluster.key --switch    (copy the file to all nodes)
   mdi key cluster.key --drop      (copy the file to all nodes)
-      change the key, in these three steps, while everything runs: nodes read a file again when it changes
+      these three steps change the key while nodes run; nodes read the file again when it changes
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("file", type=Path, metavar="FILE", help="the key file")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--invite", action="store_true", help="let one board fetch the keys with `mdi join`")
-    what.add_argument("--add", action="store_true", help="add a new key, which is accepted from now on")
-    what.add_argument("--switch", action="store_true", help="the newest key signs from now on; the others are accepted")
-    what.add_argument("--drop", action="store_true", help="keep the key that signs, and no other")
+    what.add_argument(
+        "--invite", action="store_true", help="print a code with which one board can fetch the key (`mdi join`)"
+    )
+    what.add_argument("--add", action="store_true", help="add a new key, which nodes then accept")
+    what.add_argument("--switch", action="store_true", help="sign with the newest key; the others are still accepted")
+    what.add_argument("--drop", action="store_true", help="remove all keys but the one that signs")
     parser.add_argument(
-        "--listen", metavar="ADDR[:PORT]", help=f"for --invite (default: this machine's address, port {INVITE_PORT})"
+        "--listen", metavar="ADDR[:PORT]", help=f"address for --invite (default: this machine's, port {INVITE_PORT})"
     )
     add_common_flags(parser)
 

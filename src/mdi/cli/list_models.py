@@ -1,4 +1,4 @@
-"""List the models that are ready, with what they take on the disk: those that `mdi serve` offers by name.
+"""List the models that are ready to use, with their size. `mdi serve` offers them by name.
 
 examples:
   mdi list
@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_ckpt_folder
 
     parser.add_argument(
-        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="where they are (%(default)s)"
+        "--ckpt-folder",
+        type=Path,
+        default=default_ckpt_folder(),
+        metavar="DIR",
+        help="folder of the models (%(default)s)",
     )
     add_common_flags(parser)
 

@@ -1,6 +1,6 @@
-"""Run a whole ring on this machine: one process per node, on free ports, all gone when the run ends.
+"""Run a whole ring on this machine: one process per node, on free ports. All processes end with the run.
 
-Every other flag goes to the starter; see starter.py --help.
+All other flags are those of the starter; see starter.py --help.
 
 examples:
   local_ring.py --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
@@ -30,16 +30,16 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import starter as cli_starter
 
-    parser.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, the starter among them (%(default)s)")
     parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="nodes more, which take the places of lost ones (%(default)s)"
-    )  # fmt: skip
-    parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
-    parser.add_argument(
-        "--pin", action="store_true", help="keep each node on cores of its own: its share of --cores, else of all"
+        "--nodes", type=int, default=3, metavar="N", help="number of nodes, with the starter (%(default)s)"
     )
     parser.add_argument(
-        "--compare", action="store_true", help="then generate the same on one node, and say what the ring brought"
+        "--spares", type=int, default=0, metavar="N", help="extra nodes, which replace lost ones (%(default)s)"
+    )  # fmt: skip
+    parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
+    parser.add_argument("--pin", action="store_true", help="run each node on its own share of --cores, or of all cores")
+    parser.add_argument(
+        "--compare", action="store_true", help="then generate the same texts on one node, and compare the speeds"
     )
     cli_starter.add_arguments(parser, is_resumable=False)
     parser.set_defaults(nodes_config=None)

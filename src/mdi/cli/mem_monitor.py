@@ -1,6 +1,6 @@
-"""Run a command and record the memory of it and of all the processes that it starts: RAM, and GPU where there is one.
+"""Run a command and record the memory (RAM and GPU) of this process and all processes that it starts.
 
-The exit status is the command's, Ctrl-C goes to it. Without --output the table is printed after the command has ended.
+The exit status is that of the command; Ctrl-C is passed on to it. Without --output the table is printed when the command ends.
 
 examples:
   mem_monitor.py -i 0.5 -o memory.csv --img memory.png -- local_ring.py --nodes 3 --ckpt checkpoints/org/model
@@ -33,11 +33,13 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
 
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="CSV file of the samples (default: printed)")
-    parser.add_argument("--processes", type=Path, metavar="FILE", help="another CSV file, with a row for each process")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="CSV file for the samples (default: print them)"
+    )
+    parser.add_argument("--processes", type=Path, metavar="FILE", help="another CSV file, with a row per process")
     parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="S", help="seconds between samples (1)")
     parser.add_argument("--img", type=Path, metavar="FILE", help="draw a figure of the memory over time")
-    parser.add_argument("--per-node", action="store_true", help="in the figure, a line for each node instead of sums")
+    parser.add_argument("--per-node", action="store_true", help="draw a line per node instead of sums")
     add_common_flags(parser)
     parser.add_argument(
         "command", metavar="CMD", nargs=argparse.REMAINDER, help="the command and its arguments, or all in one string"

@@ -1,4 +1,4 @@
-"""List the nodes of a cluster that can be found in this network: where they are, since when, and what they have.
+"""List the nodes of a cluster that are in this network, with address, state and memory.
 
 examples:
   mdi nodes --key cluster.key
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_access_flags(parser)
     add_network_flags(parser)
     parser.add_argument(
-        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long to listen for them (%(default)s)"
+        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long to listen for nodes (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
     add_common_flags(parser)

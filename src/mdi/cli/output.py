@@ -31,7 +31,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_trace_flag(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write down what each node did with each frame, as Chrome trace events; "
+        "--trace", type=Path, metavar="FILE", help="write what each node did with each frame, as Chrome trace events; "
         "`mdi explain FILE` says what limited the run",
     )  # fmt: skip
 

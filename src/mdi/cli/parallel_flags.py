@@ -25,25 +25,25 @@ REDUCE_DTYPES = ("float32", "fp16", "int8")
 def add_parallel_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--parallel", choices=MODES, default="ring", help="ring: each node has some blocks, for many texts; tensor: all nodes "
-        "compute a share of every block, for one text or few; auto: what is faster, by what nodes measure (%(default)s)",
+        "compute a share of every block, for few texts; auto: the faster one by measurement (%(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--shares", metavar="X,X,...", help="with --parallel tensor: how much of every block each node takes, starter first, "
-        "like 3,2,2 (default: by what the nodes measure of themselves; the same for all with --placement even)",
+        "like 3,2,2 (default: as the nodes measure themselves; equal with --placement even)",
     )  # fmt: skip
     group.add_argument(
-        "--reduce", choices=ALGORITHMS, default="auto", help="... how the nodes sum what they computed (%(default)s: by the "
-        "measured delay and rate of the links; gloo and nccl by torch, without encryption)",
+        "--reduce", choices=ALGORITHMS, default="auto", help="... how the nodes sum their results (%(default)s: the cheapest "
+        "by the measured delay and rate of the links; gloo and nccl: by torch, without encryption)",
     )  # fmt: skip
     group.add_argument(
         "--reduce-dtype",
         choices=REDUCE_DTYPES,
         default="float32",
-        help="... and what partial sums travel as (%(default)s)",
+        help="... number format of partial sums on the links (%(default)s)",
     )
     group.add_argument(
-        "--head", choices=("starter", "shared"), default="starter", help="... who computes the logits: the starter alone, or "
-        "all nodes a share of them (%(default)s)",
+        "--head", choices=("starter", "shared"), default="starter", help="... the starter computes all logits, or each "
+        "node a share of them (%(default)s)",
     )  # fmt: skip
 
 

@@ -1,16 +1,16 @@
-"""Say beforehand who would hold what, whether it fits, how fast it would be, and what would help. Nothing is loaded or sent.
+"""Predict which node gets which blocks, whether the model fits, how fast it is, and what would help. Loads and sends nothing.
 
 examples:
   plan.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model --n-samples 8
-      the nodes measure themselves, and the ways between them (their secondary.py must be running)
+      the nodes measure themselves and their links (secondary.py must be running on them)
   plan.py --profiles cluster.json --ckpt checkpoints/org/model --n-samples 8
   plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
   plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
-      as if the cluster had only these two nodes
+      with only these two nodes
   plan.py --profiles cluster.json --ckpt checkpoints/org/small --beside large.json
-      a second model in what the first one leaves; large.json is what plan.py --json printed of that
+      a second model in the memory that the first one leaves; large.json is the output of plan.py --json for the first
   plan.py --example > cluster.json
-      three single-board computers, to be changed into a cluster of your own
+      profiles of three single-board computers; change them to yours
 """
 
 from __future__ import annotations
@@ -41,41 +41,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli.window_flags import add_window_flags
 
     nodes = parser.add_argument_group("nodes")
-    nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links (JSON); no node runs")
+    nodes.add_argument("--profiles", type=Path, metavar="FILE", help="profiles of nodes and links, instead of nodes")
     nodes.add_argument(
         "--nodes-config",
         type=Path,
         metavar="FILE",
-        help="nodes that are running, to measure themselves, instead of profiles",
+        help="instead of profiles: nodes file of running nodes, which measure themselves",
     )
     add_access_flags(nodes)
-    nodes.add_argument("--fresh", action="store_true", help="measure again, whatever the nodes have kept")
-    nodes.add_argument(
-        "--wait", type=float, default=30.0, metavar="SECONDS", help="... for them to appear (%(default)s)"
-    )
-    nodes.add_argument(
-        "--save-profiles", type=Path, metavar="FILE", help="write down what was measured, for --profiles"
-    )
+    nodes.add_argument("--fresh", action="store_true", help="measure again instead of using stored results")
+    nodes.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for nodes to answer (%(default)s)")
+    nodes.add_argument("--save-profiles", type=Path, metavar="FILE", help="write what was measured, for --profiles")
     nodes.add_argument("--nodes", nargs="+", metavar="NAME", help="only these nodes of the profiles, starter first")
     nodes.add_argument(
-        "--beside", type=Path, nargs="+", default=[], metavar="PLAN", help="what `plan.py --json` printed of models that these "
-        "nodes are to hold as well: only what those leave is used (nodes that run a model now say so by themselves)",
+        "--beside", type=Path, nargs="+", default=[], metavar="PLAN", help="output of `plan.py --json` for other models on "
+        "these nodes; the plan uses only what those leave free (models that run now are counted anyway)",
     )  # fmt: skip
-    nodes.add_argument("--example", action="store_true", help="print profiles to start from, and end")
+    nodes.add_argument("--example", action="store_true", help="print example profiles, and end")
     model = parser.add_argument_group("model")
     model.add_argument("--ckpt", type=Path, metavar="DIR", help="checkpoint made by prepare_model.py")
     model.add_argument(
-        "--config", metavar="NAME", help="a model that is not here: litgpt's name of it, or a model_config.yaml (default: the "
+        "--config", metavar="NAME", help="a model without its checkpoint: litgpt's name, or a model_config.yaml (default: the "
         "model that the profiles were measured with)",
     )  # fmt: skip
-    model.add_argument("--quantize", metavar="FORMAT", help="weight format: fp16, int8 or int4")
-    model.add_argument("--dtype", choices=DTYPES, help="without a weight format: what is stored and computed in")
+    model.add_argument("--quantize", metavar="FORMAT", help="weight format: float32, bf16, fp16, int8 or int4")
+    model.add_argument("--dtype", choices=DTYPES, help="without a weight format: number type of weights and computing")
     add_kv_dtype(model)
     run_group = parser.add_argument_group("run")
     add_replay_memory(run_group)
     run_group.add_argument("--n-samples", type=int, default=1, metavar="S", help="sequences at once (%(default)s)")
     run_group.add_argument(
-        "--sequence-length", type=int, metavar="L", help="tokens that each may reach (default: the model's context)"
+        "--sequence-length", type=int, metavar="L", help="most tokens of a sequence (default: the model's context)"
     )
     add_placement_flags(parser)
     window = parser.add_argument_group("window")
@@ -83,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     window.add_argument(
         "--disk-rate",
         metavar="SIZE",
-        help="what disks give in a second, such as 500M (default: what the nodes measured)",
+        help="bytes per second of the disks, such as 500M (default: as measured)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_common_flags(parser)
@@ -93,9 +89,9 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
     placement = parser.add_argument_group("placement")
     placement.add_argument(
         "--placement", choices=METHODS, default=DEFAULT_METHOD, help="throughput: most tokens/s; latency: the shortest way of "
-        "one token; opa and gma: by left-over memory (and cores), as LLaMPS; even (default: %(default)s)",
+        "one token; opa and gma: by left-over memory (and cores), as LLaMPS; even: equal numbers (default: %(default)s)",
     )  # fmt: skip
-    placement.add_argument("--layers", metavar="N,N,...", help="blocks per node by hand, starter first")
+    placement.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first")
     placement.add_argument(
         "--prefer-memory", type=float, metavar="X", help="for opa: how much more memory counts than cores, 1/9 to 9 (5)"
     )

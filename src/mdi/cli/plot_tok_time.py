@@ -1,6 +1,6 @@
-"""Draw the time over the tokens of a model's runs on several node counts in one figure, with the detail at the origin.
+"""Draw time over tokens for a model's runs on several node counts in one figure, with an enlargement of the first tokens.
 
-It reads the files that --plots leaves in the logs folder. (Those of --time-run have neither tokens nor nodes in them.)
+It reads the files that --plots writes to the logs folder. (Files of --time-run have neither tokens nor node counts.)
 
 examples:
   plot_tok_time.py checkpoints/org/model --n-samples 3
@@ -19,16 +19,20 @@ from mdi.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags
 
-    parser.add_argument("model", metavar="MODEL_DIR", help="the model's folder, or its name in the names of the files")
+    parser.add_argument("model", metavar="MODEL_DIR", help="the model's folder, or its name as in the file names")
     parser.add_argument("-nt", "--no-title", action="store_true", help="no title above the figure")
-    parser.add_argument("--n-samples", type=int, default=3, metavar="N", help="of the runs to compare (%(default)s)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="where the runs' files are (src/logs, or ./logs)")
     parser.add_argument(
-        "--csv", type=Path, action="append", metavar="FILE", help="these files instead; may be repeated"
+        "--n-samples", type=int, default=3, metavar="N", help="number of samples of the runs to compare (%(default)s)"
     )
-    parser.add_argument("--label", action="append", metavar="TEXT", help="of each --csv, in their order")
-    parser.add_argument("--detail", type=int, metavar="N", help="tokens in the detail; 0: none (a tenth of the fewest)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the figure (src/img/time_vs_tokens_<model>.png)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="folder of the runs' files (src/logs, or ./logs)")
+    parser.add_argument("--csv", type=Path, action="append", metavar="FILE", help="use this file instead; repeatable")
+    parser.add_argument("--label", action="append", metavar="TEXT", help="label of each --csv, in the same order")
+    parser.add_argument(
+        "--detail", type=int, metavar="N", help="first tokens to enlarge; 0: none (a tenth of the shortest run)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file of the figure (src/img/time_vs_tokens_<model>.png)"
+    )
     add_common_flags(parser)
 
 

@@ -1,7 +1,7 @@
-"""Turn text into what train.py reads: train.bin (the first nine tenths), val.bin (the rest), meta.json, the tokenizer.
+"""Turn text into the files that train.py reads: train.bin (the first nine tenths), val.bin (the rest), meta.json, tokenizer.
 
 Give --vocab-size to train a byte-level BPE tokenizer on the text itself, or --tokenizer to use that of a model. DATA is a
-file or a folder here, or the name of a data set on the hub. Files with rows (.jsonl, .csv, .parquet) give one text each.
+file, a folder, or the name of a data set on the hub. In files with rows (.jsonl, .csv, .parquet), each row is a text.
 
 examples:
   prepare_data.py shakespeare.txt --out data/shakespeare --vocab-size 2048
@@ -35,22 +35,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or tokenizer.model, or a folder with one"
     )
     source.add_argument("--vocab-size", type=int, metavar="N", help="train a BPE tokenizer with at most N tokens")
-    parser.add_argument("--val-fraction", default="0.1", metavar="F", help="of the tokens, held out (%(default)s)")
     parser.add_argument(
-        "--column", default="text", metavar="NAME", help="of the text, in files with rows (%(default)s)"
+        "--val-fraction",
+        default="0.1",
+        metavar="F",
+        help="part of the tokens that is held out for validation (%(default)s)",
+    )
+    parser.add_argument(
+        "--column", default="text", metavar="NAME", help="column of the text in files with rows (%(default)s)"
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=1,
         metavar="N",
-        help="processes that encode; the result is the same (%(default)s)",
+        help="number of encoding processes; it does not change the result (%(default)s)",
     )
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--files", metavar="PATTERN", help='which files, e.g. "data/*.parquet" (default: those of --split)'
     )
-    hub.add_argument("--split", default="train", help="take the files that have this in their names (%(default)s)")
+    hub.add_argument("--split", default="train", help="take the files with this word in their names (%(default)s)")
     hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private data sets (default: $HF_TOKEN)")
     hub.add_argument("--revision", help="branch, tag or commit (default: main)")
     add_common_flags(parser)

@@ -1,4 +1,4 @@
-"""Flags of prepare_model: from a name on the hub or a local directory to one chunk per node."""
+"""Flags of prepare_model: it makes one chunk per node from a model on the hub or in a local directory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ DESCRIPTION = """\
 Download a model, convert it to LitGPT's format, and cut it into one chunk per node.
 
 MODEL is a name on the Hugging Face hub (org/name), a local directory in LitGPT's or Hugging Face's format, or a GGUF
-file, whose weights stay where they are. What has been done already is not done again, and needs no connection. Without
---n-nodes the model is only made ready: a starter that is given it with --ckpt cuts it by itself, and sends the other nodes
-their parts.
+file, whose weights stay in that file. Finished steps are not repeated, and need no connection. Without --n-nodes the
+model is only downloaded and converted; a starter with --ckpt then cuts it and sends the other nodes their parts.
 """
 
 EPILOG = """\
@@ -38,9 +37,9 @@ examples:
   prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
-needs its own only, and can be started without one. Each says what it holds and carries a sha256 of each block. By
-default blocks are spread evenly, where the output head counts as work of the starter. From 1 node to one more than
-the model has blocks: the starter may hold none.
+needs only its own chunk, or none, if the starter sends it. Each chunk lists its parts with a sha256 each. By
+default blocks are spread evenly; the output head counts as work of the starter. N may be from 1 to one more than the
+number of blocks, because the starter may have none.
 """
 
 
@@ -55,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cut = parser.add_argument_group("cut")
     cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
     cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
-    cut.add_argument("--dtype", choices=DTYPES, help="store the weights as this (default: as they are)")
+    cut.add_argument("--dtype", choices=DTYPES, help="number type to store the weights in (default: as they are)")
     cut.add_argument(
         "--quantize", choices=PACKED, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
-        "int4 an eighth (default: what loses nothing of the weights)",
+        "int4 an eighth (default: the smallest without loss)",
     )  # fmt: skip
     cut.add_argument("--quantize-head", choices=PACKED, help="the same for head and embedding (default: as --quantize)")
     hub = parser.add_argument_group("hub")
     hub.add_argument(
-        "--ckpt-folder", type=Path, metavar="DIR", help="where models are downloaded to (default: src/checkpoints)"
+        "--ckpt-folder", type=Path, metavar="DIR", help="folder for downloaded models (default: src/checkpoints)"
     )
     hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
     hub.add_argument("--revision", help="branch, tag or commit (default: main)")
@@ -71,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     conversion.add_argument(
         "--export",
         choices=("hf",),
-        help="write the model as a Hugging Face directory (config.json, safetensors) instead",
+        help="instead of cutting, write the model as a Hugging Face directory (config.json, safetensors)",
     )
     conversion.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the result goes: the model and its chunks, or what --export writes "
-        "(default: a Hugging Face directory that is not in the checkpoints folder gets one of its name there; else MODEL)",
+        "--out", type=Path, metavar="DIR", help="folder for the model and its chunks, or for the result of --export "
+        "(default: MODEL; for a Hugging Face directory elsewhere, one of its name in the checkpoints folder)",
     )  # fmt: skip
     conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
-    conversion.add_argument("--device", help="accepted for compatibility; all of this is work for the CPU and the disk")
-    parser.add_argument("-v", "--verb", action="store_true", help="say more about what is going on")
+    conversion.add_argument("--device", help="accepted for compatibility; no step uses a GPU")
+    parser.add_argument("-v", "--verb", action="store_true", help="print more about what happens")
     parser.add_argument("-d", "--debug", action="store_true", help="write a debug log, and show tracebacks of errors")
 
 

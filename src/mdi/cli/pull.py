@@ -1,10 +1,10 @@
-"""Download a model from the Hugging Face hub and make it ready, under its name; what is there already is not fetched again.
+"""Download a model from the Hugging Face hub and make it ready to use. Existing files are not downloaded again.
 
 examples:
   mdi pull TinyLlama/TinyLlama-1.1B-Chat-v1.0
   mdi pull TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --quantize int8    and cut it for three nodes
 
-`mdi list` shows what is there, `mdi rm` removes it; a server (`mdi serve`) offers all of them by name.
+`mdi list` lists the models, `mdi rm` removes one; a server (`mdi serve`) offers all of them by name.
 """
 
 from __future__ import annotations

@@ -26,16 +26,14 @@ logger = logging.getLogger("mdi")
 def add_resume_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("going on with a run")
     group.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run that was broken off, by its name or `last`: its "
-        "flags and prompts are used again, and --nodes-config if it is given; without a name, list such runs",
+        "--resume", nargs="?", const="", metavar="RUN", help="continue an interrupted run, named here or `last`, with its "
+        "flags and prompts; --nodes-config may be given again; without a name, list such runs",
     )  # fmt: skip
     group.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="where runs write down what they have reached, readable by you only, until "
-        "they end (default: runs/ in the cache folder)",
+        "--run-dir", type=Path, metavar="DIR", help="folder for the journals of runs, readable by you only (default: runs/ in "
+        "the cache folder)",
     )  # fmt: skip
-    group.add_argument(
-        "--no-journal", action="store_true", help="write nothing down: such a run cannot be gone on with"
-    )
+    group.add_argument("--no-journal", action="store_true", help="write no journal; such a run cannot be resumed")
 
 
 def run_folder(args: argparse.Namespace) -> Path:

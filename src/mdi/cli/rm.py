@@ -18,10 +18,14 @@ from mdi.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli import add_common_flags, default_ckpt_folder
 
-    parser.add_argument("name", metavar="NAME", help="as mdi list shows it")
+    parser.add_argument("name", metavar="NAME", help="name as `mdi list` shows it")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
     parser.add_argument(
-        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="where it is (%(default)s)"
+        "--ckpt-folder",
+        type=Path,
+        default=default_ckpt_folder(),
+        metavar="DIR",
+        help="folder of the models (%(default)s)",
     )
     add_common_flags(parser)
 

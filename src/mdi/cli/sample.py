@@ -1,4 +1,4 @@
-"""Generate text on one device: the same stage, caches and sampler as a ring's, without a ring.
+"""Generate text on one device, with the same stage, caches and sampler as a ring.
 
 example:
   sample.py --ckpt checkpoints/org/model --prompt "Once upon a time" --n-samples 1 --temperature 0

@@ -1,8 +1,8 @@
-"""Run a secondary (worker) node: it waits to be configured by a starter, runs its blocks, and waits for the next run.
+"""Run a secondary (worker) node: it waits for a starter, computes its blocks, and waits for the next run.
 
 examples:
   secondary.py --nodes-config settings_distr/configuration.json 0
-      the first secondary of that file; its weights come from the starter, and are kept for the next time
+      the first secondary of that file; the starter sends its weights, which are kept for the next time
   secondary.py --nodes-config settings_distr/configuration.json 1 --chunk model_secondary1.safetensors
       the second one, with the chunk that prepare_model.py made and that was copied here
 """
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar=("FILE", "INDEX"),
         default=[str(default_nodes_config()), "0"],
-        help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX for a file that describes "
-        "one secondary alone); default: settings_distr/configuration.json 0",
+        help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX if the file describes "
+        "only one secondary); default: settings_distr/configuration.json 0",
     )
     add_access_flags(parser)
     add_node_flags(parser)
@@ -55,23 +55,27 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where weights that a starter sent are kept (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
+        help="folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
     )
     parser.add_argument(
         "--cache-size",
         metavar="SIZE",
-        help="what the weights kept there may take, such as 20GB: those used longest ago make room (default: no limit)",
+        help="limit for that folder, such as 20GB: the least recently used weights are deleted (default: no limit)",
     )
     add_machine_flags(parser)
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
     )
-    parser.add_argument("--quantize", metavar="FORMAT", help="fp16, int8 or int4 (default: what the starter asks for)")
     parser.add_argument(
-        "--no-announce", action="store_true", help="do not announce this node to the starters of its key in its network"
+        "--quantize",
+        metavar="FORMAT",
+        help="weight format, see `starter.py --help` (default: what the starter asks for)",
     )
+    parser.add_argument("--no-announce", action="store_true", help="do not announce this node in its network")
     parser.add_argument(
-        "--dial", metavar="ADDR:PORT", help="behind a router: dial a starter's --dial-port, and be reached that way"
+        "--dial",
+        metavar="ADDR:PORT",
+        help="behind a router: connect to the --dial-port of a starter, which then reaches this node",
     )
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)

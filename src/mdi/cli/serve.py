@@ -1,13 +1,14 @@
-"""Serve models to programs and people: OpenAI's API over a ring of nodes, for as many texts at once as you like.
+"""Serve models to programs and people: OpenAI's API over a ring of nodes, for many texts at once.
 
 examples:
   serve.py --ckpt checkpoints/org/model                                   on this machine alone
   serve.py --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
   serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
-      over the nodes of that file, for everybody in the network who has a key
+      over the nodes of that file, for everybody in the network with a key
 
-Programs that speak with OpenAI's API get http://127.0.0.1:8000/v1 as their base URL. Ctrl-C or SIGTERM ends the server when
-what it is writing has been written, or after 15 seconds.
+Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL. Without --sequence-length, a text may have up
+to 8,192 tokens, or as many as the model allows. Ctrl-C or SIGTERM ends the server when the texts under way are finished, or
+after 15 seconds.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--nodes", type=int, metavar="N", help="a ring of N processes on this machine")
-    nodes.add_argument("--nodes-config", type=Path, metavar="FILE", help="the ring of these nodes")
-    nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each, starter first")
+    nodes.add_argument("--nodes-config", type=Path, metavar="FILE", help="nodes file: a ring of these nodes")
+    nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each node, starter first")
     add_access_flags(nodes)
     add_ring_flags(nodes)
     add_trace_flag(add_serve_flags(parser))

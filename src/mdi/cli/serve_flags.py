@@ -24,38 +24,40 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
     api = parser.add_argument_group("API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
-    api.add_argument("--port", type=int, default=8000, help="(%(default)s; 0 is any that is free)")
+    api.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s; 0: any free one)")
     api.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="who asks must have it; repeatable "
+        "--api-key", action="append", default=[], metavar="KEY", help="key that clients must send; repeatable "
         f"(default: {KEY_VARIABLE})",
     )  # fmt: skip
     api.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="a key a line, then if you like its name and its priority: larger "
-        "goes first (0)",
+        "--api-key-file", type=Path, metavar="FILE", help="one key per line, with an optional name and priority; "
+        "a larger priority goes first (0)",
     )  # fmt: skip
     api.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM), to serve https")
-    api.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    api.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate (PEM)")
     api.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a name by which browsers and programs call this "
-        "server, beside localhost and addresses; repeatable, * is any",
+        "--allow-host", action="append", default=[], metavar="NAME", help="a host name that clients may use for this "
+        "server, besides localhost and addresses; repeatable, * is any",
     )  # fmt: skip
     api.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages of this origin may ask, like "
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="let web pages of this origin use the API, like "
         "https://example.org; repeatable, * is any",
     )  # fmt: skip
-    api.add_argument("--max-running", type=int, default=256, metavar="N", help="texts at the same time (%(default)s)")
     api.add_argument(
-        "--queue", type=int, default=512, metavar="N", help="texts that wait; more are refused with 429 (%(default)s)"
+        "--max-running", type=int, default=256, metavar="N", help="texts of one model at the same time (%(default)s)"
     )
     api.add_argument(
-        "--keep-alive", type=float, metavar="SECONDS", help="put a model out of memory that nobody has used for so long "
-        "(default: it stays until another one is asked for)",
+        "--queue", type=int, default=512, metavar="N", help="waiting texts of one model; more get 429 (%(default)s)"
+    )
+    api.add_argument(
+        "--keep-alive", type=float, metavar="SECONDS", help="unload a model that was not used for so long (default: keep it "
+        "until another model needs its memory)",
     )  # fmt: skip
     api.add_argument(
-        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="where the models are that requests can "
+        "--ckpt-folder", type=Path, default=default_ckpt_folder(), metavar="DIR", help="folder of the models that requests can "
         "name (%(default)s)",
     )  # fmt: skip
-    api.add_argument("--open", action="store_true", help="open the page in the browser")
+    api.add_argument("--open", action="store_true", help="open the server's page in a browser")
     return api
 
 

@@ -1,5 +1,4 @@
-"""Run a model over a ring of nodes, from its first node: this one cuts the model, configures the secondaries, and
-generates.
+"""Run a model over a ring of nodes. This is the first node: it cuts the model, configures the secondaries, and generates.
 
 examples:
   starter.py --ckpt checkpoints/org/model --nodes-config settings_distr/configuration.json --prompt "Who are you?"
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) ->
         "--nodes-config",
         type=Path,
         metavar="FILE",
-        help="who the nodes are (default: who is found in the network with the key of --key; without a key "
+        help="nodes file (default: the nodes found in the network with the key of --key; without a key "
         f"{default_nodes_config()})",
     )
     add_access_flags(nodes)

@@ -30,28 +30,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's folder; to fine-tune also org/name on the hub (%(default)s)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for the results (--ckpt; fine-tuning: finetuned/ in it)"
+        "--out", type=Path, metavar="DIR", help="folder for the results (--ckpt; fine-tuning: finetuned/ in it)"
     )
     parser.add_argument(
-        "--dataset", type=Path, default=DEFAULT_DATASET, metavar="DIR", help="of prepare_data (%(default)s)"
+        "--dataset",
+        type=Path,
+        default=DEFAULT_DATASET,
+        metavar="DIR",
+        help="folder that prepare_data made (%(default)s)",
     )
     parser.add_argument(
         "--init",
         choices=INITS,
         default="scratch",
-        help="where weights come from: random ones, an earlier run, or a checkpoint (finetune, hf, huggingface: the same)",
+        help="first weights: random, from an earlier run, or from a checkpoint (finetune, hf, huggingface: the same)",
     )
     parser.add_argument(
-        "--config", metavar="SHAPE", help="from scratch: a litgpt name, a .yaml file or a folder with one"
+        "--config", metavar="SHAPE", help="shape of a new model: a litgpt name, a .yaml file or a folder with one"
     )
-    parser.add_argument("--fit-vocab", action="store_true", help="from scratch: as many tokens as the data set has")
-    parser.add_argument("--overwrite", action="store_true", help="replace the weights that the folder may hold already")
+    parser.add_argument("--fit-vocab", action="store_true", help="give a new model the vocabulary size of the data set")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing weights in the folder")
     parser.add_argument(
-        "-F", "--force-old", action="store_true", help="resume with the earlier run's settings, whatever flags say"
+        "-F", "--force-old", action="store_true", help="resume with the earlier run's settings and ignore other flags"
     )
     parser.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps (default: the best that is there)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps (default: a GPU if there is one)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads (default: this process's share of the cores)"
+    )
     parser.add_argument("-c", "--compile", action="store_true", help="compile the model first (needs a C++ compiler)")
     add_common_flags(parser)
     _add_length_flags(parser)
@@ -59,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_lora_flags(parser)
     group = parser.add_argument_group("number types")
     group.add_argument(
-        "--dtype", choices=DTYPES, help="of the matrix products (bfloat16 where a GPU has it, else float32)"
+        "--dtype", choices=DTYPES, help="number type of the matrix products (bfloat16 if a GPU has it, else float32)"
     )
-    group.add_argument("--save-dtype", choices=DTYPES, help=f"of the checkpoints ({DEFAULT.save_dtype})")
+    group.add_argument("--save-dtype", choices=DTYPES, help=f"number type of the checkpoints ({DEFAULT.save_dtype})")
 
 
 def _number(group: argparse._ArgumentGroup, flag: str, value_type: type, text: str) -> None:
@@ -79,42 +85,44 @@ def _add_length_flags(parser: argparse.ArgumentParser) -> None:
     _number(group, "batch-size", int, "windows per forward pass")
     _number(group, "grad-acc-steps", int, "forward passes per optimizer step, of all processes together")
     group.add_argument("--sequence-length", type=int, metavar="N", help="tokens per window (the model's context)")
-    _number(group, "ckpt-interval", int, "steps between evaluations, after each of which is saved")
-    _number(group, "eval-iters", int, "batches per evaluation at most")
+    _number(group, "ckpt-interval", int, "steps between evaluations; each is followed by a save")
+    _number(group, "eval-iters", int, "most batches per evaluation")
     _number(group, "log-interval", int, "steps between progress lines")
-    _number(group, "patience", int, "stop after so many evaluations without a better one")
+    _number(group, "patience", int, "stop after N evaluations without an improvement")
     group.add_argument(
         "-au",
         "--always-update",
         action="store_true",
         default=None,
-        help="lit_model.pth: the last weights, not the best",
+        help="save the last weights to lit_model.pth, not the best",
     )
-    _number(group, "seed", int, "of the first weights and the order of the windows")
+    _number(group, "seed", int, "seed of the first weights and the order of the windows")
 
 
 def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimizer (AdamW) and learning rate (linear warm-up, then down)")
+    group = parser.add_argument_group("optimizer (AdamW) and learning rate (rises linearly, then falls)")
     _number(group, "lr", float, "learning rate after the warm-up")
     _number(group, "min-lr", float, "learning rate at the end; by default a tenth of --lr, if that is given")
     _number(group, "warmup-iters", int, "steps of warm-up")
-    group.add_argument("--schedule", choices=SCHEDULES, help=f"the way down ({DEFAULT.schedule})")
+    group.add_argument("--schedule", choices=SCHEDULES, help=f"how the learning rate falls ({DEFAULT.schedule})")
     group.add_argument("--decay-iters", type=int, metavar="N", help="step at which --min-lr is reached (--max-iters)")
-    _number(group, "weight-decay", float, "on matrices only")
+    _number(group, "weight-decay", float, "weight decay, on matrices only")
     _number(group, "beta1", float, "decay of the mean gradient")
     _number(group, "beta2", float, "decay of the mean squared gradient")
-    _number(group, "eps", float, "added to the root of the latter")
-    _number(group, "grad-clip", float, "largest norm of the gradient; 0: no limit")
+    _number(group, "eps", float, "added to the square root of the mean squared gradient")
+    _number(group, "grad-clip", float, "largest norm of the gradient; 0 is no limit")
 
 
 def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
     lora = LoraSettings(r=1)
     group = parser.add_argument_group("LoRA (with --init finetune)")
     group.add_argument("--lora-r", type=int, metavar="N", help="train adapters of this rank, not the weights (off)")
-    group.add_argument("--lora-alpha", type=int, metavar="N", help=f"they count alpha / r ({lora.alpha})")
-    group.add_argument("--lora-dropout", type=float, metavar="P", help=f"of their input ({lora.dropout})")
+    group.add_argument("--lora-alpha", type=int, metavar="N", help=f"adapters are scaled by alpha / r ({lora.alpha})")
+    group.add_argument("--lora-dropout", type=float, metavar="P", help=f"dropout of their input ({lora.dropout})")
     group.add_argument(
-        "--lora-targets", metavar="A,B,...", help=f"of {','.join(LORA_TARGETS)} ({','.join(lora.targets)})"
+        "--lora-targets",
+        metavar="A,B,...",
+        help=f"matrices with adapters, from {','.join(LORA_TARGETS)} ({','.join(lora.targets)})",
     )
 
 

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 def add_window_flags(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--window", type=int, metavar="W", help="hold only W halves of blocks (attention, MLP) in memory, and read the next "
-        "ones from the disk meanwhile, for models larger than memory (default: hold all; with --memory, what fits)",
+        "--window", type=int, metavar="W", help="keep only W halves of blocks (attention, MLP) in memory and read the "
+        "next ones from the disk meanwhile, for models larger than memory (default: keep all; with --memory, as many as fit)",
     )  # fmt: skip
     parser.add_argument(
-        "--retain", type=int, metavar="T", help="with a window, keep every T-th block in memory for good (default: none; with "
+        "--retain", type=int, metavar="T", help="with a window, always keep every T-th block in memory (default: none; with "
         "--memory, as many as fit)",
     )  # fmt: skip
     parser.add_argument(
-        "--memory", metavar="SIZE", help="what this process may take in all, such as 700MB: window and kept blocks are chosen "
-        "so, and the run ends rather than take more",
+        "--memory", metavar="SIZE", help="limit for this process, such as 700MB: window and kept blocks are chosen to fit, and "
+        "the run ends if it needs more",
     )  # fmt: skip
 
 
