@@ -19,7 +19,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError
+from mdi.errors import ControlError, NodeLostError
 from mdi.node.options import StarterOptions
 from mdi.node.part_sending import PartSending, from_offset
 from mdi.node.starter import StarterNode
@@ -111,6 +111,24 @@ def test_the_starter_goes_on_where_a_holder_failed() -> None:
     whole = Fake("b")
     sending(whole, {}, holder).send(PART, 0)
     assert not whole.sent, "only the holder's answer was lost"
+
+
+def test_a_connection_that_breaks_is_no_lost_node() -> None:
+    """The node is asked what it has, and gets the rest; who takes nothing time and again is lost."""
+    target, missing = Fake("b"), {PART: 0}
+
+    def break_off(part: PartSpec, run: str, offset: int, pieces: Iterator[bytes]) -> None:
+        missing[PART] = min(offset + 4000, PART.n_bytes - 100)
+        target.sent += b"".join(pieces)[: missing[PART] - offset]
+        if target.problem is None:
+            return
+        raise target.problem
+
+    target.send_part = break_off  # type: ignore[method-assign]
+    target.problem = ControlError("reset", problem="closed")
+    with pytest.raises(NodeLostError):
+        sending(target, missing).send(PART, 0)
+    assert target.sent == BYTES[:-100], "as long as bytes arrive it goes on"
 
 
 def test_pieces_from_an_offset() -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import mdi.node.setup
 from frame_starter import FrameStarter, frame_starter
 from loopback import DEADLINE_S
 from mdi.checkpoint.source import open_source
+from mdi.control.client import ControlClient
 from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError, RingError
@@ -27,6 +29,7 @@ from mdi.node.options import StarterOptions
 from mdi.node.sample import SampleReader
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
+from mdi.node.starter_weights import StarterWeights
 from secondaries import cluster_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
 
@@ -94,6 +97,47 @@ def test_rings_of_different_models_run_at_the_same_time(checkpoints: list[Path],
             own = node.status(starters[1].run_id)["slots"]
             assert [slot.get("run") for slot in own].count(starters[1].run_id) == 1
     assert found == {i: expected(4 + i, 40) for i in range(n_rings)}
+
+
+def test_two_starters_that_send_the_same_parts_to_a_node(
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins when half of a part is there, and sends nothing that the first one sends."""
+    pieces, send_part = StarterWeights.pieces, ControlClient.send_part
+    is_half_there, is_second_sending = threading.Event(), threading.Event()
+    n_sent: Counter[str] = Counter()
+
+    def in_halves(self: StarterWeights, part: str) -> Iterator[bytes]:
+        whole = b"".join(pieces(self, part))
+        yield whole[: len(whole) // 2]
+        is_half_there.set()
+        is_second_sending.wait(DEADLINE_S)
+        yield whole[len(whole) // 2 :]
+        n_sent[part] += 1
+
+    def send(self: ControlClient, part: PartSpec, *args: Any) -> None:
+        if is_half_there.is_set():
+            is_second_sending.set()
+        send_part(self, part, *args)
+
+    monkeypatch.setattr(StarterWeights, "pieces", in_halves)
+    monkeypatch.setattr(ControlClient, "send_part", send)
+    found: dict[int, list[list[int]]] = {}
+    with secondaries(1, tmp_path) as nodes:
+
+        def generate(i: int) -> None:
+            with started(nodes, checkpoints[0], "2,3") as starter:
+                found[i] = texts_of(starter, 8)
+
+        threads = [threading.Thread(target=generate, args=(i,)) for i in range(2)]
+        threads[0].start()
+        assert is_half_there.wait(DEADLINE_S)
+        threads[1].start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(nodes[0].store.parts()) == 3
+    assert found == dict.fromkeys(range(2), expected(4, 8))
+    assert n_sent == {f"block.{i}": 1 for i in range(2, 5)}
 
 
 def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mdi.checkpoint.source import open_source
-from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.store import COMING, BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
@@ -325,31 +325,22 @@ def test_space_is_freed_by_age(tmp_path: Path) -> None:
     assert BlockStore(tmp_path / "nowhere", 10).free_space(5, set()) == 0
 
 
-def test_a_part_that_comes_twice_comes_one_after_the_other(tmp_path: Path) -> None:
-    """The first transfer was cut off, but its thread has not noticed yet."""
+def test_a_part_that_is_coming_already_is_to_be_asked_for_again(tmp_path: Path) -> None:
+    """Somebody else sends it, or the first transfer was cut off, and its thread has not noticed yet."""
     raw = bytes(range(256)) * 100
     part = PartSpec("block.0", hashlib.sha256(raw).hexdigest(), len(raw))
     store = BlockStore(tmp_path)
-    reading, go_on = threading.Event(), threading.Event()
+    refused: list[str] = []
 
     def slow(n: int) -> bytes:
-        reading.set()
-        assert go_on.wait(30)
+        with pytest.raises(CheckpointError) as caught:
+            store.receive(part, 0, lambda n: raw)
+        refused.append(caught.value.code)
         return b""
 
-    def first() -> None:
-        with contextlib.suppress(CheckpointError):
-            store.receive(part, 0, slow)
-
-    threads = [threading.Thread(target=first)]
-    threads[0].start()
-    assert reading.wait(30)
+    with pytest.raises(CheckpointError):
+        store.receive(part, 0, slow)
+    assert refused == [COMING]
     left = [raw]
-    threads.append(threading.Thread(target=lambda: store.receive(part, 0, lambda n: left.pop() if left else b"")))
-    threads[1].start()
-    threads[1].join(0.2)
-    assert threads[1].is_alive(), "it waits"
-    go_on.set()
-    for thread in threads:
-        thread.join(30)
+    store.receive(part, 0, lambda n: left.pop() if left else b"")
     assert store.path(part.sha256).read_bytes() == raw

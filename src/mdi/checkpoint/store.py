@@ -22,7 +22,7 @@ from mdi.errors import CheckpointError
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20
-ALONE_S = 15.0  # longer than a connection that stands still is kept open (control.server)
+COMING = "busy"  # code of an error after which the sender is to ask again what is missing
 
 logger = logging.getLogger("mdi")
 
@@ -30,12 +30,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
+def _coming(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.code = COMING
+    return error
+
+
 class BlockStore:
     """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
     A file under its final name was what it should be when it came; `has` looks whether it still is. Several parts can be
-    received at a time, in as many threads; one that is asked to come twice waits for the first to end. The directory is made
-    when the first part comes.
+    received at a time, in as many threads. The directory is made when the first part comes.
 
     Args:
         limit_bytes: what all files together may take, see `free_space`; None is no limit.
@@ -44,7 +49,7 @@ class BlockStore:
     def __init__(self, directory: str | Path, limit_bytes: int | None = None) -> None:
         self.directory = Path(directory)
         self.limit_bytes = limit_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._coming: set[str] = set()
         self.checked = CheckedFiles(self.directory / "checked.json")
 
@@ -181,7 +186,7 @@ class BlockStore:
 
         Raises:
             CheckpointError: bytes are missing (what came is kept), are others than the sha256 says, or the disk is full
-                (what came is removed).
+                (what came is removed); code COMING if somebody else sends the part, or has just sent or lost it.
         """
         with self._alone(info):
             self._receive_alone(info, offset, read, on_bytes)
@@ -189,16 +194,15 @@ class BlockStore:
     @contextlib.contextmanager
     def _alone(self, info: Part) -> Iterator[None]:
         """One transfer of a part at a time: one that was cut off may not have noticed yet when the next one begins."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: info.sha256 not in self._coming, ALONE_S):
-                raise CheckpointError(f"{info.name} is being received already")
+        with self._lock:
+            if info.sha256 in self._coming:
+                raise _coming(f"{info.name} is being received already")
             self._coming.add(info.sha256)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._coming.discard(info.sha256)
-                self._changed.notify_all()
 
     def _receive_alone(
         self, info: Part, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None
@@ -206,9 +210,7 @@ class BlockStore:
         partial = self._partial(info.sha256)
         have = self.partial_bytes(info.sha256)
         if not 0 <= offset <= min(have, info.n_bytes):
-            raise CheckpointError(
-                f"{info.name} cannot go on at byte {offset} of {info.n_bytes}: {have} bytes of it are here"
-            )
+            raise _coming(f"{info.name} cannot go on at byte {offset} of {info.n_bytes}: {have} bytes of it are here")
         with self._disk(info):
             self.directory.mkdir(parents=True, exist_ok=True)
             file: BinaryIO = open(partial, "r+b" if have else "w+b", buffering=0)  # noqa: SIM115 - closed below

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.errors import ControlError, NodeLostError
+from mdi.node.patience import STALL_S
+
+AGAIN_S = 0.2  # before a part is tried again that somebody else sends
+N_BROKEN = 3  # connections that break one after the other without a byte that arrives
 
 # Nodes that have a part, by its sha256.
 Holders = Mapping[str, Sequence[ControlClient]]
@@ -23,6 +30,29 @@ class PartSource(Protocol):
 
     def pieces(self, part: str) -> Iterator[bytes | memoryview]:
         """The canonical bytes of a part, to be sent."""
+
+
+class _Tries:
+    """To send a part to a node: it may be coming from another starter, and a connection may break."""
+
+    def __init__(self, name: str, part: PartSpec) -> None:
+        self._name = name
+        self._part = part
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Bytes of the part have arrived, whoever sent them."""
+        self._n_broken, self._deadline = 0, time.monotonic() + STALL_S
+
+    def add(self, error: ControlError) -> None:
+        """One has failed; raises if there is to be no other."""
+        if error.status is None:
+            self._n_broken += 1
+            if self._n_broken > N_BROKEN:
+                words = f"{self._name} was lost while {self._part.name} was sent to it: {error}"
+                raise NodeLostError(self._name, words) from None
+        elif error.code != COMING or time.monotonic() > self._deadline:
+            raise error
 
 
 class PartSending:
@@ -49,7 +79,7 @@ class PartSending:
         self._n_sent: dict[str, int] = {}  # by holder
 
     def send(self, part: PartSpec, have: int) -> None:
-        """Have a part sent from byte `have` on.
+        """Have a part sent from byte `have` on; done when the node has it, whoever sent it.
 
         Raises:
             NodeLostError: the node is not there any more; ControlError: it does not take it.
@@ -59,13 +89,20 @@ class PartSending:
             if rest is None:
                 return
             have = rest
-        name = self._client.node.name
-        try:
-            self._client.send_part(part, self._run, have, self._pieces(part, have))
-        except ControlError as e:
-            if e.status is None:
-                raise NodeLostError(name, f"{name} was lost while {part.name} was sent to it: {e}") from None
-            raise
+        tries = _Tries(self._client.node.name, part)
+        while True:
+            try:
+                return self._client.send_part(part, self._run, have, self._pieces(part, have))
+            except ControlError as e:
+                tries.add(e)
+            threading.Event().wait(AGAIN_S)
+            self._check()
+            there = self._missing().get(part)  # the node is asked: that tells whether it is lost
+            if there is None:
+                return
+            if there > have:
+                tries.begin_again()
+            have = there
 
     def _holder(self, part: PartSpec) -> ControlClient | None:
         """The node with this part that has sent the fewest so far."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from mdi.errors import NodeLostError
 
+STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
+
 
 class Patience:
     """With one node, in one step of its set-up.

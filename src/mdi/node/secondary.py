@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 import mdi
-from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
 from mdi.control.client import ControlClient
@@ -268,7 +268,10 @@ class SecondaryNode:
             raise self._unknown_run()
         part = job.missing.get(sha256) if job.missing is not None else None
         if part is None:
-            raise ControlError("this part was not asked for", 409)
+            is_here = any(part.sha256 == sha256 for part in job.request.parts)
+            raise ControlError(
+                "this part is not missing (any more)", 409, code=COMING if is_here else ControlError.code
+            )
         if n_bytes != part.n_bytes - offset:
             raise ControlError(f"{n_bytes} bytes from {offset} on do not make up part {part.name}", 400)
 
@@ -281,15 +284,17 @@ class SecondaryNode:
         try:
             self.store.receive(part, offset, read, count)
         except MdiError as e:
-            if not self.store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
+            # Nothing is left to go on with: a full disk, or wrong bytes.
+            if e.code != COMING and not self.store.partial_bytes(sha256):
                 with job.changed:
                     job.failure = e
                     job.changed.notify_all()
             raise
-        with job.changed:
-            assert job.missing is not None
-            job.missing.pop(sha256, None)
-            job.changed.notify_all()
+        for one in {job, *self.runs.active}:  # another run may wait for the same part
+            with one.changed:
+                if one.missing is not None:
+                    one.missing.pop(sha256, None)
+                one.changed.notify_all()
 
     def forward(self, request: ForwardRequest) -> None:
         client = ControlClient(NodeConfig(request.node, request.addr, request.port, 0), self._keys)

@@ -17,14 +17,13 @@ from mdi.examine.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.cache_budget import CacheReport
 from mdi.node.part_sending import Holders, PartSending, PartSource
-from mdi.node.patience import Patience
+from mdi.node.patience import STALL_S, Patience
 from mdi.node.progress import Progress
 from mdi.periodic import Periodic
 from mdi.units import size
 
 POLL_S = 0.03  # a node that has everything is ready in a few hundredths of a second, and texts may be waiting for it
 SIGN_S = 1.0
-STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 
 logger = logging.getLogger("mdi")
 
