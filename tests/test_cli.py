@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 import mdi
-from mdi.cli import COMMANDS, launch, main
+from mdi.cli import COMMANDS, TERMINATED, launch, main
 from mdi.node.local import free_ports
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, tiny_gpt, write_checkpoint
 
@@ -707,3 +708,30 @@ def test_what_nobody_foresaw_is_one_line_too(
     out, err = capsys.readouterr()
     assert err == "error: RuntimeError: out of memory (-d shows where)\n"
     assert json.loads(out)["samples"] == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sigterm_while_handlers_are_set_ends_a_command(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    """It comes as soon as its handler is there, or when the command is over and the handler about to go."""
+    set_handler, before = signal.signal, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def set_and_send(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM and callable(handler) == is_first and not sent:
+            sent.append(number)
+            if not is_first:
+                os.kill(os.getpid(), number)
+            found = set_handler(number, handler)
+            if is_first:
+                os.kill(os.getpid(), number)
+            return found
+        return set_handler(number, handler)
+
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "signal", set_and_send)
+    try:
+        assert launch("list", []) == TERMINATED
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            set_handler(number, handler)
+    assert sent

@@ -130,16 +130,16 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")
     is_ended_at_once = getattr(module, "IS_ENDED_AT_ONCE", command in ENDED_AT_ONCE)
-    with _log_lines(command, args), _signals(is_ended_at_once) as handlers:
-        try:
-            _open_gguf(args)
-            status: int = module.run(args)
-            return status
-        except Exception as e:
-            return _status_of(e, bool(getattr(args, "debug", False)))
-        except KeyboardInterrupt as e:
-            handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))  # nor must the interpreter's own end be disturbed
-            return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+    try:
+        with _log_lines(command, args), _signals(is_ended_at_once):
+            try:
+                _open_gguf(args)
+                status: int = module.run(args)
+                return status
+            except Exception as e:
+                return _status_of(e, bool(getattr(args, "debug", False)))
+    except KeyboardInterrupt as e:  # also one that came while the handlers were set, or after the command
+        return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
 
 
 def _status_of(error: Exception, is_debugging: bool) -> int:
@@ -172,14 +172,21 @@ def _status_of(error: Exception, is_debugging: bool) -> int:
 
 
 @contextlib.contextmanager
-def _signals(is_ended_at_once: bool) -> Iterator[dict[signal.Signals, Any]]:
-    """SIGTERM ends a command in good order, and Ctrl-C one that it ends at once; gives the handlers that follow."""
-    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
-    _on_signal(signal.SIGTERM, _raise_terminated)
-    if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
-        _on_signal(signal.SIGINT, _raise_interrupted)
+def _signals(is_ended_at_once: bool) -> Iterator[None]:
+    """SIGTERM ends a command in good order, and Ctrl-C one that it ends at once."""
+    handlers: dict[signal.Signals, Any] = {
+        signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)
+    }  # fmt: skip
     try:
-        yield handlers
+        _on_signal(signal.SIGTERM, _raise_terminated)
+        if is_ended_at_once and handlers[signal.SIGINT] is signal.default_int_handler:
+            _on_signal(signal.SIGINT, _raise_interrupted)
+        yield
+    except KeyboardInterrupt:
+        handlers.update(
+            dict.fromkeys(handlers, signal.SIG_IGN)
+        )  # the interpreter's own end is not to be disturbed either
+        raise
     finally:
         for number, handler in handlers.items():
             _on_signal(number, handler)
