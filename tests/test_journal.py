@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def written(path: Path) -> Path:
-    journal = Journal(path, record())
+    journal = Journal.new(path, record())
     journal.add(0, [10, 11], None)
     journal.add(1, [20], None)
     journal.add(0, [12], "length")
@@ -92,7 +92,7 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
 
 
 def test_two_processes_do_not_go_on_with_the_same_run(path: Path) -> None:
-    journal = Journal(path, record())
+    journal = Journal.new(path, record())
     assert is_locked(path)
     with pytest.raises(UsageError):
         Journal.reopen(path)
@@ -102,7 +102,7 @@ def test_two_processes_do_not_go_on_with_the_same_run(path: Path) -> None:
 
 
 def test_it_is_written_while_the_run_goes_on(path: Path) -> None:
-    journal = Journal(path, record())
+    journal = Journal.new(path, record())
     journal.add(0, [10], None)
     deadline = time.monotonic() + DEADLINE_S
     while read_record(path).texts[0].ids != [10]:
@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_once_and_nothing_is_lost_when_it_has_space_again(
         return write(file, data)
 
     monkeypatch.setattr(journal_module.os, "write", failing)
-    journal = Journal(path, record())
+    journal = Journal.new(path, record())
     is_full.set()
     journal.add(0, [10], None)
     deadline = time.monotonic() + DEADLINE_S
@@ -162,7 +162,7 @@ def test_runs_are_found_listed_and_removed(tmp_path: Path) -> None:
 
 
 def test_no_more_than_some_runs_are_kept_and_none_that_goes_on_is_removed(tmp_path: Path) -> None:
-    running = Journal(new_run(tmp_path), record())
+    running = Journal.new(new_run(tmp_path), record())
     os.utime(running.path, (0, 0))
     for _ in range(N_KEPT + 3):
         written(new_run(tmp_path))

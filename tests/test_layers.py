@@ -33,7 +33,7 @@ ALLOWED = {
     "security": {"errors"},
     "config": {"json_fields", "security", "settings_file", "errors"},
     "disk_space": {"config", "units", "errors"},
-    "net": {"slices", "json_fields", "security", "config", "errors", "terminal"},
+    "net": {"slices", "json_fields", "periodic", "security", "config", "errors", "terminal"},
     "control_groups": set(),
     "kernels": {"slices", "weight_formats", "cache_dir", "control_groups", "errors"},
     "model": {"weight_formats", "slices", "kernels", "config", "errors"},

@@ -77,7 +77,7 @@ class Journaling:
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
             flags = {**_saved(args), "quantize": node.formats[0], "quantize_head": node.formats[1]}
-            self._journal = Journal(new_run(self._folder), RunRecord(flags, node.identity, texts))
+            self._journal = Journal.new(new_run(self._folder), RunRecord(flags, node.identity, texts))
         else:
             assert self._record is not None
             if node.identity != self._record.identity:

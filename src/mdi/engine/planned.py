@@ -10,7 +10,9 @@ from mdi.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """Rows of one sequence that go into a frame; see net.wire.Slice. `life` is that of the sequence."""
+    """Rows of one sequence that go into a frame: a `slices.Slice`, which all nodes see, with what only the starter needs: the
+    ids, and the `life` of the sequence.
+    """
 
     seq_id: int
     start: int

@@ -44,13 +44,15 @@ class Scheduler:
         decode_rows: decoding sequences in a frame at most.
     """
 
+    n_frames: int
+    memory: CacheMemory | None
+    _use: CacheUse
+    _prefixes: Prefixes | None
+
     def __init__(
-        self,
-        n_frames: int = 1,
-        chunk_rows: int = CHUNK_ROWS,
-        memory: CacheMemory | None = None,
+        self, n_frames: int = 1, chunk_rows: int = CHUNK_ROWS, memory: CacheMemory | None = None,
         decode_rows: int = DECODE_ROWS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.chunk_rows = chunk_rows
         self.doubling_rows: float | None = None  # see engine.pace; None lets prompts in as fast as they can
         self.decode_rows = decode_rows
@@ -313,11 +315,8 @@ class Scheduler:
         return sequence is not None and sequence.life == part.life
 
     def _decode_slices(self) -> list[PlannedSlice]:
-        share = self._share()
-        slices: list[PlannedSlice] = []
-        while self._ready and len(slices) < share:
-            slices.append(next_slice(self._ready.popleft(), 1))
-        return slices
+        n_slices = min(self._share(), len(self._ready))
+        return [next_slice(self._ready.popleft(), 1) for _ in range(n_slices)]
 
     def _share(self) -> int:
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)

@@ -128,6 +128,13 @@ class Blocks:
         KernelError: a tensor is missing or of another shape, or there are no kernels.
     """
 
+    caches: CachePages  # this and what follows: from `prepare` on
+    _cos: np.ndarray
+    _sin: np.ndarray
+    _pool: np.ndarray
+    _page_bytes: np.ndarray
+    _stage: MdiStage
+
     def __init__(
         self, config: Mapping[str, Any], start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
         context: Context,

@@ -49,6 +49,9 @@ class KernelStage:
         cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
     """
 
+    _context: Context  # this and what follows: from `load` on
+    _blocks: Blocks
+
     def __init__(
         self, config: Mapping[str, Any], start: int, stop: int, n_threads: int = 1, cache_type: str = "float32",
     ) -> None:  # fmt: skip
@@ -164,13 +167,17 @@ class KernelStage:
 class KernelStarterStage(KernelStage):
     """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
 
+    _table: Table
+    _table_scale: Matrix | np.ndarray | None
+    _head: Callable[[np.ndarray], np.ndarray]
+
     def __init__(self, config: Mapping[str, Any], stop: int, n_threads: int = 1, cache_type: str = "float32") -> None:
         super().__init__(config, 0, stop, n_threads, cache_type)
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         super().load(parts, weights)
         embedding, head = self._weights["embedding"], self._weights["head"]
-        self._table: Table = array_of(embedding, "transformer.wte.weight")
+        self._table = array_of(embedding, "transformer.wte.weight")
         self._table_scale = embedding.get("transformer.wte.weight_scale")
         n_tokens = int(self.config["padded_vocab_size"])
         if self._table.shape != (n_tokens, self.n_embd):

@@ -79,6 +79,7 @@ class Bench(ABC):
         self._subject = subject
         self._shapes = model_shapes(subject.config, "the model to be measured")
         self._span_s = span_s
+        self._n_blocks = 1
         self.progress = progress
 
     def run(self, cache_dir: Path, with_head: bool) -> Speeds:
@@ -150,10 +151,10 @@ class Bench(ABC):
 
     def _block_s(self, stage: Any, rows: int) -> float:
         """One row each of so many sequences, or, at the largest number, a piece of one prompt."""
-        room = stage.max_length
-        context = min(CONTEXT, room // 2)
+        length = stage.max_length
+        context = min(CONTEXT, length // 2)
         if rows == max(ROWS):
-            slices = [(0, 0, min(rows, room))]
+            slices = [(0, 0, min(rows, length))]
         else:
             slices = [(seq_id, context, 1) for seq_id in range(rows)]
             for seq_id in range(rows):

@@ -21,7 +21,7 @@ from mdi.kernels.page_sizes import cache_classes
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
-from mdi.model.decode_graphs import decode_graphs
+from mdi.model.decode_graphs import DecodeGraphs, decode_graphs
 from mdi.model.device_layers import layers_for
 from mdi.model.few_rows import pad_few_rows
 from mdi.model.fixed_batch import FixedBatch
@@ -44,9 +44,12 @@ class Stage(nn.Module):
             through.
     """
 
+    transformer: nn.ModuleDict
+    max_length: int  # this and what follows: from `prepare` on
     cos: torch.Tensor
     sin: torch.Tensor
-    transformer: nn.ModuleDict
+    caches: TorchCaches
+    graphs: DecodeGraphs | None
 
     def __init__(self, config: Config, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
         super().__init__()

@@ -26,10 +26,10 @@ from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Limits
+from mdi.periodic import REPORT_S
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0
-REPORT_S = 2.0  # after so long, a node says whom it waits for
 
 logger = logging.getLogger("mdi")
 

@@ -44,6 +44,8 @@ class LocalRing:
         n_spares: nodes beside those of the ring, which take the places of lost ones.
     """
 
+    cluster: ClusterConfig  # from `__enter__` on
+
     def __init__(
         self,
         n_nodes: int,
@@ -84,7 +86,7 @@ class LocalRing:
         self._folder = RingFolder()
         self._path.write_text(json.dumps(self._nodes()), encoding="utf-8")
         try:
-            self.cluster: ClusterConfig = self.load(self._path)
+            self.cluster = self.load(self._path)
             for index in range(self._n_nodes - 1):
                 self.children.append(self.spawn(self._path, index))
         except BaseException:

@@ -65,6 +65,8 @@ class Preparation:
         has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
     """
 
+    memory: CacheMemory  # from the end of `run` on
+
     def __init__(
         self,
         family: ModelFamily,
@@ -105,6 +107,7 @@ class Preparation:
         self.sent_rows: dict[str, dict[int, int]] = {}
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
+        self._has_loaded = False
 
     def run(self, check: Callable[[], None]) -> None:
         """Do it; `check` is called again and again meanwhile, and what it raises ends the waiting.

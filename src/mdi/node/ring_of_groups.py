@@ -55,6 +55,8 @@ class RingOfGroups(OwnStage):
     """
 
     is_shared = True
+    _groups: tuple[Group | None, ...]
+    _shards: dict[int, ShardWeights]
 
     def __init__(
         self, name: str, family: ModelFamily, config: Any, options: StarterOptions, groups: Sequence[Group | None],
@@ -67,7 +69,7 @@ class RingOfGroups(OwnStage):
     def regroup(self, groups: Sequence[Group | None]) -> None:
         """Other nodes in the ring, or other groups of them."""
         self._groups = tuple(groups)
-        self._shards: dict[int, ShardWeights] = {}
+        self._shards = {}
 
     def weights_of(self, weights: StarterWeights, index: int) -> PartSource:
         return weights if self._groups[index] is None else self._shards_of(weights, index)

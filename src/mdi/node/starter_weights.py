@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mdi.block_ranges import span
 from mdi.checkpoint.checked import CheckedFiles
@@ -36,6 +37,17 @@ class StarterWeights:
     Raises:
         UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
     """
+
+    directory: Path
+    model: str
+    config: dict[str, Any]
+    config_hash: str
+    dtype: str
+    stored_format: str | None
+    quantize: str | None
+    quantize_head: str | None
+    is_cut_by_chunks: bool
+    blocks: list[tuple[int, int]]
 
     def __init__(
         self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None,
@@ -69,12 +81,8 @@ class StarterWeights:
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
         first = self.sources[0]
-        self.model, self.config, self.config_hash, self.dtype = (
-            first.model,
-            first.config_dict,
-            first.config_hash,
-            first.dtype,
-        )
+        self.model, self.config = first.model, first.config_dict
+        self.config_hash, self.dtype = first.config_hash, first.dtype
         self.stored_format = first.packing.blocks if first.packing else None
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # a run chooses by itself what it computes them in

@@ -68,29 +68,10 @@ class Journal:
         UsageError: the file cannot be made, or another process has it.
     """
 
-    def __init__(self, path: Path, record: RunRecord) -> None:
-        """Make the file, with what is known before the first token."""
+    def __init__(self, path: Path, file: int, n_bytes: int, records: Sequence[dict[str, Any]] = ()) -> None:
+        """Use `new` or `reopen`."""
         self.path = path
-        self._file = _opened(path, os.O_CREAT | os.O_EXCL)
-        first = [{"version": VERSION, "flags": record.flags, "identity": record.identity}]
-        self._start(0, [*first, *({"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts)])
-
-    @classmethod
-    def reopen(cls, path: Path) -> tuple[Journal, RunRecord]:
-        """The journal of a run that goes on, and what it holds; a damaged end is cut off. UsageError also if it is none."""
-        journal = cls.__new__(cls)
-        journal.path = path
-        journal._file = _opened(path, 0)
-        try:
-            record = read_record(path)
-            os.ftruncate(journal._file, record.n_bytes)
-        except BaseException:
-            os.close(journal._file)
-            raise
-        journal._start(record.n_bytes, [])
-        return journal, record
-
-    def _start(self, n_bytes: int, records: Sequence[dict[str, Any]]) -> None:
+        self._file = file
         self._n_bytes = n_bytes  # of whole lines in the file
         self._lines: list[bytes] = []
         self._tokens: dict[int, list[int]] = {}
@@ -103,6 +84,25 @@ class Journal:
         self._sync()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def new(cls, path: Path, record: RunRecord) -> Journal:
+        """Make the file, with what is known before the first token."""
+        first = [{"version": VERSION, "flags": record.flags, "identity": record.identity}]
+        texts = [{"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts]
+        return cls(path, _opened(path, os.O_CREAT | os.O_EXCL), 0, [*first, *texts])
+
+    @classmethod
+    def reopen(cls, path: Path) -> tuple[Journal, RunRecord]:
+        """The journal of a run that goes on, and what it holds; a damaged end is cut off. UsageError also if it is none."""
+        file = _opened(path, 0)
+        try:
+            record = read_record(path)
+            os.ftruncate(file, record.n_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+        return cls(path, file, record.n_bytes), record
 
     def add(self, index: int, tokens: list[int], finish_reason: str | None) -> None:
         """Text number `index` has grown by these tokens, has ended, or both."""

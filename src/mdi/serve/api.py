@@ -38,9 +38,12 @@ class Protocol(H11Protocol):
     that has begun, and for somebody who does not read.
     """
 
+    _stall: asyncio.TimerHandle | None = None
+    _silence: asyncio.TimerHandle
+    _before: Any = None  # the request that was there when the connection was looked at last
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._stall: asyncio.TimerHandle | None = None
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

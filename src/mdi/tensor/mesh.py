@@ -41,6 +41,7 @@ class Peer:
         self._n_sent = self._n_read = 0
         self._out: list[memoryview] = []
         self._in = bytearray(1 << 14)
+        self._view = memoryview(self._in)
         self._wanted = self._got = 0
 
     # Sending

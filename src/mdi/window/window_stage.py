@@ -25,6 +25,7 @@ class WindowStage(KernelStage):
     _window: Window
     check: Callable[[], None]
     _cache_bytes: int | None
+    _small_bytes: int
 
     def take(
         self, stored: Mapping[str, StoredPart], window: Window, cache_bytes: int | None = None,
