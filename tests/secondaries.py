@@ -11,7 +11,11 @@ from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.requested import Requested
+from mdi.engine.sequence import SamplingParams
+from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.node.starter import StarterNode
+from tiny_checkpoint import encode
 
 
 @contextlib.contextmanager
@@ -37,6 +41,20 @@ def secondary(index: int, cache_dir: Path, **options: Any) -> Iterator[Secondary
 def secondaries(n: int, folder: Path, **options: Any) -> Iterator[list[SecondaryNode]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(secondary(i, folder / f"cache{i}", **options)) for i in range(n)]
+
+
+def text_of(cluster: ClusterConfig, checkpoint: Path, n_tokens: int = 6, **options: Any) -> list[int]:
+    """The ids of a greedy text, by a run from its beginning to its end."""
+    how = {} if "layers" in options else {"placement": "even"}
+    fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", **how, **options}
+    with StarterNode(cluster, StarterOptions(**fields)) as starter:
+        starter.place(1, 60)
+        starter.prepare(60)
+        starter.start()
+        sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
+        starter.generate()
+        starter.end()
+    return list(sample.token_ids)
 
 
 def close_ports(node: SecondaryNode) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import hashlib
 import json
 import logging
@@ -12,7 +11,6 @@ import queue
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +31,7 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.model_family import ModelFamily
+from waiting import until_gone
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
@@ -802,8 +801,4 @@ def test_a_server_that_was_closed_is_forgotten() -> None:
     another.close()
     assert len(logging.root.manager.loggerDict) == n_loggers
     del node, server, another
-    deadline = time.monotonic() + DEADLINE_S  # threads of the server may still be on their way out
-    while known() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    assert known() is None
+    until_gone(known)  # threads of the server may still be on their way out

@@ -43,7 +43,9 @@ def decode(stages: tuple[StarterStage, StarterStage], lengths: dict[int, int], n
         ids = torch.tensor(prompt(len(lengths), 100 + i))
         slices = [(seq_id, length + i, 1) for seq_id, length in lengths.items()]
         one, other = (stage(stage.embed(ids), slices) for stage in stages)
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        # Where all of a cache is read, the same bits. Of a window, a recorded step reads whole pages and masks what is outside,
+        # so softmax and values are summed in another order: 5e-5 apart at most (Gemma 2, rows of up to 21).
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -17,7 +17,6 @@ from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
 from mdi.control.requested import Requested
-from mdi.engine.sequence import SamplingParams
 from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
 from mdi.kernels.codes import codes_of
 from mdi.kernels.layout import pack, unpack
@@ -31,12 +30,10 @@ from mdi.model.decode_graphs import can_record
 from mdi.model.device_layers import DeviceLinear, product_for
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
-from mdi.node.options import StarterOptions
-from mdi.node.starter import StarterNode
-from secondaries import cluster_of, secondaries
+from secondaries import cluster_of, secondaries, text_of
 from test_packed_linear import weights_of
-from tiny_checkpoint import encode, reference, write_checkpoint
 from tiny_checkpoint import plain as plain_config
+from tiny_checkpoint import reference, write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda:0")
@@ -171,18 +168,8 @@ def test_int4_in_a_ring_of_a_gpu_and_a_cpu(tmp_path: Path) -> None:
     """Each node computes with the same packed numbers; the CPU's kernels round activations to 8 bits, the GPU does not."""
     checkpoint = write_checkpoint(tmp_path / "model")
     with secondaries(1, tmp_path, device="cuda:0", dtype="float32", quantize="int8") as nodes:
-        options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", quantize="int8")
-        starter = StarterNode(cluster_of(nodes), options)
-        try:
-            starter.open()
-            starter.prepare(60)
-            starter.start()
-            sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
-            starter.generate()
-            starter.end()
-        finally:
-            starter.close()
-    assert len(sample.token_ids) == 6 and sample.token_ids[0] == reference("The ring", 6)[0]
+        ids = text_of(cluster_of(nodes), checkpoint, quantize="int8")
+    assert len(ids) == 6 and ids[0] == reference("The ring", 6)[0]
 
 
 @pytest.mark.parametrize("wire", ["auto", "fp16", "int8"])
@@ -206,19 +193,8 @@ def test_frames_are_received_into_page_locked_memory() -> None:
 def test_a_ring_with_a_gpu_gives_the_same_text(tmp_path: Path, starters: str, secondarys: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
     with secondaries(1, tmp_path, device=secondarys, dtype="float32") as nodes:
-        starter = StarterNode(
-            cluster_of(nodes), StarterOptions(ckpt=checkpoint, prompt_style="none", device=starters, dtype="float32")
-        )
-        try:
-            starter.open()
-            starter.prepare(60)
-            starter.start()
-            sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
-            starter.generate()
-            starter.end()
-        finally:
-            starter.close()
-    assert sample.token_ids == list(reference("The ring", 6))
+        ids = text_of(cluster_of(nodes), checkpoint, device=starters, dtype="float32")
+    assert ids == list(reference("The ring", 6))
 
 
 def test_a_gpu_measures_itself(tmp_path: Path) -> None:

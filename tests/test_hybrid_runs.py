@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mdi.node.starter_placing
 import mdi.partition.example
 from mdi.config import ClusterConfig
-from mdi.errors import RingError, SplitError, UsageError
+from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
-from mdi.tensor.shard_stage import ShardStage
-from secondaries import close_ports, cluster_of, entry_of, secondaries
-from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
+from secondaries import cluster_of, entry_of, secondaries
+from test_tensor_runs import PROMPTS, checkpoint, lose_after, run  # noqa: F401
 from tiny_checkpoint import reference
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -97,19 +94,8 @@ def test_texts_go_on_when_a_member_is_lost(
     groups: Groups, n_left: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     """Its group is formed anew without it, and all caches are computed again."""
-    forward: Callable[..., np.ndarray] = ShardStage.forward
-    lost = threading.Event()
     with secondaries(len(groups) - 1, tmp_path) as nodes:
-
-        def losing(self: ShardStage, *args: Any) -> np.ndarray:
-            is_first = threading.current_thread().name == "secondary0"
-            if is_first and self.tally.n_sums > 8 and not lost.is_set():
-                lost.set()
-                close_ports(nodes[0])
-                raise RingError("the connections of a process that ended")
-            return forward(self, *args)
-
-        monkeypatch.setattr(ShardStage, "forward", losing)
+        lost = lose_after(8, nodes[0], monkeypatch)
         ids, metrics = run(
             grouped(nodes, groups), checkpoint, tmp_path, ParallelOptions(), n_tokens=16, fixed=False, silence_s=1.0,
             layers="2,3",

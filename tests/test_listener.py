@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
-from mdi.net.codec import HANDSHAKE, PLAIN, FrameCodec
+from mdi.net.codec import HANDSHAKE, HEADER_BYTES, PLAIN, FrameCodec
 from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
@@ -157,7 +157,7 @@ def test_without_a_run_every_hello_is_refused(port: RingListener, guests: Guests
 
 
 STRANGERS = [
-    b"\x00" * 52,
+    bytes(HEADER_BYTES),
     b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nUser-Agent: a curious browser\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     PLAIN.head(Frame(FrameType.PING, EPOCH)),
@@ -212,7 +212,7 @@ def test_a_hundred_strangers_keep_nobody_out(port: RingListener, guests: Guests)
         assert sum(1 for _ in port.pending()) <= listener_module.N_PENDING_LIMIT
         assert all(is_dropped(sock) for sock in strangers[:36])  # the first to come are the first to go
         for sock in strangers[-20:]:
-            sock.sendall(b"\xff" * 52)
+            sock.sendall(b"\xff" * HEADER_BYTES)
         assert all(is_dropped(sock) for sock in strangers[-20:])
 
 
@@ -275,7 +275,7 @@ def test_closing_drops_who_waits(guests: Guests) -> None:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    data=st.binary(min_size=52, max_size=120),
+    data=st.binary(min_size=HEADER_BYTES, max_size=120),
     prefix=st.sampled_from([b"", b"MDIr\x01\x01\x00\x00", PLAIN.head(hello())]),
 )
 def test_any_bytes_leave_the_port_open(port: RingListener, data: bytes, prefix: bytes) -> None:

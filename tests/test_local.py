@@ -23,6 +23,7 @@ from mdi.errors import NodeLostError
 from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LocalRing, Pause
 from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
 from test_exchange import served
+from waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and locks of POSIX")
 
@@ -40,11 +41,7 @@ def sleeping(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes
 
 
 def wait_stopped(pid: int) -> None:
-    for _ in range(1500):
-        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError("it was not stopped")
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +71,7 @@ def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch
             wait_stopped(ring.pids[0])
             ring.check()
             os.kill(ring.pids[0], signal.SIGCONT)
-            while psutil.Process(ring.pids[0]).status() == psutil.STATUS_STOPPED:
-                threading.Event().wait(0.02)
+            until(lambda: psutil.Process(ring.pids[0]).status() != psutil.STATUS_STOPPED)
             threading.Event().wait(0.3)
             ring.check()
 

@@ -39,6 +39,7 @@ from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
+from waiting import until
 
 CPU = torch.device("cpu")
 
@@ -446,8 +447,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
     assert refusal(receive("a" * 64, 100)) == (409, "run")
     secondary.init(request())
     assert refusal(lambda: secondary.init(request(run="1" * 16, epoch="1" * 16, exclusive=True))) == (409, "busy")
-    while secondary.status("0" * 16)["missing"] is None:
-        threading.Event().wait(0.01)
+    until(lambda: secondary.status("0" * 16)["missing"] is not None)
     assert refusal(receive("b" * 64, 100)) == (409, "control")
     assert refusal(receive("a" * 64, 99)) == (400, "control")
     with pytest.raises(CheckpointError):

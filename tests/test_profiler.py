@@ -29,6 +29,7 @@ from mdi.partition.profile import NodeProfile
 from mdi.weight_formats import LAYOUTS
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
+from waiting import until
 
 CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
 SUBJECT = Subject(CONFIG, "h" * 64, Computing("cpu", "float32"))
@@ -223,8 +224,7 @@ def test_only_who_had_it_measured_for_a_run_can_end_it(node: SecondaryNode) -> N
         client.stop("a" * 16, leave=True)  # it is another starter's now
     assert caught.value.code == "run"
     client.stop("0" * 16)
-    while client.status()["state"] != "IDLE":
-        threading.Event().wait(0.01)
+    until(lambda: client.status()["state"] == "IDLE")
     assert not node.is_leaving
     client.stop("a" * 16, leave=True)
     assert node.is_leaving

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import weakref
@@ -32,6 +31,7 @@ from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from secondaries import cluster_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
+from waiting import until, until_gone
 
 TEXTS = ("The ring", "Who are you?")
 
@@ -185,10 +185,7 @@ def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryN
         thread.start()
         try:
             (turn,) = node.turns.turns
-            for _ in range(3000):
-                if turn.ring.next_link.is_full and not turn.ring.inbox.is_empty:
-                    break
-                threading.Event().wait(0.02)
+            until(lambda: turn.ring.next_link.is_full and not turn.ring.inbox.is_empty)
             assert turn.ring.next_link.is_full and not turn.ring.is_pending
             with started([node], checkpoints[0], "2,3") as going:
                 assert texts_of(going, 20) == expected(4, 20)
@@ -292,12 +289,7 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
             stage = weakref.ref(nodes[0].slots.listed[0].stage)
         with frame_starter(nodes[0], checkpoints[2]) as other:  # of any number of texts: it takes all that is free
             other.form()
-            for _ in range(500):
-                gc.collect()
-                if stage() is None:
-                    break
-                threading.Event().wait(0.02)
-            assert stage() is None
+            until_gone(stage)
 
 
 def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -334,11 +326,7 @@ def test_a_node_that_is_to_leave_says_so_and_goes_on_until_it_is_let_go(
             other.init()
         assert (caught.value.status, caught.value.code) == (503, "leaving")
         ring.stop("its blocks are elsewhere")
-        for _ in range(3000):
-            if not node.turns.is_running:
-                break
-            threading.Event().wait(0.02)
-        assert not node.turns.is_running, "the process ends"
+        until(lambda: not node.turns.is_running)  # the process ends
 
 
 def test_blocks_of_a_node_that_leaves_are_taken_over_by_those_that_stay(

@@ -33,6 +33,7 @@ from mdi.node.stage_holder import StageHolder
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
+from waiting import until
 
 Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 
@@ -60,20 +61,16 @@ def test_loading_that_takes_long_is_told(
     caplog.set_level("INFO")
     monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
 
-    def told(words: str) -> None:
-        for _ in range(1500):
-            if words in caplog.text:
-                return
-            threading.Event().wait(0.02)
-
     missing, source_of = StageHolder.missing, StageHolder.source_of
     looks = "secondary0 checks which weights it already has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
-    monkeypatch.setattr(StageHolder, "missing", lambda self, *args: (told(looks), missing(self, *args))[1])
+    monkeypatch.setattr(
+        StageHolder, "missing", lambda self, *args: (until(lambda: looks in caplog.text), missing(self, *args))[1]
+    )
 
     def load(self: StageHolder, part: Any, request: Any) -> Any:
         if part.name == "block.3":
-            told(loads)
+            until(lambda: loads in caplog.text)
         return source_of(self, part, request)
 
     monkeypatch.setattr(StageHolder, "source_of", load)

@@ -24,6 +24,7 @@ from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions, StarterOptions
+from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource
@@ -149,24 +150,30 @@ def test_a_node_that_fails_ends_the_run_with_its_name(
     assert getattr(failure.value, "node", "") == "secondary1"
 
 
+def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the first secondary be gone after so many sums; set when it is."""
+    forward: Callable[..., np.ndarray] = ShardStage.forward
+    lost = threading.Event()
+
+    def losing(self: ShardStage, *args: Any) -> np.ndarray:
+        is_first = threading.current_thread().name == "secondary0"
+        if is_first and self.tally.n_sums > n_sums and not lost.is_set():
+            lost.set()
+            close_ports(node)
+            raise RingError("the connections of a process that ended")
+        return forward(self, *args)
+
+    monkeypatch.setattr(ShardStage, "forward", losing)
+    return lost
+
+
 @pytest.mark.parametrize("n_secondaries", [1, 3])
 def test_texts_go_on_when_a_node_is_lost(
     n_secondaries: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are left get other shares, one node alone all of it, and compute the texts' caches again."""
-    forward: Callable[..., np.ndarray] = ShardStage.forward
-    lost = threading.Event()
     with secondaries(n_secondaries, tmp_path) as nodes:
-
-        def losing(self: ShardStage, *args: Any) -> np.ndarray:
-            is_first = threading.current_thread().name == "secondary0"
-            if is_first and self.tally.n_sums > 40 and not lost.is_set():
-                lost.set()
-                close_ports(nodes[0])
-                raise RingError("the connections of a process that ended")
-            return forward(self, *args)
-
-        monkeypatch.setattr(ShardStage, "forward", losing)
+        lost = lose_after(40, nodes[0], monkeypatch)
         ids, metrics = run(
             cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), n_tokens=24, fixed=False, silence_s=1.0
         )

@@ -16,13 +16,11 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
-from secondaries import cluster_of, entry_of, secondaries, secondary
-from tiny_checkpoint import encode, reference, write_checkpoint
+from secondaries import cluster_of, entry_of, secondaries, secondary, text_of
+from tiny_checkpoint import reference, write_checkpoint
+from waiting import until
 
 N_KILLS = 20
 PIECE_BYTES = 1 << 14
@@ -155,11 +153,7 @@ def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
 
 
 def wait_idle(node: SecondaryNode) -> None:
-    for _ in range(1500):
-        if not node.runs.active:
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError(node.status(None))
+    until(lambda: not node.runs.active)
 
 
 def test_the_bytes_of_a_part_that_had_come_are_not_sent_again(wide: Path, tmp_path: Path) -> None:
@@ -190,18 +184,7 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def generate(nodes: list[SecondaryNode], checkpoint: Path, layers: str) -> list[int]:
-    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers=layers)
-    starter = StarterNode(cluster_of(nodes), options)
-    try:
-        starter.open()
-        starter.prepare(40)
-        starter.start()
-        sample = starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0))
-        starter.generate()
-        starter.end()
-        return list(sample.token_ids)
-    finally:
-        starter.close()
+    return text_of(cluster_of(nodes), checkpoint, 5, layers=layers, fixed=True)
 
 
 def test_a_new_split_sends_only_the_blocks_that_moved(

@@ -6,8 +6,7 @@ import contextlib
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,9 @@ from mdi.discovery.relay import Relay
 from mdi.discovery.tunnel import close
 from mdi.security.challenge import CHALLENGE_BYTES
 from mdi.security.keys import KeyFile
+from waiting import until
 
 DEADLINE_S = 60.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Echo:
@@ -94,20 +87,20 @@ def exchange(port: int, data: bytes) -> bytes:
 def test_both_ports_are_reached_through_the_relay(relay: Relay, keys: KeyFile) -> None:
     data = secrets.token_bytes(3_000_000)
     with dialled(relay, keys):
-        wait_for(lambda: bool(relay.nodes()))
+        until(lambda: bool(relay.nodes()))
         (node,) = relay.nodes()
         assert (node.name, node.process) == ("board", "ab" * 8)
         for _ in range(3):
             assert exchange(node.port, data) == data + b"control"
             assert exchange(node.ring_port, b"") == b"ring"
-    wait_for(lambda: not relay.nodes())
+    until(lambda: not relay.nodes())
 
 
 def test_a_node_that_dials_again_takes_its_own_place(relay: Relay, keys: KeyFile) -> None:
     with dialled(relay, keys):
-        wait_for(lambda: bool(relay.nodes()))
+        until(lambda: bool(relay.nodes()))
         with dialled(relay, keys):
-            wait_for(lambda: bool(relay.nodes()) and exchange_works(relay))
+            until(lambda: bool(relay.nodes()) and exchange_works(relay))
             assert len(relay.nodes()) == 1
 
 

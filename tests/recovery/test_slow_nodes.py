@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from clusters import model
 from mdi.partition.model import Workload
 from mdi.recovery.moving import MovingCut
@@ -52,9 +54,15 @@ class World:
                 self.moved.append((self.now, list(found.counts)))
 
 
-def test_a_node_that_is_slow_for_a_minute_loses_blocks_and_nothing_else_moves() -> None:
-    world = World()
-    world.run(120)
+@pytest.fixture
+def world() -> World:
+    """After two minutes in which all nodes were as fast as ever."""
+    found = World()
+    found.run(120)
+    return found
+
+
+def test_a_node_that_is_slow_for_a_minute_loses_blocks_and_nothing_else_moves(world: World) -> None:
     assert not world.moved
     world.slower["b"] = 4.0
     world.run(600)
@@ -70,9 +78,7 @@ def test_who_is_slow_from_the_beginning_is_planned_for_as_it_was_measured() -> N
     assert not world.moved
 
 
-def test_a_node_that_is_fast_again_has_its_blocks_back_once() -> None:
-    world = World()
-    world.run(120)
+def test_a_node_that_is_fast_again_has_its_blocks_back_once(world: World) -> None:
     world.slower["b"] = 4.0
     world.run(300)
     world.slower["b"] = 1.0
@@ -80,9 +86,7 @@ def test_a_node_that_is_fast_again_has_its_blocks_back_once() -> None:
     assert [counts for _, counts in world.moved][1:] == [[4, 4, 4]]
 
 
-def test_moments_more_texts_and_small_gains_move_nothing() -> None:
-    world = World()
-    world.run(120)
+def test_moments_more_texts_and_small_gains_move_nothing(world: World) -> None:
     for _ in range(5):
         world.slower["b"] = 4.0
         world.run(30)
@@ -97,9 +101,7 @@ def test_moments_more_texts_and_small_gains_move_nothing() -> None:
     assert not world.moved
 
 
-def test_what_is_known_of_a_slow_node_outlives_its_ring_and_its_silence() -> None:
-    world = World()
-    world.run(120)
+def test_what_is_known_of_a_slow_node_outlives_its_ring_and_its_silence(world: World) -> None:
     world.slower["b"] = 4.0
     world.run(120)
     world.silent.add("b")
@@ -109,10 +111,8 @@ def test_what_is_known_of_a_slow_node_outlives_its_ring_and_its_silence() -> Non
     assert counts is not None and counts[1] < 4, "the next cut reckons with it"
 
 
-def test_a_node_that_comes_under_load_makes_no_other_one_slow() -> None:
+def test_a_node_that_comes_under_load_makes_no_other_one_slow(world: World) -> None:
     """What the others have lost since they had less to do is no slowness; who was slow still is."""
-    world = World()
-    world.run(120)
     world.texts, world.slower["b"] = 6.0, 4.0
     world.run(180)
     assert len(world.moved) == 1

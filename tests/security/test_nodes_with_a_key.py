@@ -9,13 +9,10 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.config import ClusterConfig
-from mdi.engine.sequence import SamplingParams
 from mdi.errors import AccessError, ControlError
 from mdi.examine.doctor import examine
-from mdi.node.options import StarterOptions
-from mdi.node.starter import StarterNode
-from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, reference, write_checkpoint
+from secondaries import cluster_of, secondaries, text_of
+from tiny_checkpoint import reference, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generated(cluster: ClusterConfig, checkpoint: Path, placement: str, folder: Path) -> list[int]:
-    options = StarterOptions(
-        ckpt=checkpoint, prompt_style="none", device="cpu", placement=placement, cache_dir=folder, wait_s=5
-    )
-    starter = StarterNode(cluster, options)
-    try:
-        starter.open()
-        starter.place(1, 30)
-        starter.prepare(30)
-        starter.start()
-        sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
-        starter.generate()
-        starter.end()
-        return list(sample.token_ids)
-    finally:
-        starter.close()
+    return text_of(cluster, checkpoint, placement=placement, cache_dir=folder, wait_s=5)
 
 
 @pytest.mark.parametrize("placement", ["even", "throughput"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from conftest import KEYS, NANO, Server
 from mdi.cli import launch
+from waiting import until
 
 SAMPLED = {"seed": 5, "temperature": 0.9, "extra_body": {"top_k": 50}}
 PROMPT = "ROMEO:"
@@ -148,10 +150,10 @@ def test_a_second_turn_begins_behind_the_first_for_the_same_key_alone(client: op
         found: int = server.ask("GET", "/health")[1]["n_reused"]
         return found
 
-    import time
-
     def settled() -> int:
-        time.sleep(2.2)  # the engine tells it each second
+        """As the engine told it after now."""
+        now = time.time()
+        until(lambda: server.ask("GET", "/api/ring")[1]["ring"].get("time_s", 0.0) > now)
         return reused()
 
     prompt = [7 + (i * 37) % 1900 for i in range(300)]

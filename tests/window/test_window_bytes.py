@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from mdi.window.stored import StoredParts
 from mdi.window.weight_units import StoredMatrix, Unit, block_units, head_units
 from mdi.window.window_options import WindowOptions
 from mdi.window.window_stage import WindowStage
+from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -26,10 +26,7 @@ MB = 1 << 20
 
 
 def wait_until_full(stage: WindowStage) -> None:
-    deadline = time.monotonic() + 60
-    while not stage.window.is_full:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: stage.window.is_full)
 
 
 def read_bytes(unit: Unit) -> int:
