@@ -19,6 +19,7 @@ from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, why_not_in_kernels
 from mdi.kernels.context import Context
+from mdi.kernels.head import Head
 from mdi.kernels.layout import Matrix, pack, unpack
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -238,6 +239,11 @@ def test_wrong_slices_and_tensors_are_refused() -> None:
     cut = pack("int8", np.zeros((8, 8), np.float32))
     with pytest.raises(KernelError):
         multiplied(Matrix("int8", 8, 8, cut.data[:-64]), np.zeros((1, 8), np.float32))
+    n_embd = config["n_embd"]
+    head = {"lm_head.weight": pack("int8", np.zeros((16, n_embd), np.float32))}
+    for name in ("transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.bias"):
+        with pytest.raises(KernelError):
+            Head(config, {**head, name: np.zeros(3, np.float32)}, 16, Context())
 
 
 def test_a_half_is_what_forward_adds() -> None:

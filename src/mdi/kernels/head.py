@@ -32,12 +32,11 @@ class Head:
         if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
             raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
         self._matrix, self._context = matrix, context
-        self._bias = array_of(weights, "lm_head.bias") if "lm_head.bias" in weights else None
-        if "transformer.ln_f.weight" in weights:
-            bias = array_of(weights, "transformer.ln_f.bias") if "transformer.ln_f.bias" in weights else None
-            self._norm: tuple[np.ndarray, np.ndarray | None] = (array_of(weights, "transformer.ln_f.weight"), bias)
-        else:
-            self._norm = (np.ones(n_embd, dtype=np.float32), None)  # a norm without weights
+        self._bias = _row(weights, "lm_head.bias", n_tokens)
+        norm = _row(weights, "transformer.ln_f.weight", n_embd)
+        if norm is None:
+            norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
+        self._norm = norm, _row(weights, "transformer.ln_f.bias", n_embd)
         self._model = model_of(config)
         self._softcap = config["final_logit_softcapping"]
 
@@ -45,6 +44,16 @@ class Head:
         """float32 (M, n_embd) -> (M, n_tokens)"""
         rows = np.ascontiguousarray(x, dtype=np.float32)
         return linear(self._context, self._model, self._norm, self._matrix, self._bias, rows, self._softcap)
+
+
+def _row(weights: Weights, name: str, size: int) -> np.ndarray | None:
+    """float32 (size); None if there is none. The kernels read it unchecked."""
+    if name not in weights:
+        return None
+    found = array_of(weights, name)
+    if found.shape != (size,):
+        raise KernelError(f"{name} is no row of {size} numbers")
+    return np.ascontiguousarray(found, dtype=np.float32)
 
 
 def array_of(weights: Weights, name: str) -> np.ndarray:
