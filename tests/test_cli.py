@@ -735,3 +735,16 @@ def test_sigterm_while_handlers_are_set_ends_a_command(monkeypatch: pytest.Monke
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             set_handler(number, handler)
     assert sent
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [("starter", ["--n-tokens", "abc"]), ("serve", ["--keep-alive", "long"]), ("prepare-model", []), ("chat", ["--nope"])],
+)  # fmt: skip
+def test_wrong_arguments_are_told_in_one_line(
+    command: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch(command, argv)
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1

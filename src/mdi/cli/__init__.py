@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import mdi
+from mdi.cli.parser import Parser
 from mdi.errors import MdiError, UsageError
 from mdi.log_lines import JSON, VARIABLE, form_of, formatter
 from mdi.terminal import LineFormatter, show_error
@@ -75,11 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         return launch(args[0], args[1:], prog=f"mdi {args[0]}")
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mdi",
         description="Model-distributed inference: one language model over a ring of small machines.",
         epilog=f"commands:\n{lines}\n\n`mdi <command> --help` explains each.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="what to do")
@@ -117,12 +117,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
     """
     set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=prog, description=module.__doc__)
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     module.add_arguments(parser)
     args = parser.parse_args(argv)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give the model: --ckpt DIRECTORY")
     settings = serve_settings(args)
     check_model(args)
-    check_cut(args, args.nodes or 1)
+    check_cut(args, 1 if args.nodes is None else args.nodes)
     starter_options(args)
 
     from mdi.serve.process import ApiProcess
