@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mdi.cli import launch
+from mdi.tracing.chrome import read_trace
 from tiny_checkpoint import write_checkpoint
 
 Chat = Callable[..., int]
@@ -52,6 +53,11 @@ def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.Ca
     )
     assert all(word in rest[0] and word in rest[3] for word in ("/new", "/help", "/quit", "Ctrl-C"))
     assert "forgotten" in rest[2]
+
+
+def test_what_the_nodes_did_is_written_down(chat: Chat, tmp_path: Path) -> None:
+    assert chat("The ring\n", "--trace", str(tmp_path / "trace.json")) == 0
+    assert read_trace(tmp_path / "trace.json").nodes
 
 
 def test_a_program_gets_no_greeting(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli.access import add_access_flags
     from mdi.cli.discover import add_discovery_flags
     from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
+    from mdi.cli.output import add_trace_flag
 
     add_model_flags(parser)
     parser.add_argument(
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ring_flags(parser)
     parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
     add_generation_flags(parser, n_tokens=500, with_prompt=False)
+    add_trace_flag(parser.add_argument_group("output"))
     add_common_flags(parser)
 
 
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from mdi.cli import ignore_interrupts
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.discover import discovered_cluster
+    from mdi.cli.output import write_trace_of
     from mdi.cli.session_flags import nodes_of, sampling_params, starter_options, tell_seed
     from mdi.config import load_cluster, standalone
     from mdi.session.run_session import Session
@@ -80,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         tell_seed(params)
         _talk(session, params, args.stop)
         session.raise_failure()
+    if args.trace is not None:
+        write_trace_of(session.starter, args.trace)
     return 0
 
 
