@@ -1,13 +1,10 @@
 """Which files were hashed, and what they looked like then, so that one that has not changed since is not read for it again.
 
-Disks lose bits without a word, and without a change of any time: so what was hashed long ago is not believed. Best effort: a
-place that cannot be written to will do.
+Disks lose bits without a word, and without a change of any time: so what was hashed long ago is not believed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import threading
 import time
@@ -16,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import CheckpointError
-from mdi.whole_files import replacing
+from mdi.checkpoint.kept_json import read_kept, write_kept
 
 BELIEVED_S = 7 * 24 * 3600.0
 N_THREADS = 4  # one reads a gigabyte a second where the processor has instructions for SHA-256
@@ -65,19 +61,11 @@ class CheckedFiles:
                 some.pop(key, None)
                 if entry is not None:
                     some[key] = entry
-            self._write(kept)
+            write_kept(self._path, kept, makes_folder=True)
 
     def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self._path.read_text(encoding="utf-8"))
-            entries = {str(key): [int(n) for n in entry] for key, entry in data.items()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            return {}
+        entries: dict[str, list[int]] = read_kept(self._path, _entries, {})
         return {key: entry for key, entry in entries.items() if entry and _is_recent(entry)}
-
-    def _write(self, kept: dict[str, Any]) -> None:
-        with contextlib.suppress(CheckpointError), replacing(self._path, makes_folder=True) as file:
-            file.write(json.dumps(kept).encode())
 
 
 def stamp_of(file: int | Path) -> Stamp:
@@ -95,6 +83,10 @@ def in_threads(calls: Iterable[Callable[[], Any]]) -> list[Any]:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _entries(data: Any) -> dict[str, list[int]]:
+    return {str(key): [int(n) for n in entry] for key, entry in data.items()}
 
 
 def _is_recent(entry: list[int]) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mdi.checkpoint.convert import convert, needs_conversion
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, is_lit_dir
+from mdi.checkpoint.kept_json import read_kept
 from mdi.errors import CheckpointError, UsageError
-from mdi.settings_file import parse_json
 from mdi.whole_files import replacing
 
 logger = logging.getLogger("mdi")
@@ -81,7 +81,4 @@ def make_ready(target: Path, directory: Path) -> None:
 
 
 def _origin(target: Path) -> str | None:
-    try:
-        return str(parse_json((target / NOTE).read_text(encoding="utf-8"))["directory"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_kept(target / NOTE, lambda data: str(data["directory"]), None)

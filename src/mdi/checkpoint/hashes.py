@@ -1,20 +1,16 @@
 """Hashes of a model's parts, kept so that they are computed once: in memory, or in a file beside the weights.
 
-Best effort: a place that cannot be written to will do. Knows nothing of what is hashed.
+Knows nothing of what is hashed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.kept_json import read_kept, write_kept
 from mdi.checkpoint.parts import PartInfo
-from mdi.errors import CheckpointError
-from mdi.settings_file import parse_json
-from mdi.whole_files import replacing
 
 FORMAT_VERSION = 2  # also of what the packed forms of a part are
 
@@ -55,32 +51,27 @@ class HashCache(PartHashes):
             "mtime_ns": stat.st_mtime_ns,
             "config_hash": config_hash,
         }
-        self._infos = self._read()
+        self._infos = read_kept(path, self._taken, {})
 
     def put(self, form: str, info: PartInfo) -> None:
         if self.get(form, info.name) != info:
             super().put(form, info)
             self._write()
 
-    def _read(self) -> dict[str, dict[str, PartInfo]]:
-        try:
-            data = parse_json(self._path.read_text(encoding="utf-8"))
-            if {key: data[key] for key in self._stamp} != self._stamp:
-                return {}
-            return {
-                form: {name: _info(name, entry) for name, entry in entries.items()}
-                for form, entries in data["parts"].items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    def _taken(self, data: Any) -> dict[str, dict[str, PartInfo]]:
+        if {key: data[key] for key in self._stamp} != self._stamp:
             return {}
+        return {
+            form: {name: _info(name, entry) for name, entry in entries.items()}
+            for form, entries in data["parts"].items()
+        }
 
     def _write(self) -> None:
         parts = {
             form: {name: [info.sha256, info.n_bytes] for name, info in infos.items()}
             for form, infos in self._infos.items()
         }
-        with contextlib.suppress(CheckpointError), replacing(self._path) as file:
-            file.write(json.dumps({**self._stamp, "parts": parts}, indent=1).encode())
+        write_kept(self._path, {**self._stamp, "parts": parts})
 
 
 def _info(name: str, entry: Any) -> PartInfo:

@@ -6,13 +6,14 @@ have made. A small file beside them says which of them was made of which plain p
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection
+from typing import Any
 
 import mdi
+from mdi.checkpoint.kept_json import read_kept, write_kept
 from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part, PartInfo
@@ -97,15 +98,13 @@ class KeptPacked:
         here = set(self._store.parts())
         kept = {k: entry for k, entry in self._read().items() if entry[0] in here}
         kept[key] = info.sha256, info.n_bytes
-        with contextlib.suppress(CheckpointError), replacing(self._path) as file:
-            file.write(json.dumps(kept).encode())
+        write_kept(self._path, kept)
 
     def _read(self) -> dict[str, tuple[str, int]]:
-        try:
-            data = json.loads(self._path.read_text(encoding="utf-8"))
+        def take(data: Any) -> dict[str, tuple[str, int]]:
             return {str(key): (str(sha256), int(n_bytes)) for key, (sha256, n_bytes) in data.items()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            return {}
+
+        return read_kept(self._path, take, {})
 
 
 def _key(source: WeightSource, part: Part, packing: Packing) -> str:
