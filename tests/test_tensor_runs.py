@@ -86,6 +86,7 @@ def test_texts_are_those_of_the_whole_model(
     assert [node["heads"][1] for node in told["nodes"]][-1] == 6
     assert [node["heads"][0] for node in told["nodes"]][1:] == [node["heads"][1] for node in told["nodes"]][:-1]
     assert len({node["reduces"] for node in told["nodes"]}) == 1 and told["nodes"][0]["reduces"] > 0
+    assert all(0 < node["reduce_median_s"] <= node["reduce_s"] for node in told["nodes"])
     whole = sum(node["weights_resident_bytes"] for node in told["nodes"])
     assert all(0 < node["weights_resident_bytes"] < whole for node in told["nodes"])
     if parts is None:  # the same share of all blocks, and embedding and head besides

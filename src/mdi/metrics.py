@@ -31,7 +31,8 @@ class ShareMetrics:
     Attributes:
         group: the name of that.
         heads, kv_groups, mlp_columns: [start, stop) of them.
-        reduces: sums that it took part in; reduce_s in all, waiting for the others included.
+        reduces: sums that it took part in; reduce_s in all, waiting for the others included;
+            reduce_median_s of the last ones.
         reduce_bytes_sent: to all other nodes together.
     """
 
@@ -42,6 +43,7 @@ class ShareMetrics:
     reduces: int
     reduce_s: float
     reduce_bytes_sent: int
+    reduce_median_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
@@ -57,6 +59,7 @@ class ShareMetrics:
             reduces=get.integer("reduces"),
             reduce_s=get.number("reduce_s", 0, LONGEST_S),
             reduce_bytes_sent=get.integer("reduce_bytes_sent"),
+            reduce_median_s=get.optional("reduce_median_s", lambda key: get.number(key, 0, LONGEST_S)) or 0.0,
         )
 
 

@@ -104,7 +104,7 @@ def share_metrics(stage: object) -> ShareMetrics | None:
     first, last = share.shares.columns[share.rank : share.rank + 2]
     return ShareMetrics(
         inner.group_name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
-        tally.bytes_sent,
+        tally.bytes_sent, tally.median_s,
     )  # fmt: skip
 
 

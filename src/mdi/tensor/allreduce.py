@@ -52,9 +52,7 @@ class AllReduce:
             return
         begin = time.perf_counter()
         self._sum(x)
-        tally = self.mesh.tally
-        tally.n_sums += 1
-        tally.reduce_s += time.perf_counter() - begin
+        self.mesh.tally.count(time.perf_counter() - begin)
 
     def _sum(self, x: Floats) -> None:
         numbers = self._numbers if x.shape[1] > 2 else EXACT  # sums of squares are few, and rounding would tell

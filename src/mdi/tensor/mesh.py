@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import select
 import socket
+import statistics
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from mdi.errors import EngineError, NodeLostError, WireError
 from mdi.security.session import TAG_BYTES, Session
@@ -21,6 +22,7 @@ HEAD = struct.Struct("<II")  # number of the message on this connection, bytes t
 SLEEP_S = 0.05  # after which who sleeps looks whether the run is over
 STALL_S = 300.0  # a node that lives computes its part of a frame's block in less
 VERDICT_S = 8.0  # the ring says who was lost by then
+N_TIMES = 4096  # of sums, that are kept
 BUSY_S = 0.002  # how long a node looks for a message before it sleeps, where cores are free
 
 Buffer = bytes | bytearray | memoryview
@@ -106,13 +108,22 @@ class Peer:
         return NodeLostError(self.name, f"{self.name} is lost: {why}")
 
 
-@dataclass
 class Tally:
-    """What a node's collectives took, in all."""
+    """What a node's sums took: how many, in all, and the last ones."""
 
-    n_sums: int = 0
-    reduce_s: float = 0.0
-    bytes_sent: int = 0
+    def __init__(self) -> None:
+        self.n_sums, self.reduce_s, self.bytes_sent = 0, 0.0, 0
+        self._last_s: deque[float] = deque(maxlen=N_TIMES)
+
+    def count(self, seconds: float) -> None:
+        self.n_sums += 1
+        self.reduce_s += seconds
+        self._last_s.append(seconds)
+
+    @property
+    def median_s(self) -> float:
+        """Of the last sums; 0 without any."""
+        return statistics.median(self._last_s.copy() or (0.0,))
 
 
 class Mesh:
