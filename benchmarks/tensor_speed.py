@@ -2,17 +2,25 @@
 
     MDI_KERNELS=plain tensor_speed.py --chunk CHUNK --nodes 1 2 --head shared --tokens 24
     tensor_speed.py --chunk CHUNK --nodes 1 2 --prompt 512 --tokens 8
+    MDI_KERNELS=plain tensor_speed.py --chunk CHUNK --nodes 1 2 4 8 --head shared --quota 0.25 [--delay-ms 1 --mbit 300]
+        each node has a quarter of a core (ring/quota.py), and may be on a host of its own (slow_hosts.py)
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core.
-The times are those of the first node: embedding, all blocks, head. Prints one JSON object per line.
+The times are those of the first node: embedding, all blocks, head. Prints one JSON object per line. Of the sums of decoded tokens
+it has the mean and the median that the first node took, and the median from the moment when the last node began
+(sum_after_last_us). After a run of one node, expected_ms is what the cost model says by that run and the measured links.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -23,14 +31,23 @@ import numpy as np
 from mdi.checkpoint.chunkfile import ChunkFile
 from mdi.kernels.kernel_stage import KernelStarterStage
 from mdi.kernels.library import instruction_set
+from mdi.measure.model_shape import model_shape
+from mdi.partition.cost import CostModel
+from mdi.partition.example import boards
+from mdi.partition.model import Workload
+from mdi.partition.profile import ClusterProfile, LinkProfile
+from mdi.partition.tensor_plan import plan_tensor
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.joining import agree_on_speed
-from mdi.tensor.mesh import Mesh
+from mdi.tensor.mesh import Mesh, Tally
 from mdi.tensor.numbers import Numbers
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shared_head import SharedHeadStage
 from mdi.tensor.shares import Share, share_out
+from records import save
+from ring.quota import SHORTEST_US, Quotas
+from slow_hosts import SlowHosts
 from tensor_sums import Result, addresses, connected, in_forks
 
 CHUNK_ROWS = 64
@@ -39,7 +56,7 @@ CHUNK_ROWS = 64
 class Node:
     """One process: its share, and on the first the embedding and the head."""
 
-    def __init__(self, rank: int, n: int, args: argparse.Namespace) -> None:
+    def __init__(self, rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> None:
         source = ChunkFile(args.chunk)
         self.config, blocks = source.config_dict, [f"block.{i}" for i in range(source.config_dict["n_layer"])]
         is_head_shared = args.head == "shared" and n > 1
@@ -49,9 +66,10 @@ class Node:
         self.stage = ShardStage(self.share, 0, self.config["n_layer"])
         self.stage.load([*blocks, *(["head"] if is_head_shared and rank else [])], shards.weights)
         self.mesh: Mesh = connected(
-            rank, addresses(n, None), is_busy=n <= len(os.sched_getaffinity(0)) or args.cores >= n
+            rank, addresses(n, hosts), is_busy=args.quota is None and n + (hosts is not None) <= args.cores
         )
-        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype), agree_on_speed(self.mesh))
+        self.speed = agree_on_speed(self.mesh)
+        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype), self.speed)
         self.stage.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
         self.first = None
@@ -65,6 +83,19 @@ class Node:
                 lambda part: (shards if is_head_shared and part == "head" else source).weights(part),
             )
             self.first.prepare(16)
+        self.head_s: list[float] = []
+
+    def log_sums(self) -> list[tuple[float, float]]:
+        """When each sum begins and ends from now on, by a clock that all processes of a machine share."""
+        reduce, spans = self.group.reduce, []
+
+        def logged(x: np.ndarray) -> None:
+            begin = time.perf_counter()
+            reduce(x)
+            spans.append((begin, time.perf_counter()))
+
+        self.group.reduce = logged
+        return spans
 
     def step(self, ids: np.ndarray, start: int) -> int:
         """The next token; nodes other than the first compute what that one has sent them."""
@@ -80,32 +111,67 @@ class Node:
         if self.first is None:
             self.stage.tell_logits(rows)
             return 0
-        return int(self.first.head(rows)[0].argmax())
+        begin = time.perf_counter()
+        token = int(self.first.head(rows)[0].argmax())
+        self.head_s.append(time.perf_counter() - begin)
+        return token
 
 
-def measure(rank: int, n: int, args: argparse.Namespace) -> list[Result]:
+def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    node = Node(rank, n, args)
+    if hosts is not None:
+        hosts.enter(rank)
+    node = Node(rank, n, args, hosts)
+    quotas = Quotas() if args.quota is None else Quotas(round(SHORTEST_US / args.quota))  # nodes wait 44 times a token
+    if args.quota is not None:
+        quotas.limit(os.getpid(), args.quota)
     node.step(np.ones(4, dtype=np.int64), 0)
     begin = time.perf_counter()
     for first in range(0, args.prompt, CHUNK_ROWS):
         node.step(np.arange(first, min(first + CHUNK_ROWS, args.prompt)) % 1000, first)
     prompt_s, token = time.perf_counter() - begin, 1
-    node.mesh.tally.n_sums, node.mesh.tally.reduce_s = 0, 0.0
+    node.mesh.tally = tally = Tally()
+    spans = node.log_sums()
     times, ids = [], []
     for i in range(args.tokens):
         begin = time.perf_counter()
         token = node.step(np.array([token]), args.prompt + i)
         times.append(time.perf_counter() - begin)
         ids.append(token)
-    tally = node.mesh.tally
+    quotas.close()
+    args.folder.joinpath(f"{n}-{rank}.json").write_text(json.dumps(spans))
     return [{
-        "nodes": n, "kernels": instruction_set(), "head": args.head, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
-        "token_ms": round(1e3 * float(np.median(times)), 2), "sums": tally.n_sums,
-        "sum_us": round(1e6 * tally.reduce_s / max(1, tally.n_sums), 1), "ids": ids[:8],
+        "nodes": n, "kernels": instruction_set(), "head": args.head, "quota": args.quota, "delay_ms": args.delay_ms,
+        "mbit": args.mbit, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
+        "token_ms": round(1e3 * float(np.mean(times)), 2), "median_ms": round(1e3 * float(np.median(times)), 2),
+        "head_ms": round(1e3 * float(np.mean(node.head_s[-args.tokens :] or [0.0])), 2), "sums": tally.n_sums,
+        "link": asdict(node.speed),
+        "sum_us": round(1e6 * tally.reduce_s / max(1, tally.n_sums), 1),
+        "sum_median_us": round(1e6 * tally.median_s, 1), "ids": ids[:8],
     }]  # fmt: skip
+
+
+def after_last_us(folder: Path, n: int) -> float:
+    """Median time of a sum from the moment when the last of its nodes began it, until all have it."""
+    spans = np.array([json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in range(n)])
+    return round(1e6 * float(np.median(spans[:, :, 1].max(0) - spans[:, :, 0].max(0))), 1)
+
+
+def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str, float]) -> float:
+    """Of a token on n nodes like the one that was measured, by the model of costs."""
+    source = ChunkFile(args.chunk)
+    assert source.packing is not None
+    shape = model_shape(source.config_dict, source.packing.blocks)
+    head_s = one["head_ms"] / 1e3
+    block_s = (one["token_ms"] / 1e3 - head_s) / shape.n_layer
+    names = [f"node{rank}" for rank in range(n)]
+    node = replace(boards().nodes[0], block_s=((1, block_s),), head_s=((1, head_s),), memory_bytes=1 << 40)
+    nodes = tuple(replace(node, name=name) for name in names)
+    links = tuple(LinkProfile(a, b, 2 * link["delay_s"], link["bytes_s"]) for a in names for b in names if a != b)
+    cost = CostModel(ClusterProfile(nodes, links, "", "", shape.format), shape, Workload(1, args.prompt + args.tokens))
+    return round(1e3 * plan_tensor(cost, is_head_shared=args.head == "shared").token_s, 2)
 
 
 def main() -> None:
@@ -117,9 +183,28 @@ def main() -> None:
     parser.add_argument("--reduce-dtype", default="float32")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--quota", type=float, metavar="CORES", help="each node's part of a core, such as 0.25")
+    parser.add_argument("--delay-ms", type=float, help="each node on a host of its own, so far away from the others")
+    parser.add_argument("--mbit", type=float, default=0.0, help="... that each may send in a second (0: no limit)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
     args = parser.parse_args()
-    for n in args.nodes:
-        in_forks(n, lambda rank, n=n: measure(rank, n, args))
+    results: list[Result] = []
+    one: Result | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        for n in args.nodes:
+            hosts = None if args.delay_ms is None else SlowHosts(n, args.delay_ms / 1000, args.mbit)
+            try:
+                (result,) = in_forks(n, lambda rank, n=n, h=hosts: measure(rank, n, args, h))
+            finally:
+                if hosts is not None:
+                    hosts.close()
+            one = result if n == 1 else one
+            expected = {} if one is None else {"expected_ms": expected_ms(args, one, n, result["link"])}
+            results.append({**result, **expected, "sum_after_last_us": after_last_us(args.folder, n)})
+            print(json.dumps(results[-1]), flush=True)
+    if args.json is not None:
+        save(args.json, {"tokens": results})
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def addresses(n: int, hosts: SlowHosts | None) -> list[str]:
 
 
 def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
-    """Do `work(rank)` in a process for each rank, and wait for all of them; what the first found is printed, and returned."""
+    """Do `work(rank)` in a process for each rank, and wait for all of them; what the first found."""
     children = []
     with tempfile.TemporaryFile("w+") as told:
         for rank in range(n):
@@ -124,7 +124,6 @@ def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
             os.waitpid(child, 0)
         told.seek(0)
         lines = told.read().splitlines()
-    print(*lines, sep="\n", flush=True)
     return [json.loads(line) for line in lines]
 
 
@@ -139,13 +138,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
     args = parser.parse_args()
     results = []
+
+    def done(found: list[Result]) -> None:
+        print(*map(json.dumps, found), sep="\n", flush=True)
+        results.extend(found)
+
     for n in args.nodes:
         if not args.delays_ms:
-            results += in_forks(n, lambda rank, n=n: measure(rank, n, args, None, 0.0))
+            done(in_forks(n, lambda rank, n=n: measure(rank, n, args, None, 0.0)))
         for delay_ms in args.delays_ms:
             hosts = SlowHosts(n, delay_ms / 1000)
             try:
-                results += in_forks(n, lambda rank, n=n, d=delay_ms, h=hosts: measure(rank, n, args, h, d))
+                done(in_forks(n, lambda rank, n=n, d=delay_ms, h=hosts: measure(rank, n, args, h, d)))
             finally:
                 hosts.close()
     if args.json is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a node is slow and not by turns fast and asleep
+SHORTEST_US = 1000  # quota that the kernel gives
 
 
 class QuotaError(Exception):
@@ -19,9 +20,14 @@ class QuotaError(Exception):
 
 
 class Quotas:
-    """One control group per process, gone at `close`."""
+    """One control group per process, gone at `close`.
 
-    def __init__(self) -> None:
+    Args:
+        period_us: of each quota.
+    """
+
+    def __init__(self, period_us: int = PERIOD_US) -> None:
+        self._period_us = period_us
         self._folders: list[Path] = []
 
     def limit(self, pid: int, share: float) -> None:
@@ -31,7 +37,7 @@ class Quotas:
         try:
             folder.mkdir()
             self._folders.append(folder)
-            for name, text in settings(share, is_v2=(folder / "cpu.max").exists()):
+            for name, text in settings(share, is_v2=(folder / "cpu.max").exists(), period_us=self._period_us):
                 (folder / name).write_text(text)
             (folder / "cgroup.procs").write_text(str(pid))
         except OSError as e:
@@ -52,12 +58,12 @@ class Quotas:
         self._folders = []
 
 
-def settings(share: float, is_v2: bool) -> list[tuple[str, str]]:
+def settings(share: float, is_v2: bool, period_us: int = PERIOD_US) -> list[tuple[str, str]]:
     """Files and what is to be written into them, in this order."""
-    quota_us = max(1000, round(share * PERIOD_US))  # the kernel's smallest is a millisecond
+    quota_us = max(SHORTEST_US, round(share * period_us))
     if is_v2:
-        return [("cpu.max", f"{quota_us} {PERIOD_US}")]
-    return [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", str(quota_us))]
+        return [("cpu.max", f"{quota_us} {period_us}")]
+    return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
 
 
 def _parent() -> Path:
