@@ -6,7 +6,7 @@
         each node has a quarter of a core (ring/quota.py), and may be on a host of its own (slow_hosts.py)
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core.
-The times are those of the first node: embedding, all blocks, head. Prints one JSON object per line. Of the sums of decoded tokens
+The times are those of the first node: embedding, all blocks, head. Prints one JSON object per line. Of the sums of decoding
 it has the mean and the median that the first node took, and the median from the moment when the last node began
 (sum_after_last_us). After a run of one node, expected_ms is what the cost model says by that run and the measured links.
 """
