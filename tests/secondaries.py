@@ -44,11 +44,17 @@ def secondaries(n: int, folder: Path, **options: Any) -> Iterator[list[Secondary
 
 
 def text_of(cluster: ClusterConfig, checkpoint: Path, n_tokens: int = 6, **options: Any) -> list[int]:
-    """The ids of a greedy text, by a run from its beginning to its end."""
-    how = {} if "layers" in options else {"placement": "even"}
-    fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", **how, **options}
+    """The ids of a greedy text, by a run from its beginning to its end.
+
+    With `layers`, by one that does not say how many texts it will have: its nodes keep no other stages beside it.
+    """
+    is_placed = "layers" not in options
+    fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", **options}
+    if is_placed:
+        fields.setdefault("placement", "even")
     with StarterNode(cluster, StarterOptions(**fields)) as starter:
-        starter.place(1, 60)
+        if is_placed:
+            starter.place(1, 60)
         starter.prepare(60)
         starter.start()
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))

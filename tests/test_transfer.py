@@ -184,7 +184,7 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def generate(nodes: list[SecondaryNode], checkpoint: Path, layers: str) -> list[int]:
-    return text_of(cluster_of(nodes), checkpoint, 5, layers=layers, fixed=True)
+    return text_of(cluster_of(nodes), checkpoint, 5, layers=layers)
 
 
 def test_a_new_split_sends_only_the_blocks_that_moved(
