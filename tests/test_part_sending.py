@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.node.options import StarterOptions
-from mdi.node.part_sending import PartSending, from_offset
+from mdi.node.part_sending import Holders, PartSending, from_offset
 from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.recovery.replacement import Next, Stage
@@ -88,9 +88,9 @@ class Fake:
         self.sent += b"".join(pieces)
 
 
-def sending(target: Fake, missing: dict[PartSpec, int], *holders: Fake) -> Any:
+def sending(target: Fake, missing: dict[PartSpec, int], *holders: Fake, beside: Sequence[Fake] = ()) -> Any:
     weights: Any = SimpleNamespace(pieces=lambda name: iter([BYTES[:300], BYTES[300:]]))
-    of: Any = {PART.sha256: list(holders)}
+    of: Any = Holders({PART.sha256: list(holders)}, beside)  # type: ignore[dict-item, arg-type]
     client: Any = target
     return PartSending(client, RUN, weights, of, lambda: None, lambda: missing)
 
@@ -105,12 +105,21 @@ def test_the_holder_that_has_sent_the_least_sends() -> None:
 
 
 def test_the_starter_goes_on_where_a_holder_failed() -> None:
-    target, holder = Fake("b"), Fake("a", ControlError("gone", 404))
+    target, holder = Fake("b"), Fake("a", ControlError("gone", 500))
     sending(target, {PART: 400}, holder).send(PART, 0)
     assert target.sent == BYTES[400:] and holder.asked == [("b", 0)]
     whole = Fake("b")
     sending(whole, {}, holder).send(PART, 0)
     assert not whole.sent, "only the holder's answer was lost"
+
+
+def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
+    lacks = ControlError("not here", 404, code="weights")
+    target, without, there, last = Fake("b"), Fake("a", lacks), Fake("c"), Fake("d")
+    sending(target, {}, without, beside=[without, there, last]).send(PART, 7)
+    assert (without.asked, there.asked, last.asked, target.sent) == ([("b", 7)], [("b", 7)], [], b"")
+    sending(target, {}, without, beside=[Fake("c", lacks)]).send(PART, 0)
+    assert target.sent == BYTES
 
 
 def test_a_connection_that_breaks_is_no_lost_node() -> None:
@@ -136,7 +145,17 @@ def test_pieces_from_an_offset() -> None:
         assert b"".join(from_offset([b"abc", b"", b"def"], skip)) == b"abcdef"[skip:]
 
 
-def test_blocks_that_move_come_from_the_node_that_had_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "following",
+    [
+        Next((Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5)), is_moved=True),
+        Next((Stage("starter", 0, 1), Stage("secondary0", 1, 5)), is_moved=True, beside=frozenset({"secondary1"})),
+    ],
+    ids=["in the ring", "beside it"],
+)
+def test_blocks_that_move_come_from_the_node_that_had_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, following: Next
+) -> None:
     ckpt = write_checkpoint(tmp_path / "tiny", with_end=False, block_size=2048)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", layers="1,3,1")
     with secondaries(2, tmp_path) as nodes, StarterNode(cluster_of(nodes), options) as starter:
@@ -148,14 +167,13 @@ def test_blocks_that_move_come_from_the_node_that_had_them(tmp_path: Path, monke
         )
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
         assert starter.recovery is not None
-        stages = (Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5))
-        starter.recovery.keeper.plan(Next(stages, is_moved=True))
+        starter.recovery.keeper.plan(following)
         starter.engine.leave()
         reader = threading.Thread(target=starter.generate)
         reader.start()
         reader.join(DEADLINE_S)
-        assert starter.weights.blocks == [(0, 1), (1, 2), (2, 5)] and not starter.n_recoveries
-        assert len(nodes[1].store.parts()) == 3
+        assert starter.names == following.names and not starter.n_recoveries
+        assert starter.weights.blocks == [(stage.start, stage.stop) for stage in following.stages]
         alone = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu")
     assert len(sample.token_ids) == 300
     with StarterNode(standalone(), alone) as starter:

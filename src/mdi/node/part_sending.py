@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mdi.checkpoint.store import COMING
@@ -17,8 +18,19 @@ from mdi.node.patience import STALL_S
 AGAIN_S = 0.2  # before a part is tried again that somebody else sends
 N_BROKEN = 3  # connections that break one after the other without a byte that arrives
 
-# Nodes that have a part, by its sha256.
-Holders = Mapping[str, Sequence[ControlClient]]
+
+@dataclass(frozen=True)
+class Holders:
+    """Other nodes that may have parts.
+
+    Attributes:
+        known: those that have had parts in one of the run's rings before, by the parts' sha256.
+        beside: those that are not in the ring, and may have parts of earlier runs.
+    """
+
+    known: Mapping[str, Sequence[ControlClient]] = field(default_factory=dict)
+    beside: Sequence[ControlClient] = ()
+
 
 logger = logging.getLogger("mdi")
 
@@ -61,7 +73,7 @@ class PartSending:
     Args:
         client: of the node.
         weights: where parts come from that no other node has.
-        holders: who else has which parts. Where one of them fails, this node sends the part.
+        holders: who else may have parts. Where none has one, or sending it fails, this node sends it.
         check: called before each piece; what it raises goes through.
         missing: asks the node what it lacks, and how many bytes of each it has.
     """
@@ -84,11 +96,19 @@ class PartSending:
         Raises:
             NodeLostError: the node is not there any more; ControlError: it does not take it.
         """
-        if (holder := self._holder(part)) is not None:
-            rest = self._forward(holder, part, have)
+        for holder in self._holders_of(part):
+            try:
+                return self._forward(holder, part, have)
+            except ControlError as e:
+                if e.status == 404 and e.code == "weights":
+                    continue  # it does not have the part, or not any more
+                logger.info("%s comes from this node: %s", part.name, e)
+            self._check()
+            rest = self._missing().get(part)
             if rest is None:
                 return
             have = rest
+            break
         tries = _Tries(self._client.node.name, part)
         while True:
             try:
@@ -104,23 +124,19 @@ class PartSending:
                 tries.begin_again()
             have = there
 
-    def _holder(self, part: PartSpec) -> ControlClient | None:
-        """The node with this part that has sent the fewest so far."""
-        others = [one for one in self._holders.get(part.sha256, ()) if one.node.name != self._client.node.name]
-        return min(others, key=lambda one: self._n_sent.get(one.node.name, 0), default=None)
+    def _holders_of(self, part: PartSpec) -> list[ControlClient]:
+        """Nodes to be asked for the part: first those that should have it, and have sent the fewest."""
+        own, known = self._client.node.name, self._holders.known.get(part.sha256, ())
+        asked = sorted(known, key=lambda one: self._n_sent.get(one.node.name, 0))
+        asked += [one for one in self._holders.beside if one not in known]
+        return [one for one in asked if one.node.name != own]
 
-    def _forward(self, holder: ControlClient, part: PartSpec, have: int) -> int | None:
-        """None once the part is there; else how many bytes of it are."""
+    def _forward(self, holder: ControlClient, part: PartSpec, have: int) -> None:
+        """Have another node send the rest of a part. Raises ControlError, with status 404 if it does not have it."""
         node = self._client.node
+        holder.forward(ForwardRequest(self._run, part, have, node.name, node.addr, node.port))
         self._n_sent[holder.node.name] = self._n_sent.get(holder.node.name, 0) + 1
-        try:
-            holder.forward(ForwardRequest(self._run, part, have, node.name, node.addr, node.port))
-            logger.debug("%s has sent %s to %s", holder.node.name, part.name, node.name)
-            return None
-        except ControlError as e:
-            logger.info("%s comes from this node: %s", part.name, e)
-        self._check()
-        return self._missing().get(part)
+        logger.debug("%s has sent %s to %s", holder.node.name, part.name, node.name)
 
     def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
         """The bytes of a part from `skip` on, until the set-up is broken off."""

@@ -50,7 +50,7 @@ class Preparation:
         n_sequences: at the same time, at most; None: as many as fit.
         before: of the ring before.
         own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
-        holders: nodes that have parts already.
+        holders: nodes that may have parts already.
         replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
     Attributes:
@@ -97,7 +97,7 @@ class Preparation:
         self._max_length = max_length
         self._n_sequences = n_sequences
         self._replays = replays
-        self._holders = holders or {}
+        self._holders = holders or Holders()
         self.parts: dict[str, tuple[PartSpec, ...]] = {}
         self._known = frozenset(() if before is None else before.processes)
         self.own = own

@@ -95,8 +95,9 @@ class RingFormer:
     ) -> tuple[ReplayPlan | None, frozenset[str], Preparation]:
         """Get the nodes ready; how caches are restored, and which nodes have none."""
         engine, fresh = self.engine, following.fresh
+        beside = [self._clients[name] for name in sorted(following.beside)]
         while self._may_replay(following) and (roles := replay_roles(replace(following, fresh=fresh))) is not None:
-            preparation = self._rings.prepare_another(cluster, self.check, roles.by_name)
+            preparation = self._rings.prepare_another(cluster, self.check, roles.by_name, beside)
             lacking = frozenset(following.names[1:]) - preparation.sent_rows.keys() - fresh
             if not lacking:
                 plan = roles.plan({} if engine is None else engine.sent.counts, preparation.sent_rows)
@@ -105,7 +106,7 @@ class RingFormer:
                 break
             fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
         self._has_caches = False  # should this ring not be closed, the next one cannot go on with them
-        return None, fresh, self._rings.prepare_another(cluster, self.check, None)
+        return None, fresh, self._rings.prepare_another(cluster, self.check, None, beside)
 
     def _may_replay(self, following: Next) -> bool:
         if self.engine is None or self.engine.is_isolating or not self.engine.sent.counts:

@@ -26,6 +26,7 @@ from mdi.node.forming import form_ring
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
+from mdi.node.part_sending import Holders
 from mdi.node.placing import model_of
 from mdi.node.preparation import Preparation
 from mdi.node.starter_weights import StarterWeights
@@ -133,8 +134,13 @@ class RunRings:
         """Nodes of the ring that are about to end, and compute until their blocks are elsewhere."""
         return self.ring.leaving if isinstance(self.ring, TcpRing) else ()
 
-    def prepare(self, check: Callable[[], None], replays: Mapping[str, str] | None = None) -> Preparation:
+    def prepare(
+        self, check: Callable[[], None], replays: Mapping[str, str] | None = None, beside: Sequence[ControlClient] = ()
+    ) -> Preparation:
         """Get all nodes of `cluster` ready, with the cut that the weights have; `replays` as for Preparation.
+
+        Args:
+            beside: nodes that are not in the ring, and are there: they may have parts.
 
         Raises:
             MdiError: a node is not there or cannot.
@@ -154,7 +160,7 @@ class RunRings:
             own = OwnStage(self.cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
-            basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(),
+            basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(beside),
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -171,13 +177,13 @@ class RunRings:
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return preparation
 
-    def _holders(self) -> dict[str, list[ControlClient]]:
-        """Nodes of the ring that have had parts in one of the run's rings before."""
-        found: dict[str, list[ControlClient]] = {}
-        for client in self.clients:
+    def _holders(self, beside: Sequence[ControlClient]) -> Holders:
+        """Nodes of the ring, and beside it, that may have parts."""
+        known: dict[str, list[ControlClient]] = {}
+        for client in (*self.clients, *beside):
             for sha256 in self._have.get(client.node.name, ()):
-                found.setdefault(sha256, []).append(client)
-        return found
+                known.setdefault(sha256, []).append(client)
+        return Holders(known, beside)
 
     def _ask_processes(self, wait_s: float, check: Callable[[], None]) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
@@ -219,8 +225,9 @@ class RunRings:
         return preparation.own.over(self.ring)
 
     def prepare_another(
-        self, cluster: ClusterConfig, check: Callable[[], None], replays: Mapping[str, str] | None
-    ) -> Preparation:
+        self, cluster: ClusterConfig, check: Callable[[], None], replays: Mapping[str, str] | None,
+        beside: Sequence[ControlClient],
+    ) -> Preparation:  # fmt: skip
         """After one that broke, get these nodes ready for another ring, with the cut that the weights have.
 
         Raises:
@@ -230,7 +237,7 @@ class RunRings:
         self._close(is_awaited=False)  # a node that is silent would hold it up
         self._epoch = secrets.randbits(64)
         self.cluster = cluster
-        return self.prepare(check, replays)
+        return self.prepare(check, replays, beside)
 
     def end(self, leave: bool, patient: bool) -> list[dict[str, Any]]:
         """End the run on all nodes; what each secondary measured, {} where that is not known.

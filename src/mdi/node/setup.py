@@ -37,7 +37,7 @@ class SecondarySetup:
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
-        holders: other nodes of the ring that have parts.
+        holders: other nodes that may have parts.
 
     Attributes:
         is_ready_at_once: whether it had its stage in memory.
@@ -54,7 +54,7 @@ class SecondarySetup:
         self._weights = weights
         self._wait_s = wait_s
         self._is_known = is_known
-        self._holders = holders or {}
+        self._holders = holders or Holders()
         self._answer: dict[str, Any] = {}  # what it said last of itself
         self.is_ready_at_once = False
         self._done = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from mdi.config import NodeConfig
@@ -62,7 +63,7 @@ class Joins:
             is_wanted = answer.is_free and name not in self._spares and self._keeper.may_use(name)
             if is_wanted and self._is_known(name) and (found := better_with(ring, name, self._cut)) is not None:
                 logger.info("%s is taken in: it makes the ring faster", name)
-                return found
+                return replace(found, beside=frozenset(answers) - {name})
         return None
 
     def _admit(self, outside: set[str]) -> dict[str, Answer]:

@@ -164,7 +164,8 @@ class RingKeeper:
                 continue
             self._suspect(search)
             try:
-                ring = self._former.form(replace(following, fresh=search.fresh(following)))
+                beside = search.answering.difference(following.names)
+                ring = self._former.form(replace(following, fresh=search.fresh(following), beside=beside))
             except MdiError as e:
                 self._note_failure(search, e, following)
                 continue
@@ -242,6 +243,7 @@ class RingKeeper:
         awaited = frozenset(stage.name for stage in ring[1:]) - search.suspected
         roll = call_roll(self._clients, awaited, ASK_S)
         now = time.monotonic()
+        search.answering = frozenset(roll.answers)
         search.processes.update({name: answer.process for name, answer in roll.answers.items()})
         then = search.processes_before
         search.gone |= roll.gone | {

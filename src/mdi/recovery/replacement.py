@@ -27,11 +27,13 @@ class Next:
         stages: starter first.
         is_moved: whether nodes that were there before get other blocks.
         fresh: nodes that are not in the ring before, or were started anew: they have no caches.
+        beside: nodes that are there and not in it: they may have weights that others need.
     """
 
     stages: tuple[Stage, ...]
     is_moved: bool
     fresh: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ class Search:
         began, since: time.monotonic() of the first loss, and of the last one.
         before, processes_before: the stages of the ring that broke, and the processes of its secondaries.
         processes: what nodes have answered since.
+        answering: nodes that answered when they were asked last.
         suspected: nodes that somebody said were lost.
         unfit: nodes that said they cannot take part.
         gone: nodes whose processes have ended.
@@ -29,6 +30,7 @@ class Search:
         self.before: dict[str, Stage] = {}
         self.processes_before: dict[str, str] = {}
         self.processes: dict[str, str] = {}
+        self.answering: frozenset[str] = frozenset()
         self.suspected: set[str] = set()
         self.unfit: set[str] = set()
         self.gone: set[str] = set()
