@@ -7,18 +7,20 @@ import gc
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
+from mdi.engine.arrays import ArrayRows
 from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
 from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.engine.tensors import TensorRows, frame_of, rows_of
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
-from mdi.model.stage import Stage
+from mdi.model.stage import Stage, StarterStage
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, Slice
 
@@ -460,31 +462,49 @@ def test_runs_one_after_the_other_on_the_same_ring() -> None:
     assert list(ring.endings.values()) == [None]
 
 
+class Feeding(LoopbackRing):
+    """Gives these frames, and keeps the rows of what is sent."""
+
+    def __init__(self, frames: list[Frame], n_embd: int) -> None:
+        super().__init__(1, epoch=3)
+        self.frames, self.n_embd = frames, n_embd
+        self.sent: list[torch.Tensor] = []
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        if not self.frames:
+            raise RingEndedError
+        return self.frames.pop(0)
+
+    def send(self, frame: Frame) -> None:
+        self.sent.append(rows_of(frame, self.n_embd, CPU, torch.float32).clone())
+
+
+def test_several_slices_with_several_logits() -> None:
+    """The last node sends the last rows of each slice that are wanted, and no others: all, some, one or none of it."""
+    gpt = model_of(LLAMA)
+    starter, last = stages_of(gpt, (2,))
+    assert isinstance(starter, StarterStage)
+    slices = tuple(
+        Slice(seq_id, 0, n, n_logits) for seq_id, n, n_logits in ((1, 5, 3), (2, 4, 0), (3, 6, 6), (4, 7, 1))
+    )
+    texts = {s.seq_id: prompt(s.n_rows, s.seq_id) for s in slices}
+    x = starter(starter.embed(torch.tensor([token for text in texts.values() for token in text])), slices)
+    ring = Feeding([frame_of(x, 3, 0, slices, ())], x.shape[1])
+    SecondaryLoop(last, TensorRows(CPU, torch.float32), ring, True).run()
+    expected = [gpt(torch.tensor([texts[s.seq_id]]))[0, -s.n_logits :] for s in slices if s.n_logits]
+    torch.testing.assert_close(starter.head(ring.sent[0]), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    assert ArrayRows().wanting_logits(np.arange(22), slices).tolist() == [2, 3, 4, *range(9, 15), 21]
+
+
 def test_a_frame_may_copy_caches_before_its_rows() -> None:
     """A sequence that goes on from another one's prefix, on a secondary: it computes what the other one would."""
     stage = stages_of(model_of(LLAMA), (2,))[1]
     rows = torch.randn(6, stage.config.n_embd)
-
-    class Feeding(LoopbackRing):
-        """Gives these frames, and keeps what is sent."""
-
-        def __init__(self, frames: list[Frame]) -> None:
-            super().__init__(1, epoch=3)
-            self.frames, self.sent = frames, []
-
-        def recv(self, timeout_s: float | None = None) -> Frame:
-            if not self.frames:
-                raise RingEndedError
-            return self.frames.pop(0)
-
-        def send(self, frame: Frame) -> None:
-            self.sent.append(rows_of(frame, stage.config.n_embd, CPU, torch.float32).clone())
-
     first = frame_of(rows[:5].clone(), 3, 0, (Slice(1, 0, 5, 1),), ())
     both = torch.cat([rows[5:], rows[5:]])
     second = frame_of(both, 3, 1, (Slice(1, 5, 1, 1), Slice(2, 5, 1, 1)), (), copies=((1, 2),))
     third = frame_of(rows[5:].clone(), 3, 2, (Slice(3, 6, 1, 1),), (1,), copies=((2, 3),))
-    ring = Feeding([first, second, third])
+    ring = Feeding([first, second, third], stage.config.n_embd)
     SecondaryLoop(stage, TensorRows(CPU, torch.float32), ring, False).run()
     assert torch.equal(ring.sent[1][0], ring.sent[1][1])
     assert len(stage.caches) == 2, "1 was freed, 2 and 3 are there"

@@ -164,7 +164,7 @@ def test_processes_as_nodes_of_one_ring(devices: str) -> None:
     assert found[0] == found[1]
 
 
-def test_int4_in_a_ring_of_a_gpu_and_a_cpu(tmp_path: Path) -> None:
+def test_packed_weights_in_a_ring_of_a_gpu_and_a_cpu(tmp_path: Path) -> None:
     """Each node computes with the same packed numbers; the CPU's kernels round activations to 8 bits, the GPU does not."""
     checkpoint = write_checkpoint(tmp_path / "model")
     with secondaries(1, tmp_path, device="cuda:0", dtype="float32", quantize="int8") as nodes:
