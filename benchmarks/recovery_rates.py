@@ -171,7 +171,7 @@ class Ring:
         """Secondary `i` drops its caches and connections; False if it has none now."""
         from mdi.net.hello import Fault
 
-        job, name = self._nodes[i]._runs.latest, self._nodes[i].config.name
+        job, name = self._nodes[i].runs.latest, self._nodes[i].config.name
         ring = None if job is None else job.ring
         if ring is not None:
             ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
