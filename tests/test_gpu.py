@@ -32,8 +32,10 @@ from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
 from secondaries import cluster_of, secondaries, text_of
 from test_packed_linear import weights_of
+from test_training_processes import torchrun
 from tiny_checkpoint import plain as plain_config
 from tiny_checkpoint import reference, write_checkpoint
+from tiny_training import argv_of, losses, make_dataset, make_shape, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda:0")
@@ -215,3 +217,29 @@ def test_what_a_gpu_has() -> None:
     assert 0 < device_free_bytes("cuda:0") <= torch.cuda.get_device_properties(0).total_memory
     assert machine_free_bytes("cuda:0") > 0
     assert choose_dtype(None, "bfloat16", "cuda:0") in ("bfloat16", "float16")
+
+
+TRAINING = ("--max-iters", 6, "--ckpt-interval", 3, "--log-interval", 1, "--dtype", "float32")
+
+
+def test_training_on_a_gpu_follows_the_cpu_and_goes_on(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data")
+    found = []
+    for device in ("cpu", "cuda"):
+        folder = make_shape(tmp_path / device)
+        assert train(folder, dataset, *TRAINING, "--device", device) == 0
+        assert train(folder, dataset, *TRAINING, "--device", device, "--max-iters", 9, "--init", "resume") == 0
+        found.append([float(row["train_loss"]) for row in losses(folder)])
+    assert len(found[0]) == 9 and found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each process")
+def test_two_gpus_give_the_losses_of_one(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data")
+    one, two = make_shape(tmp_path / "one"), make_shape(tmp_path / "two")
+    flags = (*TRAINING, "--grad-acc-steps", 4, "--device", "cuda")
+    assert train(one, dataset, *flags) == 0
+    done = torchrun(2, *argv_of(two, dataset, *flags))
+    assert done.returncode == 0, done.stderr
+    expected, found = ([float(row["train_loss"]) for row in losses(folder)] for folder in (one, two))
+    assert found == pytest.approx(expected, rel=1e-3)
