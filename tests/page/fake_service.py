@@ -60,6 +60,7 @@ class FakeService:
             status={"state": "serving", "model": "nano-llama", "text": "it serves", "done": 1.0, "load": 1}
         )
         self.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
+        self.other_rings: dict[str, dict[str, Any]] = {}
         self.engine.ask = self._ask
         self.counts = {"running": 8, "waiting": 2, "limit": 512}
         self.models = SimpleNamespace(latest="nano-llama")
@@ -72,7 +73,7 @@ class FakeService:
 
     @property
     def rings(self) -> dict[str, dict[str, Any]]:
-        return {"nano-llama": self.ring} if self.ring else {}
+        return {"nano-llama": self.ring, **self.other_rings} if self.ring else {}
 
     def put(self, *pieces: str | None) -> None:
         """From the test's thread: what comes next of the answer."""
@@ -81,7 +82,7 @@ class FakeService:
 
     async def _ask(self, what: str, args: dict[str, Any], timeout_s: float = 0) -> dict[str, Any]:
         if what == "plan":
-            return {"words": "Another cut would be better.", "text": "starter  blocks 0-1"}
+            return {"words": f"Another cut of {args['model']} would be better.", "text": "starter  blocks 0-1"}
         problem = {"node": "secondary1", "what": "<b>its clock is 9 s ahead</b>", "advice": "Set it"}
         return {"problems": [problem], "text": "node  state"}
 

@@ -219,10 +219,28 @@ def test_the_ring_and_nodes_that_come_and_go(page: Any, service: FakeService) ->
     page.wait_for_selector("#events .came")
 
 
+def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) -> None:
+    page.click("#tab-ring")
+    page.wait_for_selector("#nodes .node >> nth=2")
+    assert page.is_hidden("#ring-choice"), "there is one ring"
+    service.other_rings = {"org/other": snapshot(node("starter"), node("board"))}
+    page.wait_for_selector("#ring-choice:visible")
+    assert page.input_value("#ring-model") == "nano-llama", "the one that was used last"
+    page.select_option("#ring-model", "org/other")
+    until(page, "document.querySelectorAll('#nodes .node').length === 2")
+    assert "org/other" in page.inner_text("#figures") and "board" in page.inner_text("#nodes")
+    page.click("#run-plan")
+    page.wait_for_selector("#answer >> text=Another cut of org/other would be better.")
+    service.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
+    page.wait_for_selector("#events >> text=nano-llama: secondary0 is gone")
+    service.other_rings = {}
+    until(page, "document.querySelectorAll('#nodes .node').length === 3")
+
+
 def test_plan_and_doctor(page: Any, service: FakeService) -> None:
     page.click("#tab-ring")
     page.click("#run-plan")
-    page.wait_for_selector("#answer >> text=Another cut would be better.")
+    page.wait_for_selector("#answer >> text=Another cut of nano-llama would be better.")
     page.click("#run-doctor")
     page.wait_for_selector("#answer >> text=1 problem")
     assert "<b>its clock is 9 s ahead</b>" in page.inner_text("#answer")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from fake_service import FakeService
 from starlette.testclient import TestClient
@@ -70,8 +72,35 @@ def test_nothing_else_is_sent(client: TestClient, path: str) -> None:
 
 def test_the_ring_and_the_questions(client: TestClient) -> None:
     found = client.get("/api/ring").json()
-    assert found["status"]["state"] == "serving" and len(found["ring"]["nodes"]) == 3
+    assert found["status"]["state"] == "serving" and len(found["rings"][found["model"]]["nodes"]) == 3
     assert found["queue"] == {"running": 8, "waiting": 2, "limit": 512}
     assert client.post("/api/doctor").json()["problems"]
     assert client.post("/api/other").status_code == 404
     assert client.get("/api/plan").status_code == 405
+
+
+def test_who_asks_the_same_at_the_same_time_shares_the_answer() -> None:
+    service = FakeService()
+    service.other_rings = {"org/other": service.ring}
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        may_answer = asyncio.Event()
+
+        async def answer(what: str, args: dict[str, str], timeout_s: float) -> dict[str, str]:
+            asked.append(args["model"])
+            await may_answer.wait()
+            return args
+
+        service.engine.ask = answer
+        models = ["nano-llama", "org/other", "nobody's", "nano-llama"]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app()), base_url="http://page") as client:
+            posts = [asyncio.create_task(client.post("/api/plan", params={"model": model})) for model in models]
+            for _ in range(1000):  # nothing here waits for anything but the loop: then all have asked
+                await asyncio.sleep(0)
+            may_answer.set()
+            told = [(await post).json()["model"] for post in posts]
+        assert told == ["nano-llama", "org/other", "nano-llama", "nano-llama"]
+
+    asyncio.run(scenario())
+    assert sorted(asked) == ["nano-llama", "org/other"]

@@ -153,7 +153,7 @@ def test_a_second_turn_begins_behind_the_first_for_the_same_key_alone(client: op
     def settled() -> int:
         """As the engine told it after now."""
         now = time.time()
-        until(lambda: server.ask("GET", "/api/ring")[1]["ring"].get("time_s", 0.0) > now)
+        until(lambda: server.ask("GET", "/api/ring")[1]["rings"].get("nano-llama", {}).get("time_s", 0.0) > now)
         return reused()
 
     prompt = [7 + (i * 37) % 1900 for i in range(300)]

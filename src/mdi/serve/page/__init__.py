@@ -6,9 +6,10 @@ also forbids HTML made of text (Trusted Types), so that what a model writes stay
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -39,6 +40,7 @@ def routes(api: ApiState) -> list[Route]:
     """`/`, its files, what it asks for, and `/metrics`."""
     metrics = ApiMetrics(api)
     api.observe.append(metrics)
+    questions = _Questions(api)
     files = {path.name: _File(path) for path in sorted(FILES.iterdir()) if path.suffix in TYPES}
 
     async def page(request: Request) -> Response:
@@ -49,13 +51,14 @@ def routes(api: ApiState) -> list[Route]:
         return Response(status_code=404) if found is None else found.answer(request)
 
     async def ring(request: Request) -> Response:
-        return _json({"status": api.engine.status, "queue": api.counts, "ring": api.ring})
+        told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest, "rings": api.rings}
+        return _json(told)
 
     async def ask(request: Request) -> Response:
-        what = request.path_params["what"]
+        what, model = request.path_params["what"], request.query_params.get("model")
         if what not in QUESTION_S:
             return Response(status_code=404)
-        return _json(await api.engine.ask(what, {"model": api.models.latest}, QUESTION_S[what]))
+        return _json(await questions.answer(what, model if model in api.rings else api.models.latest))
 
     async def exposition(request: Request) -> Response:
         body, content_type = metrics.exposition()
@@ -69,6 +72,23 @@ def routes(api: ApiState) -> list[Route]:
         Route("/api/{what}", ask, methods=["POST"]),
         Route("/metrics", exposition, methods=["GET"]),
     ]
+
+
+class _Questions:
+    """To the engine process. Each takes a thread and asks all nodes: whoever asks the same meanwhile shares the answer."""
+
+    def __init__(self, api: ApiState) -> None:
+        self._api = api
+        self._asked: dict[tuple[str, str], asyncio.Task[dict[str, Any]]] = {}
+
+    async def answer(self, what: str, model: str) -> dict[str, Any]:
+        """Raises ApiError."""
+        key = what, model
+        if key not in self._asked:
+            asked = asyncio.create_task(self._api.engine.ask(what, {"model": model}, QUESTION_S[what]))
+            asked.add_done_callback(lambda _: self._asked.pop(key))
+            self._asked[key] = asked
+        return await asyncio.shield(self._asked[key])
 
 
 class _File:

@@ -170,7 +170,7 @@ byId("menu").append(picture("menu"));
 setTheme(settings.theme);
 readFields();
 listen();
-checks.listen();
+checks.listen(() => ring.model);
 loadModels();
 lookAgain();
 focusField();

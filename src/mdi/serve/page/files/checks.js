@@ -3,9 +3,11 @@
 import { postJson } from "./api.js";
 import { byId, el } from "./dom.js";
 
-export function listen() {
-  byId("run-plan").addEventListener("click", () => ask("api/plan", planAnswer));
-  byId("run-doctor").addEventListener("click", () => ask("api/doctor", doctorAnswer));
+// `model` says whose ring is meant.
+export function listen(model) {
+  const path = (what) => `api/${what}?model=${encodeURIComponent(model())}`;
+  byId("run-plan").addEventListener("click", () => ask(path("plan"), planAnswer));
+  byId("run-doctor").addEventListener("click", () => ask(path("doctor"), doctorAnswer));
 }
 
 async function ask(path, draw) {

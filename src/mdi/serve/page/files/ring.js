@@ -1,4 +1,4 @@
-// The ring as it is now: figures, a picture, its nodes and links, and what waits for whom.
+// The ring of a model as it is now: figures, a picture, its nodes and links, and what waits for whom.
 
 import { byId, el, svg } from "./dom.js";
 import { bytes, rate, share, time } from "./units.js";
@@ -11,16 +11,43 @@ const N_RATES = 90;
 
 export class RingView {
   constructor() {
-    this.known = null; // name -> whether it was there the last time
-    this.rates = [];
+    this.model = ""; // whose ring is shown
+    this.chosen = ""; // by the user; else it is the one that was used last
+    this.before = new Map(); // model -> {known: name -> whether it was there the last time, rates}
+    byId("ring-model").addEventListener("change", () => { this.chosen = byId("ring-model").value; });
   }
 
   // What /api/ring says.
-  show({ status, queue, ring }) {
+  show({ status, queue, model, rings }) {
+    const models = Object.keys(rings);
+    if (!models.includes(this.chosen)) this.chosen = "";
+    this.model = this.chosen || model;
+    this.choice(models);
+    for (const name of models) this.take(name, rings[name], models.length > 1 ? `${name}: ` : "");
+    for (const name of this.before.keys()) if (!models.includes(name)) this.before.delete(name);
+    this.draw(status, queue, rings[this.model] ?? {});
+  }
+
+  // Which ring is shown, where there are several.
+  choice(models) {
+    const field = byId("ring-model");
+    byId("ring-choice").hidden = models.length < 2;
+    const had = Array.from(field.options, (option) => option.value);
+    if (had.join("\n") !== models.join("\n")) field.replaceChildren(...models.map((id) => el("option", { value: id, text: id })));
+    if (document.activeElement !== field) field.value = this.model;
+  }
+
+  // What a ring does goes on being watched while another one is shown.
+  take(name, ring, prefix) {
+    const before = this.before.get(name) ?? { known: null, rates: [] };
+    this.before.set(name, before);
+    notice(before, ring.nodes ?? [], prefix);
+    before.rates.push(ring.tokens_s ?? 0);
+    before.rates.splice(0, before.rates.length - N_RATES);
+  }
+
+  draw(status, queue, ring) {
     const nodes = ring.nodes ?? [];
-    this.notice(nodes);
-    this.rates.push(ring.tokens_s ?? 0);
-    this.rates.splice(0, this.rates.length - N_RATES);
     byId("figures").replaceChildren(...this.figures(status, queue, ring));
     byId("waits").replaceChildren(...waits(ring));
     byId("picture").replaceChildren(...drawing(ring));
@@ -30,29 +57,31 @@ export class RingView {
 
   figures(status, queue, ring) {
     const texts = ring.texts ?? {};
-    const line = svg("svg", { viewBox: `0 0 ${N_RATES - 1} 28`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: points(this.rates) }));
+    const rates = this.before.get(this.model)?.rates ?? [];
+    const line = svg("svg", { viewBox: `0 0 ${N_RATES - 1} 28`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: points(rates) }));
+    const isOther = this.model && this.model !== status.model;
     return [
       figure("Tokens per second", (ring.tokens_s ?? 0).toFixed(1), "", line),
       figure("Texts running", texts.running ?? 0, texts.waiting ? `${texts.waiting} wait for memory` : ""),
       figure("Requests waiting", queue.waiting ?? 0, queue.limit ? `of ${queue.limit} at most` : ""),
       figure("Tokens so far", (ring.n_tokens ?? 0).toLocaleString("en"), texts.put_out ? `${texts.put_out} texts put out for memory` : ""),
-      figure("Model", status.model || "none", status.text || status.state),
+      figure("Model", this.model || status.model || "none", isOther ? "it serves" : status.text || status.state),
     ];
   }
+}
 
-  // Nodes that have come or gone since the last time.
-  notice(nodes) {
-    const now = new Map(nodes.map((node) => [node.name, node.is_here]));
-    const told = [];
-    for (const [name, isHere] of now) if (this.known && isHere && !this.known.get(name)) told.push([name, "came"]);
-    for (const [name, wasHere] of this.known ?? []) if (wasHere && !now.get(name)) told.push([name, "gone"]);
-    for (const [name, what] of told) {
-      const words = `${new Date().toLocaleTimeString()}: ${name} ${what === "came" ? "is here" : "is gone"}`;
-      byId("events").prepend(el("li", { class: what, text: words }));
-    }
-    while (byId("events").children.length > N_EVENTS) byId("events").lastChild.remove();
-    this.known = now;
+// Nodes that have come or gone since the last time.
+function notice(before, nodes, prefix) {
+  const now = new Map(nodes.map((node) => [node.name, node.is_here]));
+  const told = [];
+  for (const [name, isHere] of now) if (before.known && isHere && !before.known.get(name)) told.push([name, "came"]);
+  for (const [name, wasHere] of before.known ?? []) if (wasHere && !now.get(name)) told.push([name, "gone"]);
+  for (const [name, what] of told) {
+    const words = `${new Date().toLocaleTimeString()}: ${prefix}${name} ${what === "came" ? "is here" : "is gone"}`;
+    byId("events").prepend(el("li", { class: what, text: words }));
   }
+  while (byId("events").children.length > N_EVENTS) byId("events").lastChild.remove();
+  before.known = now;
 }
 
 function figure(name, value, more, ...others) {
