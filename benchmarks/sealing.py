@@ -24,14 +24,16 @@ from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.challenge import Caller, answer_to
 from mdi.security.keys import new_secret
-from mdi.security.session import Session
+from mdi.security.session import SealedSession
 
 LIMITS = Limits()
 ONE, OTHER = bytes(range(32)), bytes(range(1, 33))
 
 
 def sealed(is_aes: bool) -> tuple[FrameCodec, FrameCodec]:
-    return SealedCodec(Session(ONE, OTHER, is_aes), LIMITS), SealedCodec(Session(OTHER, ONE, is_aes), LIMITS)
+    return SealedCodec(SealedSession(ONE, OTHER, is_aes), LIMITS), SealedCodec(
+        SealedSession(OTHER, ONE, is_aes), LIMITS
+    )
 
 
 def batch(n_cols: int, n_rows: int = 1) -> Frame:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from mdi.partition.sum_cost import LinkSpeed
-from mdi.security.session import KEY_BYTES, Session
+from mdi.security.session import KEY_BYTES, SealedSession
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.numbers import Numbers
@@ -27,7 +27,7 @@ def meshes(n: int, is_sealed: bool = False) -> Iterator[list[Mesh]]:
         for b in range(a + 1, n):
             one, other = socket.socketpair()
             keys = bytes([a]) * KEY_BYTES, bytes([b]) * KEY_BYTES
-            sessions = (Session(*keys, True), Session(*reversed(keys), True)) if is_sealed else (None, None)
+            sessions = (SealedSession(*keys, True), SealedSession(*reversed(keys), True)) if is_sealed else (None, None)
             peers[a][b] = Peer(f"node{b}", one, sessions[0])
             peers[b][a] = Peer(f"node{a}", other, sessions[1])
     found = [Mesh(rank, peers[rank]) for rank in range(n)]

@@ -18,7 +18,7 @@ from mdi.cli import launch
 from mdi.cli.mem_monitor import series_of_nodes, split_command, summary, title_of
 from mdi.errors import UsageError
 from mdi.gpu_memory import Gpu
-from mdi.process_memory import COLUMNS, Family, Sample, Usage, monitor, node_of
+from mdi.process_memory import COLUMNS, Family, MemorySample, ProcessUsage, monitor, node_of
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 MB = 1_000_000
@@ -156,7 +156,7 @@ def test_a_quick_command_and_a_missing_one(tmp_path: Path, capsys: pytest.Captur
 def test_a_sample_that_cannot_be_kept_ends_the_command() -> None:
     began = time.monotonic()
 
-    def full(sample: Sample) -> None:
+    def full(sample: MemorySample) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
@@ -206,8 +206,10 @@ def test_gpu_memory_of_the_processes_or_else_its_growth(tmp_path: Path, monkeypa
 
 
 def test_the_summary_names_the_peak() -> None:
-    def of(time_s: float, *rss_bytes: int) -> Sample:
-        return Sample(time_s, tuple(Usage(i, "x", rss, None, None, None) for i, rss in enumerate(rss_bytes)))
+    def of(time_s: float, *rss_bytes: int) -> MemorySample:
+        return MemorySample(
+            time_s, tuple(ProcessUsage(i, "x", rss, None, None, None) for i, rss in enumerate(rss_bytes))
+        )
 
     assert summary([]) == "the command ended before its memory could be looked at"
     found = summary([of(0, 10 * MB), of(1, 2000 * MB, 500 * MB), of(2, 20 * MB)])
@@ -240,11 +242,11 @@ def test_the_node_is_told_by_its_command(command: list[str], node: str) -> None:
 
 
 def test_a_line_for_each_node() -> None:
-    def usage(node: str, rss: int, pss: int | None) -> Usage:
-        return Usage(1, "python", rss, pss, None, None, node)
+    def usage(node: str, rss: int, pss: int | None) -> ProcessUsage:
+        return ProcessUsage(1, "python", rss, pss, None, None, node)
 
-    first = Sample(0.5, (usage("starter", 10, 8), usage("secondary0", 5, None)))
-    second = Sample(1.0, (usage("starter", 20, 18), usage("starter", 3, 2)))
+    first = MemorySample(0.5, (usage("starter", 10, 8), usage("secondary0", 5, None)))
+    second = MemorySample(1.0, (usage("starter", 20, 18), usage("starter", 3, 2)))
     assert series_of_nodes([first, second]) == {"secondary0": [(0.5, 5)], "starter": [(0.5, 8), (1.0, 20)]}
 
 

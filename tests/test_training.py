@@ -15,7 +15,7 @@ from litgpt.model import GPT
 
 from mdi.errors import CheckpointError, MdiError, UsageError
 from mdi.training.checkpoint import save_checkpoint
-from mdi.training.loop import Progress, Report, Trainer, make_optimizer
+from mdi.training.loop import StepReport, Trainer, TrainingProgress, make_optimizer
 from mdi.training.new_model import load_shape, new_model
 from mdi.training.schedule import learning_rate
 from mdi.training.training_settings import TrainingSettings
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_its_progress_and_optimizer() -> None:
         windows,
         settings,
         optimizer=first.optimizer,
-        progress=Progress(n_steps=first.progress.n_steps),
+        progress=TrainingProgress(n_steps=first.progress.n_steps),
     )
     assert [second.step()[1] for _ in range(3)] == expected[3:]
 
@@ -171,11 +171,11 @@ def test_only_better_weights_are_saved_and_patience_ends_the_run(monkeypatch: py
     )
     trainer = make_trainer(settings)
     monkeypatch.setattr(trainer, "evaluate", scripted([3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 0.1]))
-    reports: list[Report] = []
+    reports: list[StepReport] = []
     saves: list[int] = []
     progress = trainer.run(reports.append, lambda is_best: saves.append(trainer.progress.n_steps) if is_best else None)
     assert saves == [1, 2, 4]
-    assert progress == Progress(n_steps=6, best_val_loss=1.5, n_worse=2)
+    assert progress == TrainingProgress(n_steps=6, best_val_loss=1.5, n_worse=2)
     assert [report.val_loss for report in reports] == [3.0, 2.0, 2.5, 1.5, 1.6, 1.7]
 
 

@@ -30,7 +30,7 @@ _END_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """Memory of one process; None where the system does not say. `node`: see `node_of`."""
 
     pid: int
@@ -43,7 +43,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemorySample:
     """What all the processes held at one moment, in seconds since the command was started.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sample:
     """
 
     time_s: float
-    usages: tuple[Usage, ...]
+    usages: tuple[ProcessUsage, ...]
     gpu_bytes: int | None = None
 
     @property
@@ -94,13 +94,13 @@ class Family:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._known[pid] = psutil.Process(pid)
 
-    def sample(self, time_s: float) -> Sample:
+    def sample(self, time_s: float) -> MemorySample:
         self._look_around()
         on_gpu = self._gpu.by_process()
         usages = [usage for process in self._known.values() if (usage := _usage(process, on_gpu)) is not None]
         of_ours = _sum([usage.gpu_bytes for usage in usages if usage.gpu_bytes is not None])
         gpu_bytes = of_ours if of_ours else self._gpu.growth_bytes(sum(usage.rss_bytes for usage in usages))
-        return Sample(time_s, tuple(usages), gpu_bytes)
+        return MemorySample(time_s, tuple(usages), gpu_bytes)
 
     def _look_around(self) -> None:
         for process in list(self._known.values()):
@@ -110,7 +110,7 @@ class Family:
         self._known = {pid: process for pid, process in self._known.items() if process.is_running()}
 
 
-def monitor(command: Sequence[str], interval_s: float, take: Callable[[Sample], object]) -> int:
+def monitor(command: Sequence[str], interval_s: float, take: Callable[[MemorySample], object]) -> int:
     """Runs the command to its end, and takes a sample of its memory at once and then every `interval_s`.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on to the command and what it started; how it then ends is its own affair.
@@ -180,7 +180,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _usage(process: psutil.Process, on_gpu: dict[int, int]) -> Usage | None:
+def _usage(process: psutil.Process, on_gpu: dict[int, int]) -> ProcessUsage | None:
     """None if it has ended, or is but an entry that its parent has not yet collected."""
     try:
         with process.oneshot():
@@ -195,7 +195,7 @@ def _usage(process: psutil.Process, on_gpu: dict[int, int]) -> Usage | None:
     except psutil.Error:
         return None
     pss, uss = getattr(full, "pss", None), getattr(full, "uss", None)
-    return Usage(process.pid, name, rss, pss, uss, on_gpu.get(process.pid), node)
+    return ProcessUsage(process.pid, name, rss, pss, uss, on_gpu.get(process.pid), node)
 
 
 def node_of(command: Sequence[str]) -> str:

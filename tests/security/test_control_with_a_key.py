@@ -14,7 +14,7 @@ import pytest
 from cluster_keys import key_file
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
-from mdi.control.exchange import Answer, exchange
+from mdi.control.exchange import HttpAnswer, exchange
 from mdi.control.gate import Gate
 from mdi.control.messages import ProbeRequest
 from mdi.control.server import ControlServer, StatusOnly
@@ -75,7 +75,7 @@ def client_of(port: int, keys: KeyFile | None) -> ControlClient:
     return ControlClient(NodeConfig("secondary0", "127.0.0.1", port, 0), keys)
 
 
-def send(port: int, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Answer:
+def send(port: int, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None) -> HttpAnswer:
     return exchange(method, "127.0.0.1", port, target, body, len(body), DEADLINE_S, DEADLINE_S, headers)
 
 

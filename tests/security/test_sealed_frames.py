@@ -15,7 +15,7 @@ from mdi.net.frame_io import BufferPool, read_frame
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security import challenge
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
-from mdi.security.session import Session
+from mdi.security.session import SealedSession
 
 A, B = bytes(32), bytes(range(32))
 LIMITS = Limits(max_rows=16, max_cols=4096, max_slices=8, max_payload_bytes=1 << 16)
@@ -29,7 +29,9 @@ SEED = 5
 def codecs(is_aes: bool = True) -> tuple[SealedCodec, SealedCodec]:
     """Both ends of a connection."""
     one, other = bytes([1]) * 32, bytes([2]) * 32
-    return SealedCodec(Session(one, other, is_aes), LIMITS), SealedCodec(Session(other, one, is_aes), LIMITS)
+    return SealedCodec(SealedSession(one, other, is_aes), LIMITS), SealedCodec(
+        SealedSession(other, one, is_aes), LIMITS
+    )
 
 
 def bytes_of(frame: Frame, codec: FrameCodec) -> bytes:
@@ -133,7 +135,7 @@ def test_a_neighbour_with_the_key_that_sends_wrong_counts_is_refused() -> None:
 # The challenge
 
 
-def sessions(mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> tuple[Session, Session]:
+def sessions(mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> tuple[SealedSession, SealedSession]:
     caller = Caller(mine)
     answer, session = answer_to(caller.call, theirs)
     return caller.session(answer), session

@@ -31,7 +31,7 @@ _EXPERT = {"fc_1": "ffn_gate_exps", "fc_2": "ffn_up_exps", "proj": "ffn_down_exp
 
 
 @dataclass(frozen=True)
-class Piece:
+class GgufPiece:
     """Some rows of a tensor in the file.
 
     Attributes:
@@ -52,7 +52,7 @@ class Piece:
 class Recipe:
     """Pieces, one below the other; `minus` is taken off (llama.cpp keeps Gemma's norms with the one that is added)."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GgufPiece, ...]
     minus: float = 0.0
 
 
@@ -63,31 +63,31 @@ def recipe(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str
     return Recipe(tuple(_pieces(name, config, arch, tensors)), minus)
 
 
-def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> list[Piece]:
+def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> list[GgufPiece]:
     stem, ending = name.rsplit(".", 1)
     if stem in _TOP:
         found = f"{_TOP[stem]}.{ending}"
         tied = stem == "lm_head" and ending == "weight" and found not in tensors
-        return [Piece(f"{_TOP['transformer.wte']}.weight" if tied else found)]
+        return [GgufPiece(f"{_TOP['transformer.wte']}.weight" if tied else found)]
     match = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", stem)
     assert match is not None  # litgpt's models have no others
     prefix, part = f"blk.{match[1]}.", match[2]
     if part == "attn.qkv":
         return _qkv(prefix, ending, config, arch, tensors)
     if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", part):
-        return [Piece(f"{prefix}{_EXPERT[expert[2]]}.{ending}", expert=int(expert[1]))]
+        return [GgufPiece(f"{prefix}{_EXPERT[expert[2]]}.{ending}", expert=int(expert[1]))]
     if part in ("mlp.fc_1", "mlp.fc_2") and f"{prefix}ffn_gate.weight" not in tensors:  # Phi 3: one above the other
         n_rows = config["intermediate_size"]
         rows = (0, n_rows) if part == "mlp.fc_1" else (n_rows, 2 * n_rows)
-        return [Piece(f"{prefix}ffn_up.{ending}", rows=rows)]
-    return [Piece(f"{prefix}{_BLOCK[part]}.{ending}")]
+        return [GgufPiece(f"{prefix}ffn_up.{ending}", rows=rows)]
+    return [GgufPiece(f"{prefix}{_BLOCK[part]}.{ending}")]
 
 
 def _qkv(
     prefix: str, ending: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]
-) -> list[Piece]:
+) -> list[GgufPiece]:
     if f"{prefix}attn_qkv.{ending}" in tensors:
-        return [Piece(f"{prefix}attn_qkv.{ending}")]
+        return [GgufPiece(f"{prefix}attn_qkv.{ending}")]
     heads = (config["n_head"], config["n_query_groups"]) if arch == "llama" else (0, 0)
     paired = {"q": heads[0], "k": heads[1], "v": 0}
-    return [Piece(f"{prefix}attn_{which}.{ending}", paired_heads=n) for which, n in paired.items()]
+    return [GgufPiece(f"{prefix}attn_{which}.{ending}", paired_heads=n) for which, n in paired.items()]

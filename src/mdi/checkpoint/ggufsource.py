@@ -10,7 +10,7 @@ from mdi.checkpoint.cast import cast
 from mdi.checkpoint.ggufblocks import CARRIED_OVER, carry_over
 from mdi.checkpoint.ggufconfig import gguf_config
 from mdi.checkpoint.ggufheader import GgufTensor, read_gguf
-from mdi.checkpoint.ggufnames import Piece, Recipe, recipe
+from mdi.checkpoint.ggufnames import GgufPiece, Recipe, recipe
 from mdi.checkpoint.gguftensors import PLAIN, read_rows, read_tensor, slice_tensor, spec_of
 from mdi.checkpoint.hashes import HashCache, PartHashes
 from mdi.checkpoint.manifest import config_hash
@@ -101,7 +101,7 @@ class GgufSource(WeightSource):
             codes.pop() if len(codes) == 1 else "F32", (sum(s.shape[0] for s in specs), *specs[0].shape[1:])
         )
 
-    def _part(self, piece: Piece) -> GgufTensor:
+    def _part(self, piece: GgufPiece) -> GgufTensor:
         """The bytes of a piece in the file."""
         if piece.tensor not in self._tensors:
             raise CheckpointError(f"{self.path} lacks the tensor {piece.tensor}")
@@ -118,7 +118,7 @@ class GgufSource(WeightSource):
         return found
 
     @staticmethod
-    def _ordered(piece: Piece, rows: np.ndarray) -> np.ndarray:
+    def _ordered(piece: GgufPiece, rows: np.ndarray) -> np.ndarray:
         """The rows in litgpt's order: it rotates element i with i + head_size / 2, llama.cpp's Llama 2 i with 2 i + 1."""
         if not piece.paired_heads:
             return rows

@@ -77,7 +77,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """What the head of a safetensors file says. `offsets` are (start, stop) in bytes from the start of the file."""
 
     metadata: dict[str, str]
@@ -126,7 +126,7 @@ def header_bytes(
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the head of a file.
 
     Raises:
@@ -150,7 +150,7 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: its head is damaged ({type(e).__name__}: {e})") from None
 
 
-def _parse(entries: dict[str, Any], data_start: int, size: int, path: Path) -> Header:
+def _parse(entries: dict[str, Any], data_start: int, size: int, path: Path) -> SafetensorsHeader:
     metadata = entries.pop("__metadata__", None) or {}
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ holds something else than strings")
@@ -176,4 +176,4 @@ def _parse(entries: dict[str, Any], data_start: int, size: int, path: Path) -> H
     if position != size:
         what = "cut short" if size < position else "longer than it should be"
         raise CheckpointError(f"{path} is {what}: {size} bytes, {position} expected")
-    return Header(dict(metadata), specs, offsets)
+    return SafetensorsHeader(dict(metadata), specs, offsets)

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _talk(session: Session, params: Any, stop: list[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
-    lines = Lines(lambda: session.failed)
+    lines = InputLines(lambda: session.failed)
     if is_terminal:
         starter = session.starter
         nodes = "this machine" if starter.cluster.n_nodes == 1 else f"{starter.cluster.n_nodes} nodes"
@@ -151,7 +151,7 @@ def answer(session: Session, history: list[tuple[str, str]], question: str, para
     return sample.text
 
 
-class Lines:
+class InputLines:
     """Lines of stdin, with an eye on something else while none comes.
 
     Args:

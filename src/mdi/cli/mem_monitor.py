@@ -25,7 +25,7 @@ from mdi.errors import UsageError
 from mdi.units import size
 
 if TYPE_CHECKING:
-    from mdi.process_memory import Sample
+    from mdi.process_memory import MemorySample
 
 logger = logging.getLogger("mdi")
 
@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     command = split_command(args.command)
     if not 0.01 <= args.interval <= 86_400:
         raise UsageError(f"--interval {args.interval}: expected seconds, from 0.01 to 86400")
-    samples: list[Sample] = []
+    samples: list[MemorySample] = []
     with contextlib.ExitStack() as stack:
         total = _table(stack, args.output, COLUMNS)
         each = _table(stack, args.processes, PROCESS_COLUMNS)
 
-        def take(sample: Sample) -> None:
+        def take(sample: MemorySample) -> None:
             samples.append(sample)
             for table, rows in ((total, [sample.row()]), (each, sample.process_rows())):
                 if table is not None:
@@ -100,7 +100,7 @@ def split_command(words: Sequence[str]) -> list[str]:
     return words
 
 
-def summary(samples: Sequence[Sample]) -> str:
+def summary(samples: Sequence[MemorySample]) -> str:
     """One line: the most that was held at once."""
     if not samples:
         return "the command ended before its memory could be looked at"
@@ -113,7 +113,7 @@ def summary(samples: Sequence[Sample]) -> str:
     return ", ".join(parts) + f"; {len(samples)} samples"
 
 
-def series(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
+def series(samples: Sequence[MemorySample]) -> dict[str, list[tuple[float, float]]]:
     """What to draw: sums of the processes in bytes over time, where they are known."""
     found = {}
     for name in ("rss", "pss", "uss", "gpu"):
@@ -123,7 +123,7 @@ def series(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def series_of_nodes(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
+def series_of_nodes(samples: Sequence[MemorySample]) -> dict[str, list[tuple[float, float]]]:
     """What to draw with --per-node: of each node, PSS where the system says it, else RSS; in bytes over time."""
     found: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:

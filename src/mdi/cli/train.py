@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mdi.training.begin import Beginning
     from mdi.training.data import DataSet
     from mdi.training.processes import Processes
-    from mdi.training.training_session import Session
+    from mdi.training.training_session import TrainingSession
 
     # The weights to begin with, and the folder for the results.
     Begin = Callable[[argparse.Namespace, DataSet], tuple[Beginning, Path]]
@@ -69,14 +69,14 @@ def _run(args: argparse.Namespace, device: str, processes: Processes, begin: Beg
         draw_losses(session.out)
 
 
-def make_session(args: argparse.Namespace, device: str, processes: Processes, begin: Begin) -> Session:
+def make_session(args: argparse.Namespace, device: str, processes: Processes, begin: Begin) -> TrainingSession:
     """Everything that a session needs, checked, and told in one line. Raises MdiError."""
     import torch
 
     from mdi.training.begin import check_fit, restore
     from mdi.training.data import load_data_set
     from mdi.training.loop import Trainer
-    from mdi.training.training_session import Session
+    from mdi.training.training_session import TrainingSession
     from mdi.training.windows import Windows
 
     data = load_data_set(args.dataset)
@@ -96,7 +96,7 @@ def make_session(args: argparse.Namespace, device: str, processes: Processes, be
     )
     if beginning.saved is not None:
         restore(trainer, beginning.saved)
-    session = Session(trainer, beginning, out, data.sha256, processes, lambda line: print(line, flush=True))
+    session = TrainingSession(trainer, beginning, out, data.sha256, processes, lambda line: print(line, flush=True))
     session.check_disk()
     if processes.is_first:
         for note in beginning.notes:

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from mdi.config import NodeConfig
-from mdi.control.exchange import Answer, ExchangeError, exchange
+from mdi.control.exchange import ExchangeError, HttpAnswer, exchange
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.control.signing import (
     BODY_HEADER,
@@ -107,11 +107,11 @@ class ControlClient:
     def _signed(
         self, secret: bytes, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview],
         n_bytes: int,
-    ) -> Answer:  # fmt: skip
+    ) -> HttpAnswer:  # fmt: skip
         """Exchange a signed request for a signed answer. Raises ControlError."""
         hashed = body_hash(body) if isinstance(body, bytes) else UNHASHED
 
-        def ask(nonce: str) -> tuple[str, Answer]:
+        def ask(nonce: str) -> tuple[str, HttpAnswer]:
             signature = sign_request(secret, method, target, n_bytes, hashed, nonce)
             headers = {NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed}
             return signature, self._exchange(method, target, timeout_s, body, n_bytes, headers)
@@ -142,7 +142,7 @@ class ControlClient:
     def _exchange(
         self, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview], n_bytes: int,
         headers: dict[str, str] | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> HttpAnswer:  # fmt: skip
         node, connect_s = self.node, min(CONNECT_S, timeout_s)
         try:
             return exchange(method, node.addr, node.port, target, body, n_bytes, connect_s, timeout_s, headers)
@@ -150,14 +150,14 @@ class ControlClient:
             raise ControlError(f"{self.where} does not answer ({e})", problem=e.problem) from None
 
     @staticmethod
-    def _is_stale(found: Answer) -> bool:
+    def _is_stale(found: HttpAnswer) -> bool:
         """Whether the nonce was not good any more. Nobody has signed this, so it is only a reason to try once more."""
         try:
             return found.status == 401 and bool(json.loads(found.body)["code"] == "nonce")
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
-    def _content(self, found: Answer) -> dict[str, Any]:
+    def _content(self, found: HttpAnswer) -> dict[str, Any]:
         try:
             answer = json.loads(found.body)
         except (ValueError, RecursionError):

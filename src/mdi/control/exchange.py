@@ -30,7 +30,7 @@ class ExchangeError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """`reason` is the text that the server gave beside its status; `body` at most ANSWER_LIMIT_BYTES."""
 
     status: int
@@ -49,7 +49,7 @@ def exchange(
     connect_s: float,
     answer_s: float,
     headers: Mapping[str, str] | None = None,
-) -> Answer:
+) -> HttpAnswer:
     """Send a request and read its answer.
 
     Args:
@@ -78,7 +78,7 @@ def exchange(
                 connection.request(method, target, body, {**own, **(headers or {})})
             sock.read_within(answer_s)
             with connection.getresponse() as response:
-                found = Answer(
+                found = HttpAnswer(
                     response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
                 )
                 is_whole = not response.length

@@ -10,7 +10,7 @@ from typing import Any
 
 from mdi.errors import WireError
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
-from mdi.security.session import TAG_BYTES, Session
+from mdi.security.session import TAG_BYTES, SealedSession
 
 MEET_S = 10.0
 PING_S = 5.0
@@ -26,7 +26,7 @@ class Tunnel:
         OSError: the connection is broken or silent. WireError, AccessError: the other side is none of ours.
     """
 
-    def __init__(self, sock: socket.socket, session: Session) -> None:
+    def __init__(self, sock: socket.socket, session: SealedSession) -> None:
         self.sock = sock
         self._session = session
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ class FrameStage(Protocol):
         """The rows (N, n_embd) of all slices -> (N, n_embd)"""
 
 
-class Rows(Protocol):
+class FrameRows(Protocol):
     """How a stage's rows come from frames and into them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
 
     def read(self, frame: Frame, n_cols: int) -> Any:
@@ -57,7 +57,7 @@ class SecondaryLoop:
     """
 
     def __init__(
-        self, stage: FrameStage, rows: Rows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
+        self, stage: FrameStage, rows: FrameRows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
         replay: str = COMPUTE,
     ) -> None:  # fmt: skip
         self._stage = stage

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mdi.engine.secondary_loop import FrameStage, Rows
+from mdi.engine.secondary_loop import FrameRows, FrameStage
 
 
-class StarterRows(Rows, Protocol):
+class StarterRows(FrameRows, Protocol):
     """As the starter has them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
 
     def ids(self, ids: list[int]) -> Any:

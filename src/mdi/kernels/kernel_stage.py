@@ -22,7 +22,7 @@ from mdi.kernels.rope import n_tables, rope_n_elem
 from mdi.slices import Slices
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """Rows of an embedding, in memory or elsewhere."""
 
     @property
@@ -167,7 +167,7 @@ class KernelStage:
 class KernelStarterStage(KernelStage):
     """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
 
-    _table: Table
+    _table: EmbeddingTable
     _table_scale: Matrix | np.ndarray | None
     _head: Callable[[np.ndarray], np.ndarray]
 

@@ -150,7 +150,7 @@ def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | Non
     return max(1, -(-limit_bytes // cache_class.page_bytes))
 
 
-class Table:
+class PageTable:
     """Pages of one sequence in one class: position p lies in page `ids[p // 32 - first]`, at p % 32."""
 
     def __init__(self) -> None:
@@ -190,8 +190,8 @@ class Table:
         self.first += n
         return gone
 
-    def copied(self) -> Table:
-        other = Table()
+    def copied(self) -> PageTable:
+        other = PageTable()
         other.first, other.n, other._ids = self.first, self.n, self._ids.copy()
         return other
 
@@ -199,7 +199,7 @@ class Table:
 class _Sequence:
     def __init__(self, n_classes: int) -> None:
         self.end = 0  # position after the last row
-        self.tables = [Table() for _ in range(n_classes)]
+        self.tables = [PageTable() for _ in range(n_classes)]
 
 
 class CachePages:
@@ -228,10 +228,10 @@ class CachePages:
         """As long as all sequences together take no more, every class has pages; None without blocks."""
         return min((pool.capacity * pool.page_bytes for pool in self.pools), default=None)
 
-    def tables(self, seq_id: int) -> list[Table]:
+    def tables(self, seq_id: int) -> list[PageTable]:
         return self._sequences[seq_id].tables
 
-    def extend(self, seq_id: int, start: int, n_rows: int) -> list[Table]:
+    def extend(self, seq_id: int, start: int, n_rows: int) -> list[PageTable]:
         """Have pages for the positions [start, start + n_rows), which the caller then writes; what was there from `start` on
         is cut off. Returns the sequence's tables.
 
@@ -303,7 +303,7 @@ class CachePages:
             self.free(seq_id)
 
 
-def _grow(cache_class: CacheClass, pool: Pages, table: Table, start: int, n_rows: int) -> None:
+def _grow(cache_class: CacheClass, pool: Pages, table: PageTable, start: int, n_rows: int) -> None:
     """Pages of one's own for the positions [start, start + n_rows) of a sequence that ends at `start`."""
     if start % PAGE and pool.is_shared(page := int(table.ids[-1])):
         table.replace(table.n - 1, pool.copy(page))

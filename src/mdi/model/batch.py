@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mdi.kernels.page_sizes import PAGE
-from mdi.kernels.pages import Table
+from mdi.kernels.pages import PageTable
 from mdi.model.cache import Memory, Selection, TorchCaches
 from mdi.slices import Slices
 
@@ -30,7 +30,7 @@ class Rows:
     first_row: int
     n_rows: int
     start: int
-    tables: list[Table]
+    tables: list[PageTable]
 
     @property
     def span(self) -> slice:

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 from mdi.errors import WireError
 from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, FrameType, Limits, Slice
-from mdi.security.session import TAG_BYTES, Session
+from mdi.security.session import TAG_BYTES, SealedSession
 
 MAGIC = b"MDIr"
 VERSION = 2
@@ -80,7 +80,7 @@ class Header:
 class FrameCodec:
     """Writes and reads the frames of one connection; `limits` is what is accepted. `session` seals them, if there is one."""
 
-    session: Session | None = None
+    session: SealedSession | None = None
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
@@ -169,9 +169,9 @@ class FrameCodec:
 class SealedCodec(FrameCodec):
     """The frames of a connection whose two sides have met (`mdi.security.challenge`); see the module for the bytes."""
 
-    def __init__(self, session: Session, limits: Limits) -> None:
+    def __init__(self, session: SealedSession, limits: Limits) -> None:
         super().__init__(limits)
-        self.session: Session = session
+        self.session: SealedSession = session
 
     def parts(self, frame: Frame) -> tuple[bytes, Buffer]:
         head, body = self.session.seal(_fields_of(frame)), b"".join((frame.payload, _tables_of(frame)))

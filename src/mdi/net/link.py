@@ -32,7 +32,7 @@ N_IN_VAIN, N_SILENT = 20, 2  # connections, one after the other, that brought ne
 JOIN_S = 10.0
 
 
-class Observer(Protocol):
+class LinkObserver(Protocol):
     """Is told of each frame with rows, by the threads of a link: it must be quick, and must not raise."""
 
     def sent(self, frame: Frame, begin_s: float, end_s: float) -> None:
@@ -102,7 +102,7 @@ class Link:
         self.bytes_sent = 0
         self.n_frames = 0
         self.n_reconnected = 0
-        self.observer: Observer | None = None
+        self.observer: LinkObserver | None = None
         sock.settimeout(self._timeout_s)
         self.sender = threading.Thread(target=self._send, args=(first,), name="ring-send", daemon=True)
         self.receiver = threading.Thread(target=self._receive, args=(first,), name="ring-recv", daemon=True)

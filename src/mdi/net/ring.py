@@ -17,7 +17,7 @@ from mdi.net.codec import FrameCodec
 from mdi.net.connection import Reconnect
 from mdi.net.frame_io import Allocate
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import Link, Observer
+from mdi.net.link import Link, LinkObserver
 from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits
 from mdi.security.keys import KeyFile
 
@@ -272,7 +272,7 @@ class TcpRing:
         if self.end_with(fault):
             self._tell(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: LinkObserver) -> None:
         """Have both links tell of their frames from now on."""
         self.next_link.observer = self.previous_link.observer = observer
 

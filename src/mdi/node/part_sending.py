@@ -50,7 +50,7 @@ class _Tries:
     def __init__(self, name: str, part: PartSpec) -> None:
         self._name = name
         self._part = part
-        self.begin_again()
+        self._n_broken, self._deadline = 0, time.monotonic() + STALL_S
 
     def begin_again(self) -> None:
         """Bytes of the part have arrived, whoever sent them."""

@@ -15,7 +15,7 @@ from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.text import TextCodec
 
 
-class Texts:
+class RunTexts:
     """See the module. Made when the run is ready: times count from here.
 
     Attributes:

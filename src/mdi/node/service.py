@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
-from mdi.engine.secondary_loop import Rows, SecondaryLoop
+from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
 from mdi.engine.sent_rows import SentRows
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.machine.threads import computing_threads
@@ -208,7 +208,7 @@ class Service:
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # who wants only the rows for logits
-        rows: Rows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
+        rows: FrameRows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
         loop = SecondaryLoop(

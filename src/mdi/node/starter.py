@@ -24,7 +24,7 @@ from mdi.node.parallel_choice import nodes_of_chunks
 from mdi.node.prompt_limits import check_prompt
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunBasis, RunRings
-from mdi.node.run_texts import Texts
+from mdi.node.run_texts import RunTexts
 from mdi.node.sample import OnText, Record, Sample, SampleReader
 from mdi.node.starter_placing import StarterPlacing
 from mdi.node.starter_ports import StarterPorts
@@ -134,7 +134,7 @@ class StarterNode(StarterPlacing):
         )
         engine.sent = SentRows(self.replay_bytes)
         self._state = "RUNNING"
-        self._texts = Texts(engine, self.codec, self.max_length)
+        self._texts = RunTexts(engine, self.codec, self.max_length)
         if recorder is not None:
             recorder.texts = engine.texts
         keeper = None

@@ -22,7 +22,7 @@ from mdi.node.identity import identity_of
 from mdi.node.options import StarterOptions
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunRings
-from mdi.node.run_texts import Texts
+from mdi.node.run_texts import RunTexts
 from mdi.node.run_trace import RunTrace
 from mdi.node.sample import Sample
 from mdi.node.starter_weights import StarterWeights
@@ -61,7 +61,7 @@ class StarterReport(StatusOnly):
         self.rings: RunRings | None = None
         self._driver: EngineThread | None = None
         self.recovery: RingRecovery | None = None  # without, a lost node ends the run
-        self._texts: Texts | None = None
+        self._texts: RunTexts | None = None
         self.max_length = 0
         self.secondary_metrics: list[dict[str, Any]] = []
         self.run_trace = RunTrace(options.n_spans) if options.n_spans else None

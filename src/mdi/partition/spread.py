@@ -30,7 +30,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingOrder:
     """Nodes in an order, with what the links between them add to a round.
 
     Attributes:
@@ -43,16 +43,16 @@ class Ring:
     busy_s: float
 
 
-def ring_of(cost: CostModel, order: Sequence[int], n_rows: int) -> Ring:
+def ring_of(cost: CostModel, order: Sequence[int], n_rows: int) -> RingOrder:
     if len(order) == 1:
-        return Ring(tuple(order), 0.0, 0.0)
+        return RingOrder(tuple(order), 0.0, 0.0)
     n_bytes = n_rows * cost.shape.row_bytes
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))
     way = sum(cost.links.seconds(a, b, n_bytes) for a, b in pairs)
-    return Ring(tuple(order), way, max(cost.links.transmit_s(a, b, n_bytes) for a, b in pairs))
+    return RingOrder(tuple(order), way, max(cost.links.transmit_s(a, b, n_bytes) for a, b in pairs))
 
 
-def spread(cost: CostModel, ring: Ring, below_s: float = _INF) -> Spread | None:
+def spread(cost: CostModel, ring: RingOrder, below_s: float = _INF) -> Spread | None:
     """The best spread over a ring; None if the model does not fit it, or no round takes less than `below_s`.
 
     Of spreads with equal rounds, one whose slowest stage is as fast as can be.
@@ -240,7 +240,7 @@ def _stages(terms: Terms, order: Sequence[int], counts: Sequence[int]) -> list[f
     return stages
 
 
-def _measured(terms: Terms, ring: Ring, counts: tuple[int, ...], machines: tuple[Machine, ...]) -> Spread:
+def _measured(terms: Terms, ring: RingOrder, counts: tuple[int, ...], machines: tuple[Machine, ...]) -> Spread:
     stages = _stages(terms, ring.order, counts)
     slowest = max(stages)
     link = ring.busy_s if terms.n_frames > 1 else 0.0
@@ -263,7 +263,7 @@ def _shortest_round(attempt: _Attempt, frames: int, low: float, best: Spread) ->
 
 
 def _fastest_stages(
-    attempt: _Attempt, fill: _Fill, terms: Terms, ring: Ring, best: Spread, machines: tuple[Machine, ...]
+    attempt: _Attempt, fill: _Fill, terms: Terms, ring: RingOrder, best: Spread, machines: tuple[Machine, ...]
 ) -> Spread:
     """Among spreads with this round, one with the fastest slowest stage; it leaves the most room for noise."""
     low = max(ring.busy_s if terms.n_frames > 1 else 0.0, *(terms.base_s[i] for i in ring.order))

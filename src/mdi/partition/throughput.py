@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mdi.partition.cost import CostModel
 from mdi.partition.large_rings import guessed, improved
-from mdi.partition.spread import TOLERANCE, Ring, Spread, ring_of, spread
+from mdi.partition.spread import TOLERANCE, RingOrder, Spread, ring_of, spread
 from mdi.partition.tours import best_rings
 
 EXACT_NODES = 8
@@ -44,12 +44,12 @@ def fastest_of(cost: CostModel, n_used: int, below_s: float) -> Spread | None:
     return best
 
 
-def _better(cost: CostModel, ring: Ring, best: Spread | None) -> Spread | None:
+def _better(cost: CostModel, ring: RingOrder, best: Spread | None) -> Spread | None:
     found = spread(cost, ring, best.round_s if best else float("inf"))
     return found or best
 
 
-def _rings(cost: CostModel, n_used: int, best: Spread | None) -> Iterator[Ring]:
+def _rings(cost: CostModel, n_used: int, best: Spread | None) -> Iterator[RingOrder]:
     """All rings of so many nodes that may be the fastest, as listed first."""
     n_rows = cost.terms(n_used).n_rows
     others = range(1, cost.n_nodes)

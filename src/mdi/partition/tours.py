@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mdi.partition.cost import CostModel
-from mdi.partition.spread import TOLERANCE, Ring, ring_of
+from mdi.partition.spread import TOLERANCE, RingOrder, ring_of
 
 _Label = tuple[float, float, tuple[int, ...]]  # way so far, slowest link, nodes
 
 
-def best_rings(cost: CostModel, n_used: int) -> dict[frozenset[int], list[Ring]]:
+def best_rings(cost: CostModel, n_used: int) -> dict[frozenset[int], list[RingOrder]]:
     """For every choice of `n_used` nodes with the starter: the rings that no other order beats both in way and slowest link.
 
     Held and Karp's dynamic programming over subsets ("A dynamic programming approach to sequencing problems", 1962), with
@@ -37,7 +37,7 @@ def best_rings(cost: CostModel, n_used: int) -> dict[frozenset[int], list[Ring]]
         if n_used > 1:
             way, busy = cost.links.seconds(last, 0, n_bytes), cost.links.transmit_s(last, 0, n_bytes)
         closed.setdefault(nodes, []).extend((w + way, max(b, busy), order) for w, b, order in labels)
-    return {nodes: [Ring(o, w, b) for w, b, o in _unbeaten(labels)] for nodes, labels in closed.items()}
+    return {nodes: [RingOrder(o, w, b) for w, b, o in _unbeaten(labels)] for nodes, labels in closed.items()}
 
 
 def _unbeaten(labels: list[_Label]) -> list[_Label]:
@@ -49,7 +49,7 @@ def _unbeaten(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-def good_ring(cost: CostModel, order: Sequence[int], n_rows: int) -> Ring:
+def good_ring(cost: CostModel, order: Sequence[int], n_rows: int) -> RingOrder:
     """A short way round the same nodes: nearest neighbours, then single nodes moved as long as it helps."""
     listed = ring_of(cost, sorted(order), n_rows)
     if cost.links.are_equal or len(order) < 3:

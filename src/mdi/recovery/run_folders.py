@@ -18,7 +18,7 @@ KEPT_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """A run that was broken off; `changed_s` is when it was last written to, in seconds since 1970."""
 
     name: str
@@ -36,14 +36,14 @@ def new_run(folder: Path) -> Path:
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}" / JOURNAL
 
 
-def runs_in(folder: Path) -> list[Run]:
+def runs_in(folder: Path) -> list[RunFolder]:
     """Those that no process works on, the oldest first."""
     runs = []
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*/{JOURNAL}"):
             with contextlib.suppress(OSError):
                 if not is_locked(path):
-                    runs.append(Run(path.parent.name, path, path.stat().st_mtime))
+                    runs.append(RunFolder(path.parent.name, path, path.stat().st_mtime))
     return sorted(runs, key=lambda run: run.changed_s)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mdi.errors import AccessError
 from mdi.security.keys import key_of, mac
-from mdi.security.session import KEY_BYTES, Session, has_fast_aes
+from mdi.security.session import KEY_BYTES, SealedSession, has_fast_aes
 
 if TYPE_CHECKING:  # the library takes 6 MB of memory, which a node without a key can do without
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -31,16 +31,16 @@ class Caller:
         open_part = bytes([has_fast_aes()]) + public_bytes(self._private)
         self.call = open_part + mac(self._secret, _CALL, open_part)
 
-    def session(self, answer: bytes) -> Session:
+    def session(self, answer: bytes) -> SealedSession:
         """Raises AccessError if the answer is not of somebody with the same key."""
         open_part = _open_part(answer)
         if key_of(answer[len(open_part) :], (self._secret,), _ANSWER, self.call, open_part) is None:
             raise AccessError("what answers there does not have this cluster key")
         mine, theirs = _session_keys(self._private, self._secret, open_part[1:], self.call + answer)
-        return Session(mine, theirs, bool(self.call[0] and answer[0]))
+        return SealedSession(mine, theirs, bool(self.call[0] and answer[0]))
 
 
-def answer_to(call: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, Session]:
+def answer_to(call: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, SealedSession]:
     """What the side that was called sends, and its session. Raises AccessError if the caller has none of these keys."""
     open_part = _open_part(call)
     secret = key_of(call[len(open_part) :], keys, _CALL, open_part)
@@ -50,7 +50,7 @@ def answer_to(call: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, Session]:
     mine = bytes([has_fast_aes()]) + public_bytes(private)
     answer = mine + mac(secret, _ANSWER, call, mine)
     theirs_key, mine_key = _session_keys(private, secret, open_part[1:], call + answer)
-    return answer, Session(mine_key, theirs_key, bool(call[0] and answer[0]))
+    return answer, SealedSession(mine_key, theirs_key, bool(call[0] and answer[0]))
 
 
 def _new_private() -> X25519PrivateKey:

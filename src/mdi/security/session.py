@@ -29,7 +29,7 @@ def has_fast_aes() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64", "arm64", "aarch64")
 
 
-class Session:
+class SealedSession:
     """Both directions of one connection. One thread at a time may open; `seal` is safe in the order of its calls.
 
     Args:

@@ -13,7 +13,7 @@ from mdi.serve.models import Models
 from mdi.serve.serve_settings import ServeSettings
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Who counts. Called in the event loop, so it must be quick."""
 
     def began(self, owner: str, model: str, n_prompt: int) -> None: ...
@@ -38,7 +38,7 @@ class ApiState:
         self.models = Models(engine, catalog, self._check)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
-        self.observe: list[Observer] = []
+        self.observe: list[RequestObserver] = []
         self.begin = time.time()
         self.is_draining = False
 

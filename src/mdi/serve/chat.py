@@ -12,11 +12,11 @@ from mdi.serve import sse
 from mdi.serve.api_errors import invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.asgi_exchange import Exchange
-from mdi.serve.endpoint import Job
+from mdi.serve.endpoint import EndpointJob
 from mdi.serve.logprobs import chat_logprobs
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
-from mdi.serve.request_texts import Piece, Usage, check_prompt, encoded, write_texts
+from mdi.serve.parameters import MOST_TOP_LOGPROBS, RequestFields, checked_text, common_fields
+from mdi.serve.request_texts import TextPiece, Usage, check_prompt, encoded, write_texts
 from mdi.serve.templates import PLAIN_STOPS
 from mdi.serve.tools import parse_tools
 
@@ -40,9 +40,9 @@ class _Answer:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Chat(Job):
+class Chat(EndpointJob):
     def __init__(self, body: Any) -> None:
-        fields = Fields(body)
+        fields = RequestFields(body)
         n_top = fields.integer("top_logprobs", None, 0, MOST_TOP_LOGPROBS)
         wants = fields.flag("logprobs")
         if n_top is not None and not wants:
@@ -90,7 +90,7 @@ class Chat(Job):
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         return await encoded(model, text, encode, "messages")
 
-    def _delta(self, answer: _Answer, piece: Piece) -> dict[str, Any]:
+    def _delta(self, answer: _Answer, piece: TextPiece) -> dict[str, Any]:
         """What of a piece is to be shown now."""
         is_over = piece.finish_reason is not None
         answer.held += piece.text

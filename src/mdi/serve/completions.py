@@ -11,18 +11,18 @@ from mdi.serve import sse
 from mdi.serve.api_errors import invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.asgi_exchange import Exchange
-from mdi.serve.endpoint import Job
+from mdi.serve.endpoint import EndpointJob
 from mdi.serve.logprobs import TextLogprobs
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, checked_text, common_fields
+from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, RequestFields, checked_text, common_fields
 from mdi.serve.request_texts import Usage, check_prompt, encoded, write_texts
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
-class Completion(Job):
+class Completion(EndpointJob):
     def __init__(self, body: Any) -> None:
-        fields = Fields(body)
+        fields = RequestFields(body)
         n_logprobs = fields.integer("logprobs", None, 0, MOST_TOP_LOGPROBS)
         self.fields = common_fields(fields, DEFAULT_TOKENS, n_logprobs)
         self.prompts = _prompts(fields.raw("prompt"))

@@ -18,7 +18,7 @@ from mdi.serve.parameters import CommonFields
 logger = logging.getLogger("mdi")
 
 
-class Job:
+class EndpointJob:
     """A request that was understood: what is to be generated, and how it is answered. See completions.py and chat.py.
 
     Attributes:
@@ -40,7 +40,7 @@ class Endpoint:
         parse: makes a Job of the body. Raises ApiError.
     """
 
-    def __init__(self, api: ApiState, parse: Callable[[Any], Job]) -> None:
+    def __init__(self, api: ApiState, parse: Callable[[Any], EndpointJob]) -> None:
         self._api = api
         self._parse = parse
 
@@ -59,11 +59,11 @@ class Endpoint:
             logger.exception("a request failed")
             await exchange.fail(ApiError(500, "the server failed; its log says more", "internal"))
 
-    def _limited(self, job: Job, exchange: Exchange) -> Coroutine[Any, Any, None]:
+    def _limited(self, job: EndpointJob, exchange: Exchange) -> Coroutine[Any, Any, None]:
         work = self._run(job, exchange)
         return work if job.fields.deadline_s is None else _within(work, job.fields.deadline_s)
 
-    async def _run(self, job: Job, exchange: Exchange) -> None:
+    async def _run(self, job: EndpointJob, exchange: Exchange) -> None:
         api, key = self._api, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
         async with (

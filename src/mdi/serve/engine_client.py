@@ -33,7 +33,7 @@ class TextEvent:
     logprobs: list[Any] | None
 
 
-class Texts:
+class GeneratedTexts:
     """Texts that the engine continues together. As a context manager it cancels those that have not ended when it is left."""
 
     def __init__(self, tell: Callable[[Mapping[str, Any]], None], forget: Callable[[int], None]) -> None:
@@ -71,7 +71,7 @@ class Texts:
         del self._live[number]
         self._forget(number)
 
-    def __enter__(self) -> Texts:
+    def __enter__(self) -> GeneratedTexts:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +122,7 @@ class EngineClient:
         self.on_memory: Callable[[], None] = lambda: None
         self._on_drain = on_drain
         self._numbers = itertools.count()
-        self._live: dict[int, Texts] = {}
+        self._live: dict[int, GeneratedTexts] = {}
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
 
@@ -149,9 +149,9 @@ class EngineClient:
             self._writer.close()
             await self.notify()
 
-    def generate(self, requests: Sequence[Mapping[str, Any]]) -> Texts:
+    def generate(self, requests: Sequence[Mapping[str, Any]]) -> GeneratedTexts:
         """Have texts continued, see `mdi.serve.backend`. Raises ApiError if the engine is gone."""
-        texts = Texts(self.tell, self._forget)
+        texts = GeneratedTexts(self.tell, self._forget)
         for index, request in enumerate(requests):
             number = next(self._numbers)
             self.tell({**request, "do": "generate", "id": number})

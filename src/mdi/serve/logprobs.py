@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdi.serve.request_texts import Piece
+from mdi.serve.request_texts import TextPiece
 from mdi.text import TextCodec
 
 LEAST = -9999.0  # stands for "never": JSON has no infinity
@@ -18,7 +18,7 @@ class TextLogprobs:
         self._n_chars = 0
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def take(self, piece: Piece) -> dict[str, list[Any]] | None:
+    def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
         """What is new; None if nothing is."""
         if not piece.tokens:
             return None
@@ -35,7 +35,7 @@ class TextLogprobs:
         return new
 
 
-def chat_logprobs(codec: TextCodec, piece: Piece) -> list[dict[str, Any]]:
+def chat_logprobs(codec: TextCodec, piece: TextPiece) -> list[dict[str, Any]]:
     """Of a piece of a chat's answer."""
     return [
         {**_entry(codec, token, own), "top_logprobs": [_entry(codec, i, value) for i, value in best]}

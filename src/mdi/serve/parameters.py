@@ -47,7 +47,7 @@ class CommonFields:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Fields:
+class RequestFields:
     """The values of a JSON object, by name and type."""
 
     def __init__(self, body: Any) -> None:
@@ -107,7 +107,7 @@ class Fields:
         return value
 
 
-def common_fields(fields: Fields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
+def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
     """Raises ApiError, which names the field.
 
     Args:
@@ -115,7 +115,7 @@ def common_fields(fields: Fields, n_tokens: int | None, n_logprobs: int | None) 
         n_logprobs: top tokens whose probability is wanted; None if none are.
     """
     limit = fields.integer("max_completion_tokens", None, 1, 1 << 31) or fields.integer("max_tokens", None, 1, 1 << 31)
-    options = Fields(fields.mapping("stream_options"))
+    options = RequestFields(fields.mapping("stream_options"))
     best_of = fields.integer("best_of", None, 1, MOST_CHOICES)
     n = fields.integer("n", 1, 1, MOST_CHOICES) or 1
     if best_of not in (None, n):
@@ -135,7 +135,7 @@ def common_fields(fields: Fields, n_tokens: int | None, n_logprobs: int | None) 
     )
 
 
-def _sampling(fields: Fields, n_logprobs: int | None) -> Sampling:
+def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
     top_k = fields.integer("top_k", None, -1, 1 << 31)
     seed = fields.integer("seed", None, -(1 << 63), (1 << 64) - 1)
     values = {

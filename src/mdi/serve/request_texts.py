@@ -24,7 +24,7 @@ LONG_TEXT = 10_000  # characters: cut up into tokens in some ten milliseconds
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What is new in one text.
 
     Attributes:
@@ -67,7 +67,7 @@ def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
 async def write_texts(
     api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
     continues: bool, stop: tuple[str, ...] = (),
-) -> AsyncIterator[Piece]:  # fmt: skip
+) -> AsyncIterator[TextPiece]:  # fmt: skip
     """Pieces of the `fields.n` texts of each prompt, as they come. Left early, those that go on are freed on all nodes.
 
     Args:
@@ -125,7 +125,7 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
     return {"model": model.name, "ids": list(prompt), "sampling": sampling, "owner": owner, "grammar": fields.grammar}
 
 
-def _piece(index: int, event: TextEvent, answer: TextStream) -> Piece:
+def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
     text = answer.push(event.tokens)
     reason = event.finish_reason
     if reason is not None:
@@ -137,7 +137,7 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> Piece:
             text += answer.flush()
     if answer.is_stopped:
         reason = "stop"
-    return Piece(index, text, event.tokens, event.logprobs, None if reason is None else REASONS[reason])
+    return TextPiece(index, text, event.tokens, event.logprobs, None if reason is None else REASONS[reason])
 
 
 @dataclass

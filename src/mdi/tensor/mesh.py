@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from mdi.errors import EngineError, NodeLostError, WireError
-from mdi.security.session import TAG_BYTES, Session
+from mdi.security.session import TAG_BYTES, SealedSession
 
 HEAD = struct.Struct("<II")  # number of the message on this connection, bytes that follow
 SLEEP_S = 0.05  # after which who sleeps looks whether the run is over
@@ -36,7 +36,7 @@ class Peer:
         session: encrypts what goes over it; None: nothing is encrypted.
     """
 
-    def __init__(self, name: str, sock: socket.socket, session: Session | None = None) -> None:
+    def __init__(self, name: str, sock: socket.socket, session: SealedSession | None = None) -> None:
         self.name, self.sock, self._session = name, sock, session
         sock.setblocking(False)
         self.fd = sock.fileno()

@@ -15,7 +15,7 @@ from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.checkpoint import KEPT_FILES, STATE_NAME, WEIGHTS_NAME, Base, SavedRun
 from mdi.training.data import DataSet
-from mdi.training.loop import Progress, Trainer
+from mdi.training.loop import Trainer, TrainingProgress
 from mdi.training.lora import add_adapters, load_base
 from mdi.training.new_model import config_file, load_shape, new_model, parse_shape
 from mdi.training.storage import sha256_file
@@ -40,7 +40,7 @@ class Beginning:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> TrainingProgress | None:
         return None if self.saved is None else replace(self.saved.progress)
 
 

@@ -18,7 +18,7 @@ import torch
 from litgpt.model import GPT
 
 from mdi.errors import CheckpointError
-from mdi.training.loop import Progress
+from mdi.training.loop import TrainingProgress
 from mdi.training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
 from mdi.training.storage import make_folder
 from mdi.training.training_settings import LoraSettings, TrainingSettings
@@ -56,7 +56,7 @@ class SavedRun:
     """
 
     settings: TrainingSettings
-    progress: Progress
+    progress: TrainingProgress
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
@@ -129,7 +129,7 @@ def load_state(folder: Path) -> SavedRun:
         lora, base = state["lora"], state["base"]
         return SavedRun(
             settings=TrainingSettings(**state["settings"]),
-            progress=Progress(**state["progress"]),
+            progress=TrainingProgress(**state["progress"]),
             weights=state["weights"],
             optimizer=state["optimizer"],
             scaler=state["scaler"],

@@ -25,7 +25,7 @@ from mdi.training.windows import Windows
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where a run stands: all that is needed, besides weights and optimizer, to go on from there.
 
     Attributes:
@@ -42,7 +42,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """One line of the record. Losses are nats per token; `val_loss` only where an evaluation was made."""
 
     step: int
@@ -87,12 +87,12 @@ class Trainer:
         *,
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         optimizer: torch.optim.AdamW | None = None,
-        progress: Progress | None = None,
+        progress: TrainingProgress | None = None,
         processes: Processes | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
-        self.progress = progress or Progress()
+        self.progress = progress or TrainingProgress()
         self.optimizer = optimizer or make_optimizer(model, settings)
         self._train, self._val = train, val
         self._forward = model if forward is None else forward
@@ -109,10 +109,10 @@ class Trainer:
 
     def run(
         self,
-        report: Callable[[Report], None],
+        report: Callable[[StepReport], None],
         save: Callable[[bool], object],
         is_stopping: Callable[[], bool] = lambda: False,
-    ) -> Progress:
+    ) -> TrainingProgress:
         """Trains until max_iters, until `patience` evaluations brought nothing, or until asked to stop.
 
         Args:
@@ -133,7 +133,7 @@ class Trainer:
             clock.tick()
             if val_loss is not None or progress.n_steps % settings.log_interval == 0:
                 speed, left = clock.speed(settings.n_tokens_per_step), clock.left_s(settings.max_iters)
-                report(Report(progress.n_steps, lr, train_loss, val_loss, speed, progress.elapsed_s, left))
+                report(StepReport(progress.n_steps, lr, train_loss, val_loss, speed, progress.elapsed_s, left))
             stops = self._agreed(is_stopping())
             if val_loss is not None or stops:
                 save(is_best)
@@ -236,7 +236,7 @@ class Trainer:
 class _Clock:
     """Time spent, speed and time left; a resumed run counts on from what it had spent."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
         self._began, self._first, self._before_s = time.monotonic(), progress.n_steps, progress.elapsed_s
 

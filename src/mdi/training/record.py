@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mdi.errors import CheckpointError
-from mdi.training.loop import Report
+from mdi.training.loop import StepReport
 from mdi.whole_files import replacing
 
 COLUMNS = ("step", "lr", "train_loss", "val_loss", "tokens_per_s", "elapsed_s")
@@ -40,7 +40,7 @@ class LossRecord:
             raise CheckpointError(f"{path} cannot be written: {err.strerror or err}") from err
         self._writer = csv.writer(self._handle)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: StepReport) -> None:
         # Nine digits tell any two float32 apart, so that two curves can be compared exactly.
         val_loss = "" if report.val_loss is None else f"{report.val_loss:.9g}"
         row = [
@@ -79,7 +79,7 @@ def read_losses(path: Path) -> list[dict[str, str]]:
     return [{name: row.get(name) or "" for name in COLUMNS} for row in rows]
 
 
-def progress_line(report: Report, n_steps: int) -> str:
+def progress_line(report: StepReport, n_steps: int) -> str:
     hours, seconds = divmod(round(report.left_s), 3600)
     left = f"{hours}:{seconds // 60:02d}:{seconds % 60:02d}" if hours else f"{seconds // 60}:{seconds % 60:02d}"
     held_out = "" if report.val_loss is None else f", held out {report.val_loss:.4f}"

@@ -22,7 +22,7 @@ from mdi.training.checkpoint import (
     save_last,
     save_state,
 )
-from mdi.training.loop import Report, Trainer
+from mdi.training.loop import StepReport, Trainer
 from mdi.training.lora import trained_weights
 from mdi.training.processes import Processes
 from mdi.training.record import LossRecord, progress_line
@@ -31,7 +31,7 @@ from mdi.training.storage import make_folder
 RECORD_NAME = "losses.csv"
 
 
-class Session:
+class TrainingSession:
     """What happens around the loop; only the first process prints and writes.
 
     Args:
@@ -65,7 +65,7 @@ class Session:
         try:
             with self._record() as record:
 
-                def report(news: Report) -> None:
+                def report(news: StepReport) -> None:
                     if record is not None:
                         record.add(news)
                         self._say(progress_line(news, self.trainer.settings.max_iters))

@@ -37,7 +37,7 @@ class StoredMatrix:
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Whole pages of a file, the bytes [start, stop), and where they come to lie in a unit's memory."""
 
     file: WeightBytes
@@ -78,11 +78,11 @@ class Unit:
         return memory[first : first + stored.n_bytes]
 
 
-def _runs(matrices: Sequence[StoredMatrix]) -> tuple[Run, ...]:
+def _runs(matrices: Sequence[StoredMatrix]) -> tuple[ByteRun, ...]:
     """The pages that some weights lie on, each once; what lies side by side is read at once."""
     matrices = [stored for stored in matrices if stored.n_bytes]
     files = list(dict.fromkeys(stored.file for stored in matrices))
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     at = 0
     for file in files:
         spans: list[list[int]] = []
@@ -94,7 +94,7 @@ def _runs(matrices: Sequence[StoredMatrix]) -> tuple[Run, ...]:
             else:
                 spans.append([start, stop])
         for start, stop in spans:
-            runs.append(Run(file, start, stop, at))
+            runs.append(ByteRun(file, start, stop, at))
             at += stop - start
     return tuple(runs)
 
