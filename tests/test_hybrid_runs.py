@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 
 import mdi.node.starter_placing
 import mdi.partition.example
+from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
 from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from secondaries import cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, lose_after, run  # noqa: F401
@@ -87,6 +90,33 @@ def test_stages_by_what_nodes_measure(
     n_heads = {one["name"]: one["heads"][1] - one["heads"][0] for one in told if "heads" in one}
     assert n_heads == {"secondary0": 5, "secondary1": 1}
     assert told[0]["layers"][1] == 2 and told[1]["layers"] == told[2]["layers"]
+
+
+def test_groups_that_nobody_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """--parallel auto: the starter and the last node are near each other, and so are the two others."""
+    pairs = ({"starter", "secondary2"}, {"secondary0", "secondary1"})
+    board = replace(mdi.partition.example.boards().nodes[0], block_s=((1, 0.1),), memory_bytes=10**9, head_s=())
+    names = ("starter", "secondary0", "secondary1", "secondary2")
+    ways = tuple(LinkProfile(a, b, 1e-4 if {a, b} in pairs else 0.05, 1e8) for a in names for b in names if a != b)
+    with contextlib.closing(open_source(checkpoint)) as source:
+        of = source.model, source.config_hash, "float32"
+    measured = ClusterProfile(tuple(replace(board, name=name) for name in names), ways, *of)
+    monkeypatch.setattr(mdi.node.starter_placing, "measured_cluster", lambda *args: measured)
+    with secondaries(3, tmp_path) as nodes:
+        told = expect_texts(
+            *run(
+                cluster_of(nodes),
+                checkpoint,
+                tmp_path,
+                ParallelOptions("auto"),
+                prompts=PROMPTS,
+                placement="throughput",
+            )
+        )
+    assert {node["name"]: node["group"] for node in told} == {
+        **dict.fromkeys(("starter", "secondary2"), "starter+secondary2"),
+        **dict.fromkeys(("secondary0", "secondary1"), "secondary0+secondary1"),
+    }
 
 
 @pytest.mark.parametrize("groups, n_left", [(("a", "a", "b", "b"), 3), ((None, "b", "b"), 2)])

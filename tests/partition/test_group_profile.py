@@ -9,6 +9,7 @@ import pytest
 from clusters import block, cluster, model, node
 from mdi.errors import PlacementError
 from mdi.partition.group_profile import merged, stage_places
+from mdi.partition.grouping import candidates, with_groups
 from mdi.partition.model import Workload
 from mdi.partition.parallel import ParallelChoice, choose_measured
 from mdi.partition.plan import plan
@@ -91,6 +92,42 @@ def test_memory_decides_where_only_one_way_fits() -> None:
     assert found.mode == "tensor" and found.ring_tokens_s is None and found.tensor is not None
     with pytest.raises(PlacementError):
         choice(cluster(*nodes[:2], links=links(1e-4, NAMES[:2])), blocks=large)
+
+
+def in_pairs(near_s: float, far_s: float) -> ClusterProfile:
+    """starter and b0 near each other, and so a0 and a1."""
+    pairs = ({"starter", "b0"}, {"a0", "a1"})
+    way = [replace(link, round_trip_s=near_s if {link.source, link.target} in pairs else far_s) for link in links(1.0)]
+    return cluster(*(node(name) for name in NAMES), links=tuple(way))
+
+
+def test_near_nodes_become_groups_where_that_is_faster() -> None:
+    profile = in_pairs(1e-4, 1e-3)
+    found = choice(profile, 4)
+    assert found.mode == "groups" and found.grouping is not None
+    assert set(found.grouping.stages) == {("starter", "b0"), ("a0", "a1")} and set(found.grouping.used) == {
+        "starter+b0",
+        "a0+a1",
+    }
+    assert found.ring_tokens_s is not None and found.tensor_tokens_s is not None
+    assert found.grouping.tokens_s > max(found.ring_tokens_s, found.tensor_tokens_s)
+    same, groups = merged(with_groups(profile, found.grouping.groups), model(6), Workload(4, 256))
+    assert len(same.nodes) == 2 and [group.members for group in groups] == [("starter", "b0"), ("a0", "a1")]
+    assert choice(profile, 64).mode == "ring", "many texts keep all nodes busy without sums"
+    report = plan(profile, model(6), Workload(4, 256))
+    assert report.parallel is not None and report.parallel.mode == "groups"
+    assert report.to_json()["parallel"]["grouping"]["used"] == found.grouping.used
+    assert "starter+b0" in format_plan(report)
+
+
+def test_links_that_are_much_the_same_make_no_groups() -> None:
+    assert not list(candidates(in_pairs(1e-3, 1.5e-3))) and not list(candidates(alike(1e-4)))
+    assert len(list(candidates(in_pairs(1e-4, 1e-3)))) == 1
+    far = in_pairs(1e-4, 1e-3)
+    in_torch = replace(far, nodes=(replace(far.nodes[0], computed_by="torch: a reason"), *far.nodes[1:]))
+    assert not list(candidates(in_torch)), "b0 stays nearer to the starter than the group"
+    named = replace(far, nodes=(*far.nodes[:3], replace(far.nodes[3], group="mine")))
+    assert choice(named, 4).grouping is None, "who names groups knows what they want"
 
 
 def test_of_two_ways_the_faster_is_taken() -> None:

@@ -25,7 +25,8 @@ REDUCE_DTYPES = ("float32", "fp16", "int8")
 def add_parallel_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--parallel", choices=MODES, default="ring", help="ring: each node has some blocks, for many texts; tensor: all nodes "
-        "compute a share of every block, for few texts; auto: the faster one by measurement (%(default)s)",
+        "compute a share of every block, for few texts; auto: the fastest by measurement, also a ring of groups of near nodes "
+        "(%(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--shares", metavar="X,X,...", help="with --parallel tensor: how much of every block each node takes, starter first, "

@@ -16,7 +16,8 @@ class ParallelOptions:
     """How several nodes compute one model.
 
     Attributes:
-        mode: "ring": each node has blocks of its own; "tensor": all have a share of every block; "auto": whichever is faster.
+        mode: "ring": each node has blocks of its own; "tensor": all have a share of every block; "auto": whichever
+            is faster, or groups of near nodes.
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
         algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
         is_head_shared: the head is shared out as well; else the starter has it.

@@ -12,7 +12,7 @@ from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.node.group_member import check_torch_sums
 from mdi.node.options import StarterOptions
-from mdi.partition.parallel import TENSOR, ParallelChoice
+from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice
 from mdi.tensor.allreduce import TORCH_SUMS
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.ring_stages import RingStage, stages_of
@@ -34,6 +34,8 @@ def chosen_stages(
 ) -> tuple[RingStage, ...] | None:  # fmt: skip
     """The stages of the ring, if some are groups, one of all nodes with `--parallel tensor`; None if each node is its own.
 
+    With `--parallel auto` these are the groups of the nodes file, all nodes as one, or groups by what was measured.
+
     Args:
         config: litgpt's Config as a plain dict; None of a model that is none of litgpt's.
         computing: of the starter.
@@ -54,9 +56,9 @@ def chosen_stages(
         if why_not is not None:
             raise UsageError(f"--parallel tensor: {why_not} cannot be shared out: use --parallel ring")
         return whole
-    if mode == "auto" and _is_tensor_better(why_not, n_nodes, n_sequences, choose):
-        return whole
-    if not has_groups:
+    if mode == "auto":
+        stages = _by_measure(why_not, stages, whole, n_sequences, choose)
+    if not any(stage.is_group for stage in stages):
         return None
     if why_not is not None:
         raise UsageError(
@@ -86,23 +88,28 @@ def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> s
     return reason
 
 
-def _is_tensor_better(
-    why_not: str | None, n_nodes: int, n_sequences: int, choose: Callable[[], ParallelChoice] | None
-) -> bool:
-    """By what the nodes measure; without that, by how many texts there are."""
+def _by_measure(
+    why_not: str | None, stages: tuple[RingStage, ...], whole: tuple[RingStage, ...], n_sequences: int,
+    choose: Callable[[], ParallelChoice] | None,
+) -> tuple[RingStage, ...]:  # fmt: skip
+    """`stages`, `whole`, or other groups, by what the nodes measure; without that, by how many texts there are."""
     if why_not is not None:
         logger.info("--parallel auto: ring, for %s cannot be shared out", why_not)
-        return False
-    if choose is not None:
-        choice = choose()
-        logger.info("--parallel auto: %s, for %s", choice.mode, choice.reason)
-        return choice.mode == TENSOR
-    if n_sequences < n_nodes:
-        logger.info("--parallel auto: tensor, for fewer texts (%d) than nodes (%d) leave nodes of a ring idle",
-                    n_sequences, n_nodes)  # fmt: skip
-        return True
-    logger.info("--parallel auto: ring, for %d texts keep all %d nodes of a ring busy", n_sequences, n_nodes)
-    return False
+        return stages
+    n_nodes = len(whole[0].members)
+    if choose is None:
+        if n_sequences < n_nodes:
+            logger.info("--parallel auto: tensor, for fewer texts (%d) than nodes (%d) leave nodes of a ring idle",
+                        n_sequences, n_nodes)  # fmt: skip
+            return whole
+        logger.info("--parallel auto: ring, for %d texts keep all %d nodes of a ring busy", n_sequences, n_nodes)
+        return stages
+    choice = choose()
+    logger.info("--parallel auto: %s; %s", choice.mode, choice.reason)
+    if choice.mode == GROUPS and choice.grouping is not None:
+        groups = choice.grouping.groups
+        return stages_of({name: groups.get(name) for name in whole[0].members})
+    return whole if choice.mode == TENSOR else stages
 
 
 def nodes_of_chunks(options: StarterOptions, cluster: ClusterConfig) -> int:

@@ -16,6 +16,7 @@ from mdi.node.options import StarterOptions
 from mdi.node.sharing_out import Division, division_by_hand
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.cost import CostModel
+from mdi.partition.grouping import with_groups
 from mdi.partition.methods import DEFAULT_METHOD
 from mdi.partition.model import Workload
 from mdi.partition.parallel import ParallelChoice, choose_measured
@@ -84,7 +85,7 @@ def planned_ring(
 def faster_way(
     profile: ClusterProfile, weights: StarterWeights, computing: Computing, workload: Workload
 ) -> ParallelChoice:
-    """A ring, or all blocks on all nodes. PlacementError if the model fits neither."""
+    """A ring of nodes or groups, or all blocks on all nodes. PlacementError if the model fits none."""
     return choose_measured(profile, model_shape(weights.config, computing.format, computing.kv_dtype), workload)
 
 
@@ -102,13 +103,15 @@ def divide(
     Raises:
         PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
     """
-    is_cut = len(stages) > 1 and (options.layers is not None or (not options.placement and weights.is_cut_by_chunks))
+    by_chunks = not options.placement and weights.is_cut_by_chunks and len(weights.blocks) == len(stages)
+    is_cut = len(stages) > 1 and (options.layers is not None or by_chunks)
     if options.parallel.parts is not None or options.placement == "even" or is_cut:
         return division_by_hand(stages, weights, options.parallel, names)
     if len(stages) == 1:
         shape = model_shape(weights.config, computing.format, computing.kv_dtype)
         return _of_all_blocks(CostModel(measured(), shape, workload), stages)
-    return _planned_groups(planned_ring(measured(), weights, options, computing, workload), stages)
+    groups = {name: stage.name for stage in stages if stage.is_group for name in stage.members}
+    return _planned_groups(planned_ring(with_groups(measured(), groups), weights, options, computing, workload), stages)
 
 
 def _planned_groups(report: PlanReport, stages: tuple[RingStage, ...]) -> Division:

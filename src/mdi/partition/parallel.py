@@ -1,4 +1,4 @@
-"""Whether nodes are better used as a ring, or with every block on all of them: by texts, links and memory, with the reason."""
+"""How nodes are best used: as a ring, with every block on all of them, or as a ring of groups; by texts, links and memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
 from mdi.partition.group_profile import merged
+from mdi.partition.grouping import Grouping, fastest_grouping
 from mdi.partition.methods import place
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import ClusterProfile
 from mdi.partition.tensor_plan import TensorPlan, plan_tensor
 from mdi.units import duration, size
 
-RING, TENSOR = "ring", "tensor"
+RING, TENSOR, GROUPS = "ring", "tensor", "groups"
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,10 @@ class ParallelChoice:
     """What `--parallel auto` takes, and why.
 
     Attributes:
+        mode: RING, of nodes or of the groups that the user named; TENSOR; GROUPS: a ring of the groups of `grouping`.
         ring_tokens_s, tensor_tokens_s: of all texts together; None where the model does not fit.
         tensor: of these texts, where it fits.
+        grouping: the best one, where nodes are in no group yet and the model fits one.
     """
 
     mode: str
@@ -31,6 +34,7 @@ class ParallelChoice:
     ring_tokens_s: float | None
     tensor_tokens_s: float | None
     tensor: TensorPlan | None
+    grouping: Grouping | None
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -39,10 +43,10 @@ class ParallelChoice:
 
 
 def choose_measured(profile: ClusterProfile, shape: ModelShape, workload: Workload) -> ParallelChoice:
-    """The faster of the best ring of a cluster's nodes, or groups, and of shares on all nodes, of which there are two at least.
+    """The fastest of the best ring of a cluster's nodes, or groups, and the others; there are two nodes at least.
 
     Raises:
-        PlacementError: the model fits neither.
+        PlacementError: the model fits none.
     """
     stages, _ = merged(profile, shape, workload)
     cost = CostModel(stages, shape, workload)
@@ -56,29 +60,55 @@ def choose_measured(profile: ClusterProfile, shape: ModelShape, workload: Worklo
 def choose_parallel(
     profile: ClusterProfile, shape: ModelShape, workload: Workload, ring: float | PlacementError
 ) -> ParallelChoice:
-    """The faster of a ring and of shares on all nodes.
+    """The fastest of a ring, of shares on all nodes, and of a ring of groups, which is tried where the user named none.
 
     Args:
         ring: tokens per second of all texts together as a ring, or why the model does not fit one.
 
     Raises:
-        PlacementError: it fits neither.
+        PlacementError: it fits none.
     """
+    tensor = _tensor(profile, shape, workload)
+    has_groups = any(node.group for node in profile.nodes)
+    grouping = None if has_groups else fastest_grouping(profile, shape, workload)
+    speeds = {RING: ring, TENSOR: tensor.tokens_s if isinstance(tensor, TensorPlan) else tensor}
+    if grouping is not None:
+        speeds[GROUPS] = grouping.tokens_s
+    rates = {mode: rate for mode, rate in speeds.items() if not isinstance(rate, PlacementError)}
+    if not rates:
+        assert isinstance(ring, PlacementError)
+        raise ring
+    best = max(rates, key=lambda mode: rates[mode])
+    plan = tensor if isinstance(tensor, TensorPlan) else None
+    reason = "; ".join(_reasons(best, speeds, workload, plan, grouping))
+    return ParallelChoice(best, reason, rates.get(RING), rates.get(TENSOR), plan, grouping)
+
+
+def _tensor(profile: ClusterProfile, shape: ModelShape, workload: Workload) -> TensorPlan | PlacementError:
     try:
-        tensor = plan_tensor(CostModel(profile, shape, workload))
+        return plan_tensor(CostModel(profile, shape, workload))
     except PlacementError as e:
-        if isinstance(ring, PlacementError):
-            raise ring from None
-        return ParallelChoice(RING, f"with every block on all nodes it does not fit: {e}", ring, None, None)
-    if isinstance(ring, PlacementError):
-        return ParallelChoice(TENSOR, f"as a ring it does not fit: {ring}", None, tensor.tokens_s, tensor)
-    reason = (
-        f"{tensor.tokens_s:.3g} tokens/s for {_texts(workload)} with every block on all nodes, {ring:.3g} as a ring; "
-        f"{duration(tensor.sums_s)} of {duration(tensor.token_s)} a token are sums over links of "
-        f"{duration(tensor.link.delay_s)} and {size(int(tensor.link.bytes_s))}/s"
-    )
-    return ParallelChoice(TENSOR if tensor.tokens_s > ring else RING, reason, ring, tensor.tokens_s, tensor)
+        return e
 
 
-def _texts(workload: Workload) -> str:
-    return "one text" if workload.n_sequences == 1 else f"{workload.n_sequences} texts"
+def _reasons(
+    best: str, speeds: dict[str, float | PlacementError], workload: Workload, tensor: TensorPlan | None,
+    grouping: Grouping | None,
+) -> list[str]:  # fmt: skip
+    """In words: the speed of each way, and what makes the difference."""
+    words = {RING: "as a ring", TENSOR: "with every block on all nodes", GROUPS: "as a ring of groups"}
+    rates = [f"{rate:.3g} {words[mode]}" for mode, rate in speeds.items() if not isinstance(rate, PlacementError)]
+    texts = "one text" if workload.n_sequences == 1 else f"{workload.n_sequences} texts"
+    told = [f"tokens/s for {texts}: {', '.join(rates)}"]
+    told += [f"{words[mode]} it does not fit: {e}" for mode, e in speeds.items() if isinstance(e, PlacementError)]
+    if best == GROUPS and grouping is not None:
+        told.append(
+            f"links within a group take at most {duration(grouping.within_s)}, others at least {duration(grouping.between_s)}: "
+            f"the stages are {', '.join(grouping.used)}"
+        )
+    elif tensor is not None:
+        told.append(
+            f"{duration(tensor.sums_s)} of {duration(tensor.token_s)} a token with every block on all nodes are sums over "
+            f"links of {duration(tensor.link.delay_s)} and {size(int(tensor.link.bytes_s))}/s"
+        )
+    return told
