@@ -1,18 +1,17 @@
-"""The texts of a data set on the hub, with huggingface_hub's own client. Knows nothing of what is in them."""
+"""The texts of a data set on the hub: which files they are. Knows nothing of what is in them."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mdi.checkpoint.download import explained
-from mdi.disk_space import check_disk
+from mdi.checkpoint.hub_files import fetch
 from mdi.errors import DownloadError
 from mdi.training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
+_FULL = "free some space, choose another disk with --out, or fewer files with --files"
 # What lies in every repository and is no data.
 _NOT_DATA = re.compile(r"(^|/)(readme|license|licence|requirements|\.git.*|dataset_infos?)[^/]*$", re.IGNORECASE)
 
@@ -28,41 +27,19 @@ def download_texts(
 ) -> list[Path]:
     """Fetches a data set's files into a folder; those that are there already are not fetched again.
 
-    The hub is the one of the environment variable HF_ENDPOINT, if that is set.
-
     Args:
         repo_id: "org/name".
         pattern, split: which files; see `choose_texts`.
-        token: for data sets that ask for one; None takes HF_TOKEN, or the one that `hf auth login` stored.
-        revision: a branch, tag or commit.
+        token, revision: see `checkpoint.hub_files.fetch`.
 
     Raises:
         DownloadError: no such data set or file, no access, no connection, or no room.
     """
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    token = token or os.environ.get("HF_TOKEN") or None
-    with explained(repo_id, revision, endpoint, token, "data set"):
-        from huggingface_hub import HfApi, snapshot_download
-
-        api = HfApi(endpoint=endpoint, token=token)
-        info = api.dataset_info(repo_id, revision=revision, files_metadata=True)
-        sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-        wanted = choose_texts(list(sizes), pattern, split, repo_id)
-        _check_disk(folder, sum(sizes[name] for name in wanted if not _has(folder, name, sizes[name])), repo_id)
-        snapshot_download(
-            repo_id,
-            repo_type="dataset",
-            revision=str(info.sha),
-            local_dir=folder,
-            allow_patterns=[_literal(name) for name in wanted],
-            token=token,
-            endpoint=endpoint,
-            max_workers=4,
-        )
-    cut = [name for name in wanted if not _has(folder, name, sizes[name])]
-    if cut:
-        raise DownloadError(f"{repo_id}: {cut[0]} did not come whole: run the command again to go on")
-    return [folder / name for name in wanted]
+    _, sizes = fetch(
+        repo_id, folder, lambda names: choose_texts(names, pattern, split, repo_id), token=token, revision=revision,
+        advice=_FULL, repo_type="dataset",
+    )  # fmt: skip
+    return [folder / name for name in sizes]
 
 
 def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id: str = "the data set") -> list[str]:
@@ -95,18 +72,3 @@ def _same_type(names: Sequence[str]) -> list[str]:
         if found:
             return found
     return []
-
-
-def _literal(name: str) -> str:
-    """The name as a pattern that matches nothing else."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _has(folder: Path, name: str, size: int) -> bool:
-    path = folder / name
-    return path.is_file() and path.stat().st_size == size
-
-
-def _check_disk(folder: Path, n_bytes: int, repo_id: str) -> None:
-    advice = "free some space, choose another disk with --out, or fewer files with --files"
-    check_disk(folder, n_bytes, repo_id, DownloadError, advice)
