@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -165,12 +166,23 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The whole syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Full names of everything that a file imports, wherever in it, and the line."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -186,7 +198,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 def test_imports_go_one_way(path: Path) -> None:
     layer = layer_of(module_name(path))
     if layer == ROOT:
-        assert not list(imports(path))
+        assert not imports(path)
         return
     assert layer in ALLOWED, f"{path.name} belongs to no layer: add it to ALLOWED, with what it may import"
     for name, line in imports(path):
@@ -238,7 +250,7 @@ NO_NAMES = re.compile("shelf|room|kind|errand|survey|standin|farewell|holding|wi
 @pytest.mark.parametrize("path", modules(), ids=module_name)
 def test_names_are_those_of_the_field(path: Path) -> None:
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names = [node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, defined)]
+    names = [node.name for node in nodes_of(path) if isinstance(node, defined)]
     assert not [name for name in (path.stem, *names) if NO_NAMES.search(name)]
 
 
@@ -258,7 +270,7 @@ def test_a_launcher_only_calls_the_command_line(path: Path) -> None:
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
