@@ -92,6 +92,35 @@ def test_a_model_that_fits_nowhere_else_is_planned_for_a_ring(
         assert window["resident_bytes"] < node["free_bytes"]
 
 
+def test_shares_of_all_blocks_have_windows_of_their_own(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--profiles",
+        str(profiles),
+        "--config",
+        CONFIG,
+        "--sequence-length",
+        "64",
+        "--dtype",
+        "float32",
+        "--placement",
+        "even",
+    ]
+    assert launch("plan", [*flags, "--window", "2", "--disk-rate", "100M", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    starter, other, _ = report["share_windows"]
+    of_blocks = 22 * 4 * 2048 * (2 * 2048 + 512 + 3 * 5632)
+    assert other["pass_bytes"] == pytest.approx(of_blocks / 3, rel=0.1)
+    assert starter["pass_bytes"] == pytest.approx(other["pass_bytes"] + 4 * 2048 * 32000, rel=0.1), "and the head"
+    assert not other["is_tight"] and starter["best"]["times"]["pass_s"] <= starter["chosen"]["times"]["pass_s"]
+    slowest_s = max(window["chosen"]["times"]["pass_s"] for window in report["share_windows"])
+    assert report["parallel"]["tensor_tokens_s"] == pytest.approx(1 / slowest_s), "waits included"
+    assert report["parallel"]["ring_tokens_s"] == pytest.approx(report["tokens_per_s"])
+    assert report["parallel"]["mode"] == "tensor", "three disks read at the same time"
+    assert launch("plan", [*flags, "--memory", "600M", "--disk-rate", "900G"]) == 0
+    told = capsys.readouterr().out
+    assert "share of secondary0" in told and "--parallel auto takes" in told
+
+
 def test_it_is_told_in_words(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--profiles", str(profiles), "--nodes", "starter", "--config", CONFIG, "--sequence-length", "64"]
     assert launch("plan", [*flags, "--dtype", "float32", "--window", "2", "--disk-rate", "100M"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mdi.checkpoint.modelshapes import BLOCKS, shapes_of
@@ -14,9 +14,12 @@ from mdi.errors import LimitError, UsageError
 from mdi.kernels.page_sizes import cache_classes
 from mdi.partition.model import ModelShape
 from mdi.partition.node_window import NodeWindow, WindowChoice
-from mdi.partition.plan import NodePlan, PlanReport
+from mdi.partition.parallel import of_two
+from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile, NodeProfile
 from mdi.partition.steady import HalfTimes, UnitTimes, is_loose, is_tight, simulate
+from mdi.partition.tensor_plan import TensorPlan
+from mdi.tensor.shares import Share, share_out
 from mdi.weight_formats import LAYOUTS, OWN_FORMAT
 from mdi.window.budget import RunMemory, choose_window, work_bytes
 from mdi.window.files import PAGE_BYTES, WeightBytes
@@ -34,11 +37,30 @@ def without_limits(profile: ClusterProfile) -> ClusterProfile:
     return replace(profile, nodes=tuple(replace(n, memory_bytes=UNLIMITED, shared_bytes=0) for n in profile.nodes))
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A node's stage, whose weights a window would hold.
+
+    Attributes:
+        blocks, head: what is read: halves of blocks or of a node's shares of them; the head of a starter.
+        compute_s: of a frame; sum_s: of what follows each half of a block where it is shared; pause_s: between two frames.
+    """
+
+    node: NodeProfile
+    blocks: list[Unit]
+    head: StoredMatrix | None
+    run: RunMemory
+    rate: float
+    compute_s: float
+    sum_s: float = 0.0
+    pause_s: float = 0.0
+
+
 def with_windows(
     report: PlanReport, profile: ClusterProfile, config: Mapping[str, Any], shape: ModelShape, options: WindowOptions,
     disk_bytes_s: float | None,
 ) -> PlanReport:  # fmt: skip
-    """A plan that was made without limits of memory, with the windows of its nodes.
+    """A plan that was made without limits of memory, with the windows of its nodes: in the ring, and with every block on all.
 
     Args:
         profile: with the nodes' memory.
@@ -53,15 +75,22 @@ def with_windows(
     if form not in LAYOUTS:
         raise UsageError(f"a window is for the kernels, which do not have the format {form}")
     known = {node.name: node for node in profile.nodes}
+    rates = {name: _rate(node, disk_bytes_s) for name, node in known.items()}
     windows, nodes = [], []
     for place, node in enumerate(report.nodes):
         of = known[node.name]
-        rate = disk_bytes_s or of.disk_read_bytes_s
-        window, chosen = _of_node(report, place, of, config, form, shape.kv_dtype, options, rate)
+        window, chosen = _planned(_in_ring(report, place, of, rates[of.name], config, form, shape.kv_dtype), options)
         windows.append(window)
         memory = replace(node.memory, weights=chosen.resident_bytes)
         nodes.append(replace(node, memory=memory, free_bytes=options.memory or of.memory_bytes))
-    return replace(_with_waits(report, windows), nodes=tuple(nodes), windows=tuple(windows))
+    in_ring = replace(_with_waits(report, windows), nodes=tuple(nodes), windows=tuple(windows))
+    return _with_shares(in_ring, known, rates, config, form, shape.kv_dtype, options)
+
+
+def _rate(node: NodeProfile, disk_bytes_s: float | None) -> float:
+    if rate := disk_bytes_s or node.disk_read_bytes_s:
+        return rate
+    raise UsageError(f"nobody has measured the disk of {node.name}: say what it gives with --disk-rate, such as 500M")
 
 
 def _with_waits(report: PlanReport, windows: Sequence[NodeWindow]) -> PlanReport:
@@ -73,33 +102,68 @@ def _with_waits(report: PlanReport, windows: Sequence[NodeWindow]) -> PlanReport
     return replace(report, n_frames=1, n_rows=n, more_frames=0, tokens_s=n / round_s, tokens_s_one=one)
 
 
-def _of_node(
-    report: PlanReport,
-    place: int,
-    node: NodeProfile,
-    config: Mapping[str, Any],
-    form: str,
-    kv_dtype: str,
-    options: WindowOptions,
-    rate: float,
-) -> tuple[NodeWindow, WindowPlan]:
-    if not rate:
-        raise UsageError(
-            f"nobody has measured the disk of {node.name}: say what it gives with --disk-rate, such as 500M"
-        )
+def _with_shares(
+    report: PlanReport, known: Mapping[str, NodeProfile], rates: Mapping[str, float], config: Mapping[str, Any], form: str,
+    kv_dtype: str, options: WindowOptions,
+) -> PlanReport:  # fmt: skip
+    """The same with windows over each node's share of every block, and what --parallel auto is to take then."""
+    tensor = None if report.parallel is None else report.parallel.tensor
+    if tensor is None:
+        return report
+    shares = share_out(config, tensor.parts)
+    windows = []
+    try:
+        for rank, name in enumerate(tensor.names):
+            share = Share(shares, rank, config)
+            stage = _of_share(report, tensor, share, known[name], rates[name], form, kv_dtype)
+            windows.append(_planned(stage, options)[0])
+    except LimitError:  # a ring needs less where there are few blocks
+        return replace(report, tensor=None, parallel=None)
+    token_s = max(window.chosen.times.pass_s for window in windows)  # of the node that all others wait for
+    timed = replace(tensor, token_s=token_s)
+    return replace(
+        report, tensor=None, share_windows=tuple(windows), parallel=of_two(report.tokens_s, timed, report.workload)
+    )
+
+
+def _in_ring(
+    report: PlanReport, place: int, node: NodeProfile, rate: float, config: Mapping[str, Any], form: str, kv_dtype: str
+) -> _Stage:
     planned = report.nodes[place]
     blocks, head = units_of(config, form, planned.start, planned.stop, is_starter=place == 0)
-    length, n_texts = report.workload.sequence_length, report.workload.n_sequences
-    classes, _ = cache_classes(config, planned.start, planned.stop, kv_dtype)
-    run = RunMemory(sum(c.n_bytes(length) for c in classes), n_texts, work_bytes(config, 64 + n_texts, n_texts))
+    run = _run_memory(report, config, planned.start, planned.stop, kv_dtype)
     # While others compute and rows travel, this node's disk goes on.
     pause_s = (
         sum(other.stage_s for other in report.nodes) - planned.stage_s + sum(other.link_s for other in report.nodes)
     )
+    return _Stage(node, blocks, head, run, rate, planned.stage_s, pause_s=pause_s)
+
+
+def _of_share(
+    report: PlanReport, tensor: TensorPlan, share: Share, node: NodeProfile, rate: float, form: str, kv_dtype: str
+) -> _Stage:
+    """All nodes compute as long as the slowest, for they wait for it at the next sum; the head is the first node's."""
+    config, n_layer = share.shard_config(), share.config["n_layer"]
+    blocks, head = units_of(config, form, 0, n_layer, is_starter=share.rank == 0)
+    run = _run_memory(report, config, 0, n_layer, kv_dtype)
+    head_s = tensor.head_s
+    own_s, pause_s = (tensor.blocks_s + head_s, 0.0) if share.rank == 0 else (tensor.blocks_s, head_s)
+    return _Stage(node, blocks, head, run, rate, own_s, tensor.sums_s / len(blocks), pause_s)
+
+
+def _run_memory(report: PlanReport, config: Mapping[str, Any], start: int, stop: int, kv_dtype: str) -> RunMemory:
+    length, n_texts = report.workload.sequence_length, report.workload.n_sequences
+    classes, _ = cache_classes(config, start, stop, kv_dtype)
+    return RunMemory(sum(c.n_bytes(length) for c in classes), n_texts, work_bytes(config, 64 + n_texts, n_texts))
+
+
+def _planned(stage: _Stage, options: WindowOptions) -> tuple[NodeWindow, WindowPlan]:
+    """The window of a stage that was asked for, and the best one. LimitError if nothing fits."""
+    node, blocks = stage.node, stage.blocks
 
     def choice(asked: WindowOptions) -> tuple[WindowPlan, WindowChoice]:
-        plan = choose_window(node.name, asked, blocks, head, run, node.process_bytes)
-        times = simulate(_times(plan, planned, rate), max(1, plan.n_slots), pause_s)
+        plan = choose_window(node.name, asked, blocks, stage.head, stage.run, node.process_bytes)
+        times = simulate(_times(plan, stage), max(1, plan.n_slots), stage.pause_s)
         return plan, WindowChoice(plan.n_slots, plan.retain, times)
 
     limit = options.memory or node.memory_bytes
@@ -112,11 +176,10 @@ def _of_node(
             with contextlib.suppress(LimitError):
                 tried.append(choice(WindowOptions(units, retain, limit))[1])
     best = min(tried, key=lambda one: (one.times.pass_s, one.units))
-    halves = _halves(plan, blocks, planned, rate)
-    n_blocks, retain = planned.stop - planned.start, plan.retain
-    tight, loose = is_tight(halves), is_loose(halves, n_blocks, retain)
+    halves = _halves(plan, stage)
+    tight, loose = is_tight(halves), is_loose(halves, len(blocks) // 2, plan.retain)
     window = NodeWindow(
-        node.name, chosen, plan.resident_bytes, plan.pass_bytes, rate, tight, loose or not plan.pass_bytes, best
+        node.name, chosen, plan.resident_bytes, plan.pass_bytes, stage.rate, tight, loose or not plan.pass_bytes, best
     )
     return window, plan
 
@@ -141,21 +204,22 @@ def units_of(
     return block_units(parts), head
 
 
-def _times(plan: WindowPlan, node: NodePlan, rate: float) -> list[UnitTimes]:
+def _times(plan: WindowPlan, stage: _Stage) -> list[UnitTimes]:
     """Computing goes with the bytes of weights: so it does where reading them from memory is most of it, for few rows."""
     total = sum(unit.n_bytes for unit in plan.units)
     times = []
     for i, unit in enumerate(plan.units):
-        load_s = 0.0 if i in plan.kept else unit.n_bytes / rate
-        times.append(UnitTimes(load_s, node.stage_s * unit.n_bytes / total))
+        load_s = 0.0 if i in plan.kept else unit.n_bytes / stage.rate
+        sum_s = stage.sum_s if i < len(stage.blocks) else 0.0
+        times.append(UnitTimes(load_s, stage.compute_s * unit.n_bytes / total, sum_s))
     return times
 
 
-def _halves(plan: WindowPlan, blocks: Sequence[Unit], node: NodePlan, rate: float) -> HalfTimes:
+def _halves(plan: WindowPlan, stage: _Stage) -> HalfTimes:
     """Of a block in the middle. A starter's head is none of them: `simulate` knows of it."""
-    if not blocks:
+    if not stage.blocks:
         return HalfTimes(0.0, 0.0, 0.0, 0.0)
-    middle = len(blocks) // 4 * 2
-    attention, mlp = blocks[middle].n_bytes, blocks[middle + 1].n_bytes
-    per_byte = node.stage_s / sum(unit.n_bytes for unit in plan.units)
-    return HalfTimes(attention * per_byte, mlp * per_byte, attention / rate, mlp / rate)
+    middle = len(stage.blocks) // 4 * 2
+    attention, mlp = stage.blocks[middle].n_bytes, stage.blocks[middle + 1].n_bytes
+    per_byte, rate = stage.compute_s / sum(unit.n_bytes for unit in plan.units), stage.rate
+    return HalfTimes(attention * per_byte, mlp * per_byte, attention / rate, mlp / rate, stage.sum_s)

@@ -48,10 +48,11 @@ class NodeWindow:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def lines(self) -> Iterator[str]:
-        times = self.chosen.times
+    def lines(self, is_share: bool = False) -> Iterator[str]:
+        """For a terminal; `is_share`: of the node's share of every block."""
+        times, name = self.chosen.times, f"share of {self.name}" if is_share else self.name
         yield (
-            f"window:   {self.name}: {self.chosen}: {size(self.resident_bytes)} of weights in memory, {size(self.pass_bytes)} "
+            f"window:   {name}: {self.chosen}: {size(self.resident_bytes)} of weights in memory, {size(self.pass_bytes)} "
             f"read for each frame, at {size(self.disk_bytes_s)}/s"
         )
         waits = (
@@ -60,6 +61,6 @@ class NodeWindow:
             else (f"waits {duration(times.wait_s)} ({times.wait_share:.0%}) for the disk")
         )
         conditions = "tight" if self.is_tight else "loose" if self.is_loose else "no"
-        yield f"disk:     {self.name}: a frame takes {duration(times.pass_s)} and {waits}; steady by TPI-LLM: {conditions}"
+        yield f"disk:     {name}: a frame takes {duration(times.pass_s)} and {waits}; steady by TPI-LLM: {conditions}"
         if self.best.times.pass_s < times.pass_s:
-            yield f"best:     {self.name}: {self.best}, {duration(self.best.times.pass_s)} for a frame"
+            yield f"best:     {name}: {self.best}, {duration(self.best.times.pass_s)} for a frame"

@@ -70,7 +70,17 @@ def choose_parallel(
     """
     tensor = _tensor(profile, shape, workload)
     has_groups = any(node.group for node in profile.nodes)
-    grouping = None if has_groups else fastest_grouping(profile, shape, workload)
+    return _fastest(ring, tensor, None if has_groups else fastest_grouping(profile, shape, workload), workload)
+
+
+def of_two(ring: float, tensor: TensorPlan, workload: Workload) -> ParallelChoice:
+    """As `choose_parallel`, of a ring with so many tokens per second, and of shares on all nodes."""
+    return _fastest(ring, tensor, None, workload)
+
+
+def _fastest(
+    ring: float | PlacementError, tensor: TensorPlan | PlacementError, grouping: Grouping | None, workload: Workload
+) -> ParallelChoice:
     speeds = {RING: ring, TENSOR: tensor.tokens_s if isinstance(tensor, TensorPlan) else tensor}
     if grouping is not None:
         speeds[GROUPS] = grouping.tokens_s

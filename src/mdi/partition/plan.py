@@ -60,7 +60,8 @@ class PlanReport:
         parallel: what --parallel auto would take for all texts; None of one node.
         groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
         notes: where the numbers are less sure than they look.
-        windows: of each node, if weights are to be read while they are computed with.
+        windows: of each node, if weights are to be read while they are computed with; share_windows: the same where all nodes
+            compute every block together.
     """
 
     model: str
@@ -78,6 +79,7 @@ class PlanReport:
     advice: tuple[str, ...]
     notes: tuple[str, ...]
     windows: tuple[NodeWindow, ...] = ()
+    share_windows: tuple[NodeWindow, ...] = ()
     tensor: TensorPlan | None = None
     parallel: ParallelChoice | None = None
     groups: tuple[GroupPlan, ...] = ()
@@ -117,6 +119,7 @@ class PlanReport:
             "parallel": None if self.parallel is None else self.parallel.to_json(),
             "groups": [dataclasses.asdict(group) for group in self.groups],
             **({"windows": [window.to_json() for window in self.windows]} if self.windows else {}),
+            **({"share_windows": [window.to_json() for window in self.share_windows]} if self.share_windows else {}),
         }
 
 
