@@ -240,6 +240,7 @@ def test_a_damaged_file_is_one_line_wherever_it_is_damaged(tmp_path: Path, good:
     [
         ("block_count", 1_000_000_000),
         ("block_count", 4),
+        ("block_count", [float("nan")] * 50),
         ("attention.head_count", 7),
         ("attention.head_count", 0),
         ("attention.head_count_kv", 5),
@@ -256,6 +257,19 @@ def test_fields_that_contradict_the_tensors_are_one_line(tmp_path: Path, field: 
     with pytest.raises(CheckpointError) as caught:
         GgufSource(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["general.architecture", "general.alignment", "general.name"])
+def test_fields_that_are_lists_are_one_line_or_nothing(tmp_path: Path, field: str) -> None:
+    config, state = tiny_state("Llama-3.1-8B")
+    for value in (["a"], [1] * 100):
+        path = write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, changes={field: value})
+        if field == "general.name":
+            assert GgufSource(path).model == "m"
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            GgufSource(path)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:

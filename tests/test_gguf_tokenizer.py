@@ -145,6 +145,7 @@ def test_the_chat_template_is_kept_and_its_style_is_found(
         {"tokenizer.ggml.token_type": [1, 1]},
         {"tokenizer.ggml.eos_token_id": 1 << 31},
         {"tokenizer.ggml.bos_token_id": "first"},
+        {"tokenizer.ggml.eot_token_id": "last"},
         {"tokenizer.huggingface.json": "{}"},
         {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["ab"]},
         {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["no such"]},

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mdi.checkpoint.ggufheader import GgufHeader
+from mdi.checkpoint.ggufheader import GgufHeader, shown_field
 from mdi.checkpoint.gguftensors import read_tensor
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.hffamilies import Json
@@ -45,7 +45,7 @@ class _Fields:
         if isinstance(value, np.ndarray) and value.size and bool((value == value[0]).all()):
             value = int(value[0])
         if type(value) is not int or not 0 < value <= MAX_CONTEXT:
-            raise ValueError(f"{self.arch}.{name} is {value!r}: expected one whole number for all blocks")
+            raise ValueError(f"{self.arch}.{name} is {shown_field(value)}: expected one whole number for all blocks")
         return value
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -61,9 +61,9 @@ def gguf_config(header: GgufHeader) -> Json:
         CheckpointError: an architecture that is not supported, or fields that are missing or contradict the tensors.
     """
     fields = _Fields(header)
-    if fields.arch not in _ARCHITECTURES:
+    if not isinstance(fields.arch, str) or fields.arch not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{header.path}: a model of the architecture {fields.arch!r}, which cannot be read from GGUF (only "
+            f"{header.path}: a model of the architecture {shown_field(fields.arch)}, which cannot be read from GGUF (only "
             f"{', '.join(_ARCHITECTURES)})"
         )
     try:
@@ -71,7 +71,8 @@ def gguf_config(header: GgufHeader) -> Json:
         hf |= _ARCHITECTURES[fields.arch](fields, hf)
     except (ValueError, TypeError, OverflowError) as e:
         raise CheckpointError(f"{header.path} cannot be used: {e}") from None
-    name = str(header.fields.get("general.name") or header.path.stem)
+    name = header.fields.get("general.name")
+    name = name[:100] if isinstance(name, str) and name else header.path.stem
     return derive_config(hf, re.sub(r"[^\w.+-]+", "-", name)[:100], header.path)
 
 
@@ -106,7 +107,8 @@ def _rope(fields: _Fields) -> Json:
     hf: Json = {"rope_theta": float(fields.get("rope.freq_base", 10000.0))}
     kind = fields.get("rope.scaling.type", "none")
     if kind not in ("none", "linear") or any(name.startswith("rope_factors_") for name in fields.header.tensors):
-        raise ValueError(f"rope scaling of the type {kind if kind != 'none' else 'longrope'!r} is not supported")
+        found = shown_field(kind) if kind != "none" else "longrope"
+        raise ValueError(f"rope scaling of the type {found} is not supported")
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
     if kind == "linear" and factor not in (0.0, 1.0):
         hf["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}

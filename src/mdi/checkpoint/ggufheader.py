@@ -18,8 +18,10 @@ import numpy as np
 
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+from mdi.json_fields import shown
 
 HEADER_LIMIT_BYTES = 256_000_000
+NAME_LIMIT_BYTES = 1 << 16
 COUNT_LIMIT = 4_000_000  # strings of a list, entries of a file
 _MAX_DIMS = 4
 _MAX_SHARDS = 999
@@ -90,6 +92,11 @@ def _read_one(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} is no GGUF file, or damaged: {e}") from None
 
 
+def shown_field(value: Any) -> str:
+    """A field in an error message, in one line."""
+    return "a list" if isinstance(value, np.ndarray) else shown(value)
+
+
 class _Parser:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
@@ -106,14 +113,14 @@ class _Parser:
         n_tensors, n_fields = self._count(24), self._count(13)
         fields: dict[str, Any] = {}
         for _ in range(n_fields):
-            key = self._string()
+            key = self._string(NAME_LIMIT_BYTES)
             if key in fields:
                 raise ValueError(f"it has the field {key!r} twice")
             fields[key] = self._value(self._number("I"))
         infos = [self._tensor_info() for _ in range(n_tensors)]
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {alignment!r}")
+            raise ValueError(f"general.alignment is {shown_field(alignment)}")
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, type_number, shape, offset in infos:
@@ -145,7 +152,7 @@ class _Parser:
         return GgufTensor(self._path, value_type.name, shape, start + offset, n_bytes)
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
-        name = self._string()
+        name = self._string(NAME_LIMIT_BYTES)
         n_dims = self._number("I")
         if not 1 <= n_dims <= _MAX_DIMS:
             raise ValueError(f"the tensor {name!r} has {n_dims} dimensions")
@@ -176,8 +183,11 @@ class _Parser:
             raise ValueError(f"it announces {count} entries, for which there is no room in its {self._size} bytes")
         return count
 
-    def _string(self) -> str:
-        return self._take(self._number("Q")).decode("utf-8")
+    def _string(self, limit: int = HEADER_LIMIT_BYTES) -> str:
+        n_bytes = int(self._number("Q"))
+        if n_bytes > limit:
+            raise ValueError(f"a name or a text of {n_bytes} bytes is longer than any")
+        return self._take(n_bytes).decode("utf-8")
 
     def _number(self, code: str) -> Any:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from mdi.checkpoint.ggufheader import shown_field
 from mdi.errors import CheckpointError
 from mdi.whole_files import replacing
 
@@ -61,9 +62,7 @@ def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> Non
     """
     try:
         tokenizer = _tokenizer(fields)
-        settings = _settings(fields)
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as e:
-        raise CheckpointError(f"{where}: its tokenizer cannot be used: {e}") from None
+        settings, ends = _settings(fields), _ends(fields)
     except Exception as e:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
         raise CheckpointError(f"{where}: its tokenizer cannot be used: {' '.join(str(e).split())[:200]}") from None
     template = settings.get("chat_template", "")
@@ -71,7 +70,7 @@ def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> Non
     for name, text in (
         ("tokenizer.json", tokenizer.to_str()),
         ("tokenizer_config.json", json.dumps(settings, ensure_ascii=True)),
-        ("generation_config.json", json.dumps({"eos_token_id": _ends(fields)})),
+        ("generation_config.json", json.dumps({"eos_token_id": ends})),
         ("prompt_style.yaml", f"class_path: litgpt.prompts.{style}\n"),
     ):
         with replacing(directory / name) as file:
@@ -85,7 +84,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     kind = fields.get("tokenizer.ggml.model")
     tokens = fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
-        raise ValueError(f"it is of the kind {kind!r}, only 'gpt2' and 'llama' are supported")
+        raise ValueError(f"it is of the kind {shown_field(kind)}, only 'gpt2' and 'llama' are supported")
     if len(set(tokens)) != len(tokens):
         raise ValueError("it has a token twice")
     types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
