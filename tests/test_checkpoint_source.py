@@ -221,7 +221,7 @@ def _reshape(state: State) -> None:
         (lambda s: s.pop("transformer.h.4.attn.proj.weight"), "lacks the tensor transformer.h.4.attn.proj.weight"),
         (lambda s: s.update({"transformer.h.5.norm_1.weight": torch.ones(48)}), "holds the tensor transformer.h.5"),
         (lambda s: s.update({"strange": torch.ones(1)}), "strange"),
-        (lambda s: s.update({"step": 3}), "'step' is no plain tensor but a int"),
+        (lambda s: s.update({"step": 3}), "'step' is not a plain tensor but a int"),
         (lambda s: s.clear(), "no state dict"),
     ],
 )

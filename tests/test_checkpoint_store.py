@@ -78,9 +78,9 @@ def test_an_error_while_reading_keeps_what_came(tmp_path: Path) -> None:
     with pytest.raises(ConnectionResetError):
         store.receive(INFO, 0, read)
     assert store.partial_bytes(INFO.sha256) == PIECE_BYTES
-    with pytest.raises(CheckpointError, match=f"go on at byte {PIECE_BYTES + 1} of"):
+    with pytest.raises(CheckpointError, match=f"continue at byte {PIECE_BYTES + 1} of"):
         store.receive(INFO, PIECE_BYTES + 1, read)
-    with pytest.raises(CheckpointError, match="go on at byte -1"):
+    with pytest.raises(CheckpointError, match="continue at byte -1"):
         store.receive(INFO, -1, read)
 
 
@@ -94,7 +94,7 @@ def test_all_is_there_but_unchecked(tmp_path: Path) -> None:
 def test_too_much_is_there(tmp_path: Path) -> None:
     store = BlockStore(tmp_path)
     (tmp_path / f"{INFO.sha256}.part").write_bytes(DATA + b"more")
-    with pytest.raises(CheckpointError, match="cannot go on"):
+    with pytest.raises(CheckpointError, match="cannot continue"):
         store.receive(INFO, len(DATA) + 4, io.BytesIO().read)
     store.receive(INFO, len(DATA), io.BytesIO().read)
     assert store.path(INFO.sha256).read_bytes() == DATA

@@ -78,7 +78,7 @@ def test_chunks_that_win_over_the_plan_are_told(
 def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
     flags = ["--profiles", profiles, "--config", "Llama-2-7b-hf", "--sequence-length", "512"]
     assert launch("plan", flags) == 1
-    assert "of that have no place" in capsys.readouterr().err
+    assert "of that do not fit" in capsys.readouterr().err
     assert launch("plan", [*flags, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["missing"][0]["bytes"] > 10**9 and "does not fit" in data["error"]

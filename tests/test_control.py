@@ -214,7 +214,7 @@ def test_a_defect_in_a_node_is_an_answer_without_a_traceback(node: FakeNode, url
 
 
 def test_a_refused_part_is_answered_though_its_bytes_are_not_read(node: FakeNode, client: ControlClient) -> None:
-    node.error = ControlError("takes part in no such run", 409, code="run")
+    node.error = ControlError("does not take part in this run", 409, code="run")
     with pytest.raises(ControlError) as caught:
         client.send_part(PART, RUN, 0, iter([DATA]))
     assert (caught.value.status, caught.value.code) == (409, "run")
@@ -283,7 +283,7 @@ def test_a_body_without_a_length_is_refused(served: tuple[FakeNode, ControlServe
     port = served[1].port
     for header in ("", "Transfer-Encoding: chunked\r\n"):
         answer = raw(port, f"{path} HTTP/1.1\r\nHost: x\r\n{header}\r\n0\r\n\r\n".encode())
-        assert b" 411 " in answer.splitlines()[0] and b"must say its Content-Length" in answer
+        assert b" 411 " in answer.splitlines()[0] and b"needs a Content-Length" in answer
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "\xb2", "9" * 5000, "0x10", "+5", "1 1"])
@@ -334,7 +334,7 @@ def test_a_body_that_is_cut_off_is_refused(node: FakeNode, served: tuple[FakeNod
 def test_a_stop_without_a_run_is_refused(node: FakeNode, url: str, body: object) -> None:
     assert refused(send("PUT", url + "/stop", json=body)) == (
         400,
-        "field 'run': expected the id of the run that is to end",
+        "field 'run': expected the id of the run to end",
     )
     assert node.calls.empty()
 

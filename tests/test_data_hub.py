@@ -117,7 +117,7 @@ def test_a_token_opens_a_gated_data_set(hub: HubServer) -> None:
 def test_a_download_that_was_cut_off_is_gone_on_with(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["prepare-data", "org/cut", "--vocab-size", "300", "--out", "out"]
     assert launch(flags[0], flags[1:]) == 1
-    assert "run the command again to go on" in capsys.readouterr().err
+    assert "run the command again to continue" in capsys.readouterr().err
     hub.datasets["org/cut"].cut_after.clear()
     assert launch(flags[0], flags[1:]) == 0
     assert whole_text(Path("out")) == "words " * 50_000
@@ -164,9 +164,9 @@ def test_every_type_of_rows(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2 is no JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2 is not JSON"),
         ("a.jsonl", b'["x"]\n', "line 1 has no 'text'; it has list"),
-        ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is no text but int"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is not text but int"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl cannot be read"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read"),
         ("a.jsonl.gz", gzip.compress(json_lines(["x"] * 100), mtime=0)[:-20], "a.jsonl.gz cannot be read"),
@@ -195,10 +195,10 @@ def test_parquet(tmp_path: Path) -> None:
     assert list(read_texts(find_texts(tmp_path), "text")) == ROWS
     with pytest.raises(UsageError, match="has no column 'body'; it has text, n"):
         list(read_texts(find_texts(tmp_path), "body"))
-    with pytest.raises(UsageError, match="'n' is no text but int"):
+    with pytest.raises(UsageError, match="'n' is not text but int"):
         list(read_texts(find_texts(tmp_path), "n"))
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(UsageError, match="rows.parquet is no Parquet file"):
+    with pytest.raises(UsageError, match="rows.parquet is not a readable Parquet file"):
         list(read_texts(find_texts(tmp_path), "text"))
 
 

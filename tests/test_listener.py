@@ -105,7 +105,7 @@ def test_a_hello_may_come_byte_by_byte(port: RingListener, guests: Guests) -> No
 
 
 REFUSED = [
-    (hello(epoch=6), "starter knows nothing of run 0000000000000006"),
+    (hello(epoch=6), "starter does not know run 0000000000000006"),
     (hello(index=1), "starter expects node 2 of 4 here, not node 1 of 4"),
     (hello(n_nodes=5), "starter expects node 2 of 4 here, not node 2 of 5"),
     (hello(placement="b" * 64), "starter and its neighbour disagree about the model or its cut"),
@@ -141,19 +141,19 @@ def test_several_rings_are_closed_at_the_same_port_at_the_same_time(port: RingLi
     for expectation in expectations[:2]:
         port.forget(expectation)
     send_frame(sock := guests.connect(port), hello())
-    assert "knows nothing of run" in refusal(sock)
+    assert "does not know run" in refusal(sock)
     send_frame(sock := guests.connect(port), hello(epoch=EPOCH + 1, index=0))
     assert "already has its neighbour" in refusal(sock), "the other one of its run is still there"
 
 
 def test_without_a_run_every_hello_is_refused(port: RingListener, guests: Guests) -> None:
     send_frame(sock := guests.connect(port), hello())
-    assert "knows nothing of run" in refusal(sock)
+    assert "does not know run" in refusal(sock)
     expectation = port.expect(EPOCH, HELLO)
     port.forget(expectation)
     assert expectation.wait(DEADLINE_S) is None
     send_frame(sock := guests.connect(port), hello())
-    assert "knows nothing of run" in refusal(sock)
+    assert "does not know run" in refusal(sock)
 
 
 STRANGERS = [
@@ -258,7 +258,7 @@ def test_who_waits_is_woken_when_the_expectation_is_withdrawn(port: RingListener
     with pytest.raises(queue.Empty):
         old.accepted.get_nowait()
     send_frame(sock := guests.connect(port), hello())
-    assert "knows nothing of run" in refusal(sock)
+    assert "does not know run" in refusal(sock)
     send_frame(guests.connect(port), hello(epoch=EPOCH + 1))
     let_in(new).close()
 

@@ -140,5 +140,5 @@ def test_a_core_that_is_not_there_is_refused() -> None:
 
 def test_a_system_without_pinning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_threads, "os", SimpleNamespace())
-    with pytest.raises(UsageError, match=f"this system .{sys.platform}. has no way"):
+    with pytest.raises(UsageError, match=f"this system .{sys.platform}. cannot restrict"):
         pin_to_cores([0])

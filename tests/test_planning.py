@@ -295,7 +295,7 @@ def test_a_starter_that_cannot_measure_itself_says_so(
 def test_a_node_that_could_not_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
     gone = ControlClient(NodeConfig("secondary7", "127.0.0.1", 1, 2))
     assert dismiss([gone], "a" * 16, leave=True, patient=False) == [{}]
-    assert "secondary7 could not be told to end its process: secondary7 at 127.0.0.1:1 does not answer" in caplog.text
+    assert "secondary7 did not get the request to end: secondary7 at 127.0.0.1:1 does not answer" in caplog.text
 
 
 def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:

@@ -558,7 +558,7 @@ def test_nodes_that_disagree_say_so_in_words() -> None:
     one.forget(odd)
     one.expect(EPOCH + 1, seats[1].prev_hello)
     with starting([one.port]) as starter:
-        assert "secondary0 knows nothing of run 000000000000000b" in str(starter.error())
+        assert "secondary0 does not know run 000000000000000b" in str(starter.error())
     one.close()
 
 
@@ -601,6 +601,6 @@ def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.Mo
     good = answer_with(replace(seat, index=0).hello)
     with fake_node(good) as port:
         seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", port)
-        with pytest.raises(RingError, match="starter went away while the ring was formed"):
+        with pytest.raises(RingError, match="starter left while the ring was formed"):
             join_ring(sock, seat, 2, Limits())
     assert sock.fileno() == -1

@@ -274,7 +274,7 @@ def test_bad_folders_are_one_line(ckpt: Path, dataset: Path, tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match="does not describe a litgpt model"):
             train(tmp_path / "empty", dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "vocab_size": 64, "padded_vocab_size": 64}))
-    with pytest.raises(UsageError, match="token ids, but the model tiny has room for 64"):
+    with pytest.raises(UsageError, match="token ids, but the model tiny has only 64"):
         train(ckpt, dataset)
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "block_size": 100_000}))
     with pytest.raises(UsageError, match="too few for one window of 100000"):

@@ -53,7 +53,7 @@ def test_a_shape_that_nobody_knows(tmp_path: Path, dataset: Path) -> None:
         train(tmp_path / "m", dataset, "--config", "pythia-14")
     with pytest.raises(CheckpointError, match="does not exist"):
         train(tmp_path / "m", dataset, "--config", tmp_path / "none.yaml")
-    with pytest.raises(UsageError, match="286 token ids, but the model tiny has room for 64; use --fit-vocab"):
+    with pytest.raises(UsageError, match="286 token ids, but the model tiny has only 64; use --fit-vocab"):
         train(make_shape(tmp_path / "small", vocab_size=64, padded_vocab_size=64), dataset)
 
 

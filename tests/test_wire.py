@@ -126,7 +126,7 @@ LIES = [
     (changed(48, struct.pack("<Q", 23)), "a payload of 23 bytes cannot be 3 x 2 values of float32"),
     (changed(36, u32(2)), "a payload of 24 bytes cannot be 2 x 2 values of float32"),
     (changed(6, b"\x04"), "cannot be 3 x 2 values of float64"),
-    (changed(72 + 12, u32(2)), "a payload of 3 rows for slices that hold 4 rows, 1 of them for logits"),
+    (changed(72 + 12, u32(2)), "a payload of 3 rows for slices of 4 rows, 1 of them for logits"),
     (changed(72 + 36, u32(3)), "more logits than it has rows"),
     (changed(72 + 20, b"\x01"), "two slices of one sequence"),
     (changed(72 + 64, b"\x01"), "copies of caches that overwrite"),

@@ -33,7 +33,7 @@ def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as e:
-        raise error(f"cannot write {path}: {e.strerror or e}; what was there before is unchanged") from e
+        raise error(f"cannot write {path}: {e.strerror or e}; the earlier file is unchanged") from e
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)

@@ -161,7 +161,7 @@ def test_a_node_that_is_back_is_taken_in_again(
     with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL), start_later):
         result = run(starter, endless, nodes.nodes_file(3), "--silence-s", 1.5, "--n-tokens", 4 * N_TOKENS)
     assert [len(ids) for ids in result.token_ids] == [4 * N_TOKENS] * 3
-    assert "secondary1 is taken in" in result.err and result.json["n_nodes"] == 3
+    assert "secondary1 joins the ring" in result.err and result.json["n_nodes"] == 3
     assert all(one == result.token_ids[0] for one in result.token_ids)
 
 

@@ -31,7 +31,9 @@ class ChunkFile(FileSource):
         self.path = _chunk_path(Path(path))
         self._file = SafetensorsFile(self.path)
         if METADATA_KEY not in self._file.metadata:
-            raise CheckpointError(f"{self.path} is no chunk of this version, it has no manifest; {_remedy(self.path)}")
+            raise CheckpointError(
+                f"{self.path} is not a chunk of this version, it has no manifest; {_remedy(self.path)}"
+            )
         try:
             self.manifest = Manifest.from_json(self._file.metadata[METADATA_KEY])
         except CheckpointError as e:
@@ -116,7 +118,7 @@ def _chunk_path(path: Path) -> Path:
         return beside
     if path.is_file():
         raise CheckpointError(
-            f"{path} is no safetensors file, and there is no {beside.name} beside it; {_remedy(path)}"
+            f"{path} is not a safetensors file, and there is no {beside.name} beside it; {_remedy(path)}"
         )
     raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})")
 

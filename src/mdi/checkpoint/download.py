@@ -78,7 +78,7 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
         named = [name for name in shards if re.fullmatch(rf"{single}(-\d+-of-\d+)?{re.escape(suffix)}", name)]
         if shards:
             return sorted({*small, *(named or shards), *([index] if index in top else [])})
-    raise DownloadError(f"{repo_id} has no weights in safetensors or .bin files that this program could use")
+    raise DownloadError(f"{repo_id} has no weights in safetensors or .bin files that this program can use")
 
 
 def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:

@@ -82,10 +82,10 @@ def _sizes(fields: _Fields) -> Json:
     head_size = fields.size("attention.key_length", max(n_embd // n_head, 1))
     numbers = {int(m[1]) for name in fields.header.tensors if (m := re.match(r"blk\.(\d{1,9})\.", name))}
     if numbers != set(range(len(numbers))) or len(numbers) != n_layer:
-        raise ValueError(f"it says that it has {n_layer} blocks, and holds tensors of {len(numbers)}")
+        raise ValueError(f"it names {n_layer} blocks, but has tensors of {len(numbers)}")
     n_vocab, width = fields.shape("token_embd.weight")
     if width != n_embd:
-        raise ValueError(f"it says that its embedding is {n_embd} wide, and its tensor is {width}")
+        raise ValueError(f"it names an embedding of width {n_embd}, but its tensor has {width}")
     is_fused = "blk.0.attn_qkv.weight" in fields.header.tensors
     rows = fields.shape(f"blk.0.attn_{'qkv' if is_fused else 'q'}.weight")[0]
     expected = head_size * (n_head + 2 * n_groups if is_fused else n_head)

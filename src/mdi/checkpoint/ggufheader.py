@@ -56,7 +56,7 @@ def read_gguf(path: Path) -> GgufHeader:
     """The head of a file; if the model is split into several, of all of them.
 
     Raises:
-        CheckpointError: there is no such file, it is no GGUF file, damaged, cut short, or of a version or type not known here.
+        CheckpointError: there is no such file, or it is not a GGUF file, damaged, cut short, or of an unknown version or type.
     """
     first = _read_one(path)
     n_files = first.fields.get("split.count", 1)
@@ -89,7 +89,7 @@ def _read_one(path: Path) -> GgufHeader:
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from None
     except ValueError as e:  # an empty file cannot be mapped; bytes that are no text
-        raise CheckpointError(f"{path} is no GGUF file, or damaged: {e}") from None
+        raise CheckpointError(f"{path} is not a GGUF file, or damaged: {e}") from None
 
 
 def shown_field(value: Any) -> str:
@@ -138,7 +138,7 @@ class _Parser:
             value_type = GGMLQuantizationType(type_number)
             per_block, block_bytes = GGML_QUANT_SIZES[value_type]
         except (ValueError, KeyError):
-            raise ValueError(f"the tensor {name!r} is of the type {type_number}, which is not known here") from None
+            raise ValueError(f"the tensor {name!r} is of the type {type_number}, which is unknown") from None
         if shape[-1] % per_block:
             raise ValueError(
                 f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {value_type.name}'s {per_block}"
@@ -167,7 +167,7 @@ class _Parser:
         if value_type == _STRING:
             return self._string()
         if value_type != _ARRAY or is_nested:  # lists of lists are in no model that can be used here
-            raise ValueError(f"a field is of the type {value_type}, which is not known here")
+            raise ValueError(f"a field is of the type {value_type}, which is unknown")
         item = self._number("I")
         if item in _SCALARS:
             dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
@@ -180,7 +180,7 @@ class _Parser:
         """A number of things that take so many bytes each at least, which must be there."""
         count = int(self._number("Q"))
         if count > COUNT_LIMIT or count * least_bytes > self._limit - self._at:
-            raise ValueError(f"it announces {count} entries, for which there is no room in its {self._size} bytes")
+            raise ValueError(f"it announces {count} entries, which do not fit into its {self._size} bytes")
         return count
 
     def _string(self, limit: int = HEADER_LIMIT_BYTES) -> str:

@@ -84,7 +84,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     kind = fields.get("tokenizer.ggml.model")
     tokens = fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
-        raise ValueError(f"it is of the kind {shown_field(kind)}, only 'gpt2' and 'llama' are supported")
+        raise ValueError(f"its type is {shown_field(kind)}, only 'gpt2' and 'llama' are supported")
     if len(set(tokens)) != len(tokens):
         raise ValueError("it has a token twice")
     types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
@@ -119,7 +119,7 @@ def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     elif cut in _DIGITS_APART:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     elif cut not in _LIKE_GPT2:
-        logger.warning("the tokenizer cuts texts in a way that is not known here (%s): they are cut as by GPT-2", cut)
+        logger.warning("the tokenizer splits texts in an unknown way (%s): they are split as by GPT-2", cut)
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut not in _CUTS))
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()

@@ -52,7 +52,7 @@ def fetch(
         )  # fmt: skip
     cut = [name for name, size in wanted.items() if not has_file(folder, name, size)]
     if cut:
-        raise DownloadError(f"{repo_id}: {cut[0]} did not come whole: run the command again to go on")
+        raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue")
     return str(info.sha), wanted
 
 
@@ -107,7 +107,7 @@ def _explained(
             f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token"
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
-        raise DownloadError(f"{repo_id} is not here yet, and {hub} cannot be reached (offline?)") from None
+        raise DownloadError(f"{repo_id} is not on this machine, and {hub} cannot be reached (offline?)") from None
     except errors.HfHubHTTPError as e:
         status = getattr(getattr(e, "response", None), "status_code", "an error")
         reason = "your token is not accepted" if status in (401, 403) else str(e).splitlines()[0]
@@ -115,7 +115,7 @@ def _explained(
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise DownloadError(
-            f"{repo_id}: the connection to {hub} failed ({reason}); run the command again to go on where it stopped"
+            f"{repo_id}: the connection to {hub} failed ({reason}); run the command again to continue"
         ) from None
 
 

@@ -130,7 +130,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the head of a file.
 
     Raises:
-        CheckpointError: there is no such file, it is no safetensors file, or its length is not what its head says.
+        CheckpointError: there is no such file, it is not a safetensors file, or its length is not what its head says.
     """
     try:
         with open(path, "rb") as file:
@@ -138,7 +138,9 @@ def read_header(path: Path) -> SafetensorsHeader:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             if not 2 <= length <= min(HEADER_LIMIT_BYTES, max(size - 8, 0)):
-                raise CheckpointError(f"{path} is no safetensors file, or cut short: {size} bytes, a head of {length}")
+                raise CheckpointError(
+                    f"{path} is not a safetensors file, or cut short: {size} bytes, a head of {length}"
+                )
             text = file.read(length)
     except FileNotFoundError:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None

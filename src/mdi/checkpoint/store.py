@@ -78,7 +78,7 @@ class BlockStore:
         if digest.hexdigest() == sha256:
             self.checked.add(sha256, stamp)
             return True
-        logger.warning("%s was damaged since it came, and is removed", path)
+        logger.warning("%s was damaged on the disk and is removed", path)
         self.checked.drop(sha256)
         with contextlib.suppress(OSError):
             path.unlink()
@@ -210,7 +210,9 @@ class BlockStore:
         partial = self._partial(info.sha256)
         have = self.partial_bytes(info.sha256)
         if not 0 <= offset <= min(have, info.n_bytes):
-            raise _coming(f"{info.name} cannot go on at byte {offset} of {info.n_bytes}: {have} bytes of it are here")
+            raise _coming(
+                f"{info.name} cannot continue at byte {offset} of {info.n_bytes}: {have} bytes of it are stored"
+            )
         with self._disk(info):
             self.directory.mkdir(parents=True, exist_ok=True)
             file: BinaryIO = open(partial, "r+b" if have else "w+b", buffering=0)  # noqa: SIM115 - closed below
@@ -241,7 +243,7 @@ class BlockStore:
         """
         path = self.path(info.sha256)
         if not self.has(info.sha256):
-            raise CheckpointError(f"{path} is not there, or was damaged: start the run again, and it is sent")
+            raise CheckpointError(f"{path} is missing or was damaged: start the run again, and it is sent")
         file = PartFile(path, info, config, config_hash)
         with contextlib.suppress(OSError):
             os.utime(path)  # so that what is used stays; times of access are switched off on many systems

@@ -39,7 +39,7 @@ class WeightPlacer:
             self._could_lock = all(lock_pages(array) for array in arrays_of(weights))
             if not self._could_lock:
                 logger.warning(
-                    "--mlock: the system does not let this process keep all weights in memory: raise its limit (ulimit -l)"
+                    "--mlock: the system does not let this process lock all weights in memory: raise its limit (ulimit -l)"
                 )
         return weights
 

@@ -133,12 +133,12 @@ class PickledFile:
         if isinstance(state, dict) and isinstance(state.get("model"), dict):  # litgpt's pretraining nests it
             state = state["model"]
         if not isinstance(state, dict) or not state:
-            raise CheckpointError(f"{self.path} holds no state dict but a {type(state).__name__}")
+            raise CheckpointError(f"{self.path} has no state dict but a {type(state).__name__}")
         import torch
 
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                raise CheckpointError(f"{self.path}: {name!r} is no plain tensor but a {type(value).__name__}")
+                raise CheckpointError(f"{self.path}: {name!r} is not a plain tensor but a {type(value).__name__}")
         return state
 
 
@@ -156,7 +156,7 @@ def _torch_load(path: Path) -> Any:
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         if type(e).__name__ == "UnpicklingError":  # torch's own words advise to read it without the restriction
             raise CheckpointError(
-                f"{path} is refused: it is damaged, or holds more than weights, which could run code when read"
+                f"{path} is refused: it is damaged, or holds more than weights, which could run code"
             ) from None
         map_bytes(path, 0, path.stat().st_size)  # torch tells a lack of memory in words only; this by its type
         raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {reason}") from None

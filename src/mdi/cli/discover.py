@@ -196,7 +196,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]
             return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
 
     def tell(code: str) -> None:
-        show(f"on a board that is to join:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+        show(f"to join from a board:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
 
     invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)

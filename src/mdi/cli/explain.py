@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     trace = read_trace(args.file)
     summary = summarize(trace)
     if summary is None:
-        raise UsageError(f"{args.file}: no frame in it went all the way round, so there is nothing to explain")
+        raise UsageError(f"{args.file}: no frame in it went round the whole ring, so there is nothing to explain")
     explanation = explain(summary)
     show(json.dumps(explanation.to_json()) if args.json else format_explanation(trace, explanation))
     return 0

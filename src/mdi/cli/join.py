@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         host, port = split_address(args.where, 0)
         fetch(host, port, args.code, args.key)
     elif not args.key.exists():
-        raise UsageError(f"there is no key in {args.key} yet: run `mdi key FILE --invite` on a node that has one")
+        raise UsageError(f"{args.key} has no key yet: run `mdi key FILE --invite` on a node with one")
     if args.no_start:
         return 0
     addr = args.addr or own_address(host)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if path.exists():
         raise UsageError(
-            f"{path} exists: another key would shut out all nodes that have it. --add begins a change of keys"
+            f"{path} exists: a new key would shut out all nodes that have the old one. To change the key, begin with --add"
         )
     write_keys(path, (new_secret(),))
     show(f"wrote {path}: copy it to each node, and start all nodes with --key {path}")
@@ -82,8 +82,8 @@ def invite(keys: Any, listen: str | None) -> int:
     try:
         show(f"on the board, within 15 minutes:  mdi join {addr}:{server.port} {invitation.code}")
         if not invitation.used.wait(VALID_S):
-            raise AccessError("nobody came within 15 minutes: the code is not good any more")
+            raise AccessError("no board joined within 15 minutes: the code is not valid any more")
     finally:
         server.close()  # once the board has its answer
-    show("a board has joined; the code is used up")
+    show("a board has joined; the code is not valid any more")
     return 0

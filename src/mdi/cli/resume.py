@@ -82,11 +82,11 @@ class Journaling:
             assert self._record is not None
             if node.identity != self._record.identity:
                 raise UsageError(
-                    f"{self._journal.path.parent.name} was begun with another model or other options: its texts would go on "
-                    "as others; begin a new run"
+                    f"{self._journal.path.parent.name} was begun with another model or other options, which "
+                    "would change its texts: begin a new run"
                 )
             n_left = sum(text.finish_reason is None for text in self._record.texts)
-            logger.info("going on with %d of %d texts", n_left, len(self._record.texts))
+            logger.info("continuing %d of %d texts", n_left, len(self._record.texts))
         node.record_to(self._journal.add)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Journaling:
         with contextlib.suppress(UsageError):
             if read_record(journal.path).is_over:
                 return remove_run(journal.path)
-        logger.info("to go on with this run: starter.py --resume %s", journal.path.parent.name)
+        logger.info("to continue this run: starter.py --resume %s", journal.path.parent.name)
 
 
 def list_runs(args: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ def list_runs(args: argparse.Namespace) -> None:
     from mdi.terminal import show
 
     lines = told_runs(run_folder(args))
-    show("\n".join(lines) if lines else f"no run in {run_folder(args)} was broken off")
+    show("\n".join(lines) if lines else f"no run in {run_folder(args)} was interrupted")
 
 
 def _saved(args: argparse.Namespace) -> dict[str, Any]:

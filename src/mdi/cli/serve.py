@@ -111,10 +111,10 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
             webbrowser.open(api.url)
         try:
             host.run()
-            raise MdiError("the API process has ended by itself; what it said stands above")
+            raise MdiError("the API process has ended by itself; its last lines are above")
         except KeyboardInterrupt:
             ignore_interrupts()
-            logger.info("no more requests are taken; those under way are finished")
+            logger.info("no more requests are accepted; those under way are finished")
             api.drain()
         finally:
             ignore_interrupts()

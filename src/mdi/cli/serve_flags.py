@@ -78,8 +78,8 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     keys = _keys(args)
     if not keys and not args.insecure and not _is_loopback(args.host):
         raise UsageError(
-            f"--host {args.host} lets everybody in the network use the nodes: give --api-key-file FILE (or, where everybody "
-            "may, --insecure)"
+            f"--host {args.host} lets everybody in the network use the nodes: give --api-key-file FILE (or --insecure, if "
+            "everybody may)"
         )
     return ServeSettings(
         host=args.host,
@@ -123,7 +123,7 @@ def _key(number: int, line: str) -> ApiKey:
     try:
         priority = int(parts[2]) if len(parts) > 2 else 0
     except ValueError:
-        raise UsageError(f"API key {number}: its priority is no whole number") from None
+        raise UsageError(f"API key {number}: its priority is not a whole number") from None
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     return ApiKey(digest_of(parts[0]), name, priority)

@@ -27,7 +27,7 @@ def content_length() -> int:
     headers = cherrypy.request.headers
     n_bytes = number_of(headers.get("Content-Length", ""))
     if n_bytes is None or "Transfer-Encoding" in headers:
-        raise ControlError("a request with a body must say its Content-Length, and come as it is", 411)
+        raise ControlError("a request with a body needs a Content-Length and no transfer encoding", 411)
     return n_bytes
 
 

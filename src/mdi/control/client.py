@@ -164,7 +164,7 @@ class ControlClient:
             answer = None
         if not isinstance(answer, dict):
             raise ControlError(
-                f"{self.where} is not a node of MDI-LLM: its answer is no JSON object", found.status, "stranger"
+                f"{self.where} is not a node of MDI-LLM: its answer is not a JSON object", found.status, "stranger"
             )
         if found.status != 200:
             words = str(answer.get("error", found.reason))[:ERROR_LIMIT]

@@ -39,7 +39,7 @@ class Asker:
     def check_body(self, body: bytes) -> None:
         """Raises ControlError (401) if this is not the body that was signed."""
         if not hmac.compare_digest(self.body.encode(), body_hash(body).encode()):
-            raise ControlError("the body is not the one that was signed", 401, code=AccessError.code)
+            raise ControlError("the body is not that of the signature", 401, code=AccessError.code)
 
 
 class Gate:
@@ -80,9 +80,7 @@ class Gate:
         if secret is None:
             raise self.refusal(addr, f"it has another cluster key than {self._name}")
         if not self._nonces.is_fresh(nonce) or not self._nonces.use(nonce):
-            raise ControlError(
-                "this nonce is not good any more: use the one that comes with this answer", 401, code="nonce"
-            )
+            raise ControlError("this nonce has expired: use the one in this answer", 401, code="nonce")
         return Asker(secret, signature, body)
 
     def refusal(self, addr: str, why: str = "") -> ControlError:

@@ -37,5 +37,5 @@ def ask_to_join(addr: str, port: int, request: dict[str, str]) -> Any:
             f"{where} refuses the code: it is wrong, was used, or is older than 15 minutes", 401, code=AccessError.code
         )
     if found.status != 200:
-        raise ControlError(f"{where} invites nobody: run `mdi key --invite` there", found.status)
+        raise ControlError(f"{where} has no open invitation: run `mdi key --invite` there", found.status)
     return answer

@@ -40,12 +40,12 @@ def reach_node(
                 raise
             if e.problem == "silent":  # there is a process, but it hangs or was stopped
                 raise NodeLostError(
-                    client.node.name, f"{e}: look at what {client.node.name} prints, end it, and start it again"
+                    client.node.name, f"{e}: look at the output of {client.node.name}, end it, and start it again"
                 ) from None
             if time.monotonic() > deadline or cancelled.is_set():
                 raise NodeLostError(
                     client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
-                    "doctor.py looks closer",
+                    "doctor.py tells more",
                 ) from None  # fmt: skip
             if attempt == 6:  # three seconds: what is just starting is not worth a word
                 logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)

@@ -74,7 +74,7 @@ class StatusOnly:
         raise ControlError("this node is a starter: it takes no weights", 409, code="role")
 
     def stop(self, run: str, leave: bool) -> None:
-        raise ControlError("a starter is stopped at its own keyboard", 409, code="role")
+        raise ControlError("this node is a starter: stop it there", 409, code="role")
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it measures itself", 409, code="role")
@@ -83,7 +83,7 @@ class StatusOnly:
         raise ControlError("this node is a starter: it asks others", 409, code="role")
 
     def forward(self, request: ForwardRequest) -> None:
-        raise ControlError("this node is a starter: it sends what it wants", 409, code="role")
+        raise ControlError("this node is a starter: it sends parts itself", 409, code="role")
 
     def check_echo(self) -> None:
         pass
@@ -174,7 +174,7 @@ class _Pages:
         _allow("PUT")
         body = self._read_json()
         if not isinstance(body, dict) or not isinstance(body.get("run"), str):
-            raise ControlError("field 'run': expected the id of the run that is to end", 400)
+            raise ControlError("field 'run': expected the id of the run to end", 400)
         self._node.stop(body["run"], body.get("leave") is True)
         return {}
 
@@ -222,7 +222,7 @@ class _Pages:
         """How a board that was invited gets the key; asked by somebody who does not have it yet."""
         _allow("POST")
         if self._host is None:
-            raise ControlError("nobody is invited here", 404)
+            raise ControlError("this node has no open invitation", 404)
         return self._host.answer(read_json(JOIN_LIMIT_BYTES))
 
     def _read_json(self) -> Any:

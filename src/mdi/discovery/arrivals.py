@@ -43,5 +43,5 @@ class Arrivals:
         try:
             return self._listen(self._stack)
         except UsageError as e:
-            logger.debug("nodes that come later are not heard of: %s", e)
+            logger.debug("nodes that start later are not found: %s", e)
             return []

@@ -55,7 +55,7 @@ class DialOut:
             except (OSError, MdiError) as e:
                 if not self._closed.is_set() and not is_told and due.is_due():
                     is_told = True
-                    logger.info("%s cannot dial %s yet (%s): it tries again", self._name, where, e)
+                    logger.info("%s cannot connect to %s yet (%s): it tries again", self._name, where, e)
             finally:
                 if self._tunnel is not None:
                     self._tunnel.close()

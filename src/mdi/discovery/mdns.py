@@ -110,5 +110,5 @@ def _open(interfaces: Sequence[str]) -> Zeroconf:
         return Zeroconf(list(interfaces) or InterfaceChoice.All, ip_version=IPVersion.V4Only)
     except OSError as e:
         raise UsageError(
-            f"nodes cannot be looked for on this network ({e.strerror or e}): write a nodes file, see --nodes-config"
+            f"nodes cannot be found on this network ({e.strerror or e}): write a nodes file, see --nodes-config"
         ) from None

@@ -98,7 +98,7 @@ class Relay:
         try:
             node = _DialledNode(self._addr, name, process, tunnel)
         except MdiError as e:
-            logger.warning("%s has dialled in, but %s", name, e)
+            logger.warning("%s has connected to --dial-port, but %s", name, e)
             tunnel.close()
             return
         with self._lock:

@@ -229,7 +229,7 @@ class Scheduler:
             raise EngineError(f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none"))
         plan = self._in_flight.popleft()
         if tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}:
-            raise EngineError(f"frame {number} came back with the rows of other sequences than it left with")
+            raise EngineError(f"frame {number} came back with other sequences than it was sent with")
         events = []
         for part in plan.slices:
             if not part.n_logits or not self._is_current(part):

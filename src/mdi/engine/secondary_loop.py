@@ -108,7 +108,7 @@ class SecondaryLoop:
         if frame.is_replay and not frame.n_rows:
             return self._without_rows(frame)
         if frame.n_rows != sum(s.n_rows for s in frame.slices):
-            raise WireError(f"a frame of {frame.n_rows} rows that lacks some of those which its slices name")
+            raise WireError(f"a frame of {frame.n_rows} rows lacks rows of its slices")
         x = self._rows.read(frame, self._stage.n_embd)
         if frame.n_rows:
             x = self._stage(x, frame.slices)

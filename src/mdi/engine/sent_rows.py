@@ -79,7 +79,7 @@ class SentRows:
         for part in slices:
             text, end = self._texts.get(part.seq_id), part.start + part.n_rows
             if text is None or text.n_rows < end:
-                raise EngineError(f"the rows that were sent of sequence {part.seq_id} are not here any more")
+                raise EngineError(f"the sent rows of sequence {part.seq_id} are not stored any more")
             scales += text.scales[part.start * scale : end * scale]
             values += text.values[part.start * value : end * value]
         return self._dtype, self._n_cols, bytes(scales + values)

@@ -268,8 +268,8 @@ class StarterEngine:
                 raise EngineError(f"{len(x)} rows came back for {len(wanting)} sequences")
             if not self._rows.are_finite(x):
                 raise EngineError(
-                    "what came back from the blocks is not finite: an overflow, most likely of float16 on one of the nodes "
-                    "(--dtype float32 or bfloat16 there), or damaged weights"
+                    "the blocks returned numbers that are not finite: most likely float16 overflowed on a node (use --dtype "
+                    "float32 or bfloat16 there), or weights are damaged"
                 )
             logits = self.stage.head(x)
             drawn = sample(logits, [self._row_of(seq_id) for seq_id in wanting])
@@ -290,7 +290,7 @@ class StarterEngine:
             try:
                 allowed = request.constraint.allowed()
             except Exception:  # of a grammar: its own sequence ends, and no other
-                logger.exception("a sequence is ended, for what its tokens may be cannot be told")
+                logger.exception("a sequence is ended, because its grammar failed")
                 self._end(seq_id, UNMATCHED)
                 return _DROPPED
         return Row(sequence.params, len(sequence.ids) - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
@@ -336,7 +336,7 @@ class StarterEngine:
         try:
             return "stop" if request.is_met_by(tokens) else None
         except Exception:  # of the reader: its own sequence ends, and no other
-            logger.exception("a sequence is ended, for what looks for its end failed")
+            logger.exception("a sequence is ended, because the check for its end failed")
             return FAILED if request.constraint is None else UNMATCHED
 
     def _wake(self) -> None:

@@ -216,7 +216,7 @@ def _advice(problem: str, node: NodeConfig, port: int, field_name: str) -> str:
         "timeout": f"Is the machine on, and addr right? If it answers a ping, a firewall drops this: let TCP port {port} in "
         f"there (ufw allow {port}/tcp)",
         "unreachable": "Are both machines in the same network? Check addr, cable and routes",
-        "silent": "The process there hangs, or has been stopped, or is no node: look at what it prints, and start it again",
+        "silent": "The process there hangs, or has been stopped, or is no node: look at its output, and start it again",
         "closed": "Something on the way closes connections: a proxy, or a node that is just ending. Try again",
         "stranger": f"Another program has this port: correct {field_name}, or choose another port",
         "key": "Start all nodes, and this command, with the same key file: --key FILE",

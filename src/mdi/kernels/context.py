@@ -22,7 +22,7 @@ class Context:
     def __init__(self, n_threads: int = 1) -> None:
         library = load()
         if library is None:
-            raise KernelError("the kernels are not there")
+            raise KernelError("the kernels are not available")
         self.library = library
         library.mdi_context_new.restype = ctypes.c_void_p
         n_threads = max(1, min(n_threads, MOST_THREADS))

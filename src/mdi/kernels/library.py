@@ -73,7 +73,9 @@ def _load() -> _Loaded:
         logger.warning("%s. Until then this node computes in plain torch, which is slower", e)
         return _Loaded(None, str(e))
     if forced and library.mdi_force(forced.encode()) != 0:
-        raise UsageError(f"{FORCED}={forced}: this machine has no such instructions; plain is for every machine")
+        raise UsageError(
+            f"{FORCED}={forced}: this machine does not have these instructions; plain works on every machine"
+        )
     return _Loaded(library)
 
 

@@ -281,7 +281,7 @@ class CachePages:
         """
         source = self._sequences.get(seq_id)
         if source is None:
-            raise EngineError(f"there is no cache of sequence {seq_id} to go on from")
+            raise EngineError(f"sequence {seq_id} has no cache to continue from")
         if new_id == seq_id:
             return
         self.free(new_id)

@@ -88,7 +88,7 @@ def tell_torch() -> None:
 def pin_to_cores(cores: Sequence[int]) -> None:
     """Keep this process on `cores`: the threads that there are, and those that they start; UsageError if that cannot be."""
     if not hasattr(os, "sched_setaffinity"):
-        raise UsageError(f"this system ({sys.platform}) has no way to keep a process on some cores: leave --cores out")
+        raise UsageError(f"this system ({sys.platform}) cannot restrict a process to some cores: leave --cores out")
     allowed = os.sched_getaffinity(0)
     strange = sorted(set(cores) - allowed)
     if strange:

@@ -105,7 +105,7 @@ class ClusterMeasurement:
         profiles = share_memory(found, machines)
         tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
         if tight:
-            logger.info("%s share the memory of their machine: each is counted with a part of it", ", ".join(tight))
+            logger.info("%s share the memory of their machine: each counts with a part of it", ", ".join(tight))
         placed = tuple(
             replace(profile, machine=machine, machine_share=shares.get(profile.name, 0.0))
             for profile, machine in zip(profiles, machines, strict=True)
@@ -175,7 +175,7 @@ class ClusterMeasurement:
         try:
             profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         except (KeyError, TypeError, UsageError) as e:
-            raise ControlError(f"{node.name} describes itself in a way that cannot be read: {e}") from None
+            raise ControlError(f"{node.name} sent a profile that cannot be read: {e}") from None
         self._formats[node.name] = str(answer.get("format", ""))
         self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile

@@ -186,7 +186,7 @@ class Profiler:
             with replacing(self._folder / FILE) as file:
                 file.write(json.dumps({key: asdict(value) for key, value in latest.items()}, indent=1).encode())
         except (CheckpointError, OSError) as e:
-            logger.warning("what was measured cannot be kept: %s", e)
+            logger.warning("the measurements cannot be stored: %s", e)
 
 
 def share_of(subject: Subject, slots: Slots) -> float:

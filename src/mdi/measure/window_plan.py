@@ -90,7 +90,7 @@ def with_windows(
 def _rate(node: NodeProfile, disk_bytes_s: float | None) -> float:
     if rate := disk_bytes_s or node.disk_read_bytes_s:
         return rate
-    raise UsageError(f"nobody has measured the disk of {node.name}: say what it gives with --disk-rate, such as 500M")
+    raise UsageError(f"the disk of {node.name} was not measured: give its rate with --disk-rate, such as 500M")
 
 
 def _with_waits(report: PlanReport, windows: Sequence[NodeWindow]) -> PlanReport:

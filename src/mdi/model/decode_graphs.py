@@ -121,7 +121,7 @@ class DecodeGraphs:
         self.drop()
         self._has_failed = True
         why = (str(error).splitlines() or [""])[0]
-        logger.warning("decoding steps are not recorded as CUDA graphs, which makes them slower: %s", why)
+        logger.warning("decoding is slower, because CUDA graphs cannot be recorded: %s", why)
 
     def drop(self) -> None:
         """Forget the recordings and give their memory back; they are made anew when they are needed."""

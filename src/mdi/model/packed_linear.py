@@ -130,7 +130,7 @@ def _check(root: nn.Module, path: str, shape: tuple[int, ...]) -> None:
         layer = root.get_submodule(path)
         found = tuple(layer.weight.shape)  # type: ignore[arg-type]
     except AttributeError:
-        raise CheckpointError(f"the weights bring {path}.weight, which this model does not have") from None
+        raise CheckpointError(f"the weights have {path}.weight, which this model does not have") from None
     if not isinstance(layer, (nn.Linear, nn.Embedding)) or found != shape:
         raise CheckpointError(f"{path}.weight is of shape {list(shape)}, expected {list(found)}")
 

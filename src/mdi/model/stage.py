@@ -113,7 +113,7 @@ class Stage(nn.Module):
         wanted = self.state_dict()
         for name, tensor in given.items():
             if name not in wanted:
-                raise CheckpointError(f"part {part!r} brings the tensor {name}, which this model does not have")
+                raise CheckpointError(f"part {part!r} has the tensor {name}, which this model does not have")
             if tensor.shape != wanted[name].shape:
                 raise CheckpointError(
                     f"tensor {name} has the shape {list(tensor.shape)}, expected {list(wanted[name].shape)}"

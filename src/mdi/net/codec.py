@@ -251,11 +251,11 @@ def _check_slices(slices: Sequence[Slice], n_rows: int) -> None:
     logits = sum(s.n_logits for s in slices)
     # The last stage returns only the rows that want logits; every other frame holds all rows.
     if n_rows not in (rows, logits):
-        raise WireError(f"a payload of {n_rows} rows for slices that hold {rows} rows, {logits} of them for logits")
+        raise WireError(f"a payload of {n_rows} rows for slices of {rows} rows, {logits} of them for logits")
     if any(s.n_logits > s.n_rows for s in slices):
-        raise WireError("a slice that wants more logits than it has rows")
+        raise WireError("a slice needs more logits than it has rows")
     if len({s.seq_id for s in slices}) != len(slices):
-        raise WireError("two slices of one sequence in a frame: each begins where its cache ends, and both cannot")
+        raise WireError("a frame has two slices of one sequence")
 
 
 def _check_copies(copies: Sequence[tuple[int, int]]) -> None:

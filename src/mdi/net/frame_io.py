@@ -117,5 +117,5 @@ def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) 
         if deadline is None:  # the clock runs from the first byte on: before it, silence is what is measured
             deadline = now + PATIENCE_S + len(view) / SLOWEST_BYTES_PER_S
         if now > deadline and done < len(view):
-            raise WireError(f"a frame came in so slowly that {len(view) - done} of {len(view)} bytes are still missing")
+            raise WireError(f"a frame was too slow: {len(view) - done} of {len(view)} bytes are still missing")
     return True

@@ -113,7 +113,7 @@ def join_ring(
         if sock_out is not None:
             sock_out.close()
         if isinstance(e, OSError):
-            raise RingError(f"{seat.prev_name} went away while the ring was formed: {e}") from None
+            raise RingError(f"{seat.prev_name} left while the ring was formed: {e}") from None
         raise
 
 
@@ -129,7 +129,7 @@ def _connect(seat: Seat) -> tuple[socket.socket, FrameCodec]:
     except OSError as e:
         raise NodeLostError(seat.next_name, f"{where} closed the connection: {e}") from None
     except (AccessError, WireError) as e:
-        raise NodeLostError(seat.next_name, f"{seat.name} and {where} cannot meet: {e}", e.code) from None
+        raise NodeLostError(seat.next_name, f"{seat.name} and {where} could not connect: {e}", e.code) from None
 
 
 @contextlib.contextmanager

@@ -301,18 +301,18 @@ class RingListener:
         with self._lock:
             of_run = [one for one in self._returning if one.epoch == epoch and one.caller.index == hello.index]
         if not of_run:
-            raise RingError(f"{self._name} knows nothing of run {epoch:016x}")
+            raise RingError(f"{self._name} does not know run {epoch:016x}")
         for one in of_run:
             ours = one.caller
             if (ours.name, ours.process, ours.placement) == (hello.name, hello.process, hello.placement):
                 return one
-        raise RingError(f"{self._name} was connected with another process of its neighbour")
+        raise RingError(f"{self._name} was connected to another process of its neighbour")
 
     def _match(self, epoch: int, hello: Hello) -> Expectation:
         with self._lock:
             of_run = [expected for expected in self._expected if expected.epoch == epoch]
             if not of_run:
-                raise RingError(f"{self._name} knows nothing of run {epoch:016x}")
+                raise RingError(f"{self._name} does not know run {epoch:016x}")
             place = (hello.index, hello.n_nodes)
             fitting = [one for one in of_run if (one.hello.index, one.hello.n_nodes) == place]
             expected = next((one for one in fitting if one.caller is None), (fitting or of_run)[0])

@@ -61,7 +61,7 @@ class Dialer:
             begin = time.monotonic()
             try:
                 connection = self._call(until)
-                logger.info("%s is connected with %s again", self._seat.name, self._seat.next_name)
+                logger.info("%s is connected to %s again", self._seat.name, self._seat.next_name)
                 return connection
             except _RefusedError as e:
                 why = str(e)
@@ -71,7 +71,7 @@ class Dialer:
             except (OSError, WireError, AccessError, CannotConnectError) as e:
                 why, refused_since = str(e), None
             if time.monotonic() > until:
-                raise NotBackError(f"it cannot be connected with again: {why}")
+                raise NotBackError(f"it cannot be connected again: {why}")
             self._stopped.wait(PAUSE_S)
         raise NotBackError("the ring was closed")
 
@@ -91,7 +91,7 @@ class Dialer:
             sock, codec = call(address, hello, seat.keys, min(CALL_S, left_s))
         except CannotConnectError as e:
             if e.is_refused:
-                raise _RefusedError(f"nobody listens on its ring port: {e}") from None
+                raise _RefusedError(f"nothing listens on its ring port: {e}") from None
             raise
         except ConnectionError as e:  # what forwards its port may take the connection before it knows
             raise _RefusedError(f"it closes each connection: {e}") from None
@@ -122,7 +122,7 @@ class Dialer:
             raise WireError(f"it answered with a {frame.type.name} frame")
         hello = Hello.from_bytes(frame.payload)
         if hello.process != self.process:
-            raise NotBackError("it was started anew")
+            raise NotBackError("it was started again")
         return hello
 
 
@@ -176,7 +176,7 @@ class Waiter:
             except OSError:
                 found.sock.close()
                 continue
-            logger.info("%s is connected with %s again", self._seat.name, self._seat.prev_name)
+            logger.info("%s is connected to %s again", self._seat.name, self._seat.prev_name)
             return found
 
     def stop(self) -> None:

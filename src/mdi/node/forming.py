@@ -45,7 +45,9 @@ def form_ring(
     """
     if n_frames != cluster.n_nodes:
         logger.info(
-            "%d frames in flight over %d nodes (--frames N chooses; more hide transfers)", n_frames, cluster.n_nodes
+            "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)",
+            n_frames,
+            cluster.n_nodes,
         )
     if listener is None or not cluster.secondaries:  # none there, or all left out
         return LoopbackRing(n_frames, seat.epoch)

@@ -54,9 +54,7 @@ def _made(stage_class: type[AnyShardStage], group: Group, request: InitRequest, 
 def check_torch_sums(algorithm: str) -> None:
     """Raises UsageError if sums are to be torch's, and torch is not here."""
     if algorithm in TORCH_SUMS and not has_torch():
-        raise UsageError(
-            f"--reduce {algorithm} takes torch, which is not here: install it on all nodes, or use --reduce auto"
-        )
+        raise UsageError(f"--reduce {algorithm} needs torch: install it on all nodes, or use --reduce auto")
 
 
 def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:

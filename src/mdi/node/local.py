@@ -248,7 +248,7 @@ def _named_devices(text: str, n_nodes: int) -> list[str | None]:
 def pinnable_cores() -> list[int]:
     """Numbers of the cores that this process may use; UsageError where no process can be kept on some of them."""
     if not hasattr(os, "sched_getaffinity"):
-        raise UsageError(f"this system ({sys.platform}) has no way to keep a process on some cores: leave --pin out")
+        raise UsageError(f"this system ({sys.platform}) cannot restrict a process to some cores: leave --pin out")
     return sorted(os.sched_getaffinity(0))
 
 

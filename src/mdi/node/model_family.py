@@ -99,7 +99,7 @@ class ModelFamily:
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts] != wanted:
             raise ControlError(
-                "this node holds blocks and nothing else, but is to hold the head as well", 409, code="role"
+                "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
             )
 
     def widest_row(self, config: Config) -> int:

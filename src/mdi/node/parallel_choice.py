@@ -94,15 +94,15 @@ def _by_measure(
 ) -> tuple[RingStage, ...]:  # fmt: skip
     """`stages`, `whole`, or other groups, by what the nodes measure; without that, by how many texts there are."""
     if why_not is not None:
-        logger.info("--parallel auto: ring, for %s cannot be shared out", why_not)
+        logger.info("--parallel auto: ring, because %s cannot be shared out", why_not)
         return stages
     n_nodes = len(whole[0].members)
     if choose is None:
         if n_sequences < n_nodes:
-            logger.info("--parallel auto: tensor, for fewer texts (%d) than nodes (%d) leave nodes of a ring idle",
+            logger.info("--parallel auto: tensor, because fewer texts (%d) than nodes (%d) leave nodes of a ring idle",
                         n_sequences, n_nodes)  # fmt: skip
             return whole
-        logger.info("--parallel auto: ring, for %d texts keep all %d nodes of a ring busy", n_sequences, n_nodes)
+        logger.info("--parallel auto: ring, because %d texts keep all %d nodes of a ring busy", n_sequences, n_nodes)
         return stages
     choice = choose()
     logger.info("--parallel auto: %s; %s", choice.mode, choice.reason)

@@ -35,7 +35,7 @@ class Patience:
         elif now_s - self._since_s > self._limit_s:
             raise NodeLostError(
                 self._name,
-                f"{self._name} says that it is getting ready, but has made no progress for {self._limit_s:.0f} s: look at "
+                f"{self._name} is loading, but has made no progress for {self._limit_s:.0f} s: look at "
                 "what it prints, and start it again",
             )
 

@@ -211,9 +211,7 @@ class Preparation:
             for name in self.own.parts_of(index, self._cluster.n_nodes, blocks):
                 parts[-1].append(source.spec(name))
                 if report.is_due():
-                    logger.info(
-                        "hashing the model (remembered for the next time): %s of %d blocks", name, weights.n_layer
-                    )
+                    logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
         return parts
 
     def load_stage(self, check: Callable[[], None]) -> None:

@@ -117,7 +117,7 @@ class RingFormer:
         if self.engine is None:
             self._check()
         elif self.engine.is_closing:
-            raise EngineError("the run was ended while its ring was formed anew")
+            raise EngineError("the run was ended while its ring was formed again")
 
     def admit(self, node: NodeConfig) -> ControlClient:
         client = self._clients[node.name] = ControlClient(node, self._cluster.keys)

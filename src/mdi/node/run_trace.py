@@ -98,5 +98,5 @@ def timer_of(status: Mapping[str, Any]) -> float:
     """What a node's timer showed. Raises ControlError if it does not say."""
     timer = status.get("timer_s")
     if isinstance(timer, bool) or not isinstance(timer, int | float) or not abs(timer) < 1e12:
-        raise ControlError(f"{status.get('name')!r:.40} does not say what its timer shows")
+        raise ControlError(f"{status.get('name')!r:.40} does not report its timer")
     return float(timer)

@@ -166,7 +166,9 @@ class SecondaryNode:
             if not self.may_hand_over:
                 return
             self.is_leaving = True
-        logger.info("%s is leaving: its blocks are taken over first, in %.0f s at most", self.config.name, HAND_OVER_S)
+        logger.info(
+            "%s is leaving; it waits at most %.0f s until other nodes have its blocks", self.config.name, HAND_OVER_S
+        )
         for job in self.runs.active:
             if job.is_running and job.request.hand_over:
                 job.announce_leave()
@@ -312,7 +314,7 @@ class SecondaryNode:
             self._leave_if_idle()
 
     def _unknown_run(self) -> ControlError:
-        return ControlError(f"{self.config.name} takes part in no such run", 409, code="run")
+        return ControlError(f"{self.config.name} does not take part in this run", 409, code="run")
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         return self._measurement.profile(request)

@@ -110,7 +110,7 @@ class SecondarySetup:
 
     def _check(self) -> None:
         if self._cancelled.is_set() or self.error is not None:
-            raise RingError("the set-up was broken off")
+            raise RingError("the set-up was interrupted")
 
     def _reach(self) -> None:
         """Wait until the node answers."""
@@ -118,13 +118,13 @@ class SecondarySetup:
         self._note(status)
         if (version := status.get("version")) != mdi.__version__:
             logger.warning(
-                "warning: %s runs version %s of MDI-LLM, this machine version %s: they understand each other, but install "
+                "warning: %s runs version %s of MDI-LLM, this machine version %s: they work together, but install "
                 "the same version on both", self.name, version, mdi.__version__,
             )  # fmt: skip
         if (theirs := status.get("arithmetic")) != (ours := library.arithmetic()):
             logger.warning(
-                "warning: %s computes in %s arithmetic, this machine in %s: numbers agree to rounding, not to the bit, and a "
-                "text may come out otherwise on other nodes", self.name, theirs, ours,
+                "warning: %s computes in %s arithmetic, this machine in %s: numbers agree up to rounding, so a text may "
+                "differ on other nodes", self.name, theirs, ours,
             )  # fmt: skip
 
     def _note(self, status: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class SecondarySetup:
                 raise ValueError
             return parts
         except (KeyError, TypeError, ValueError):
-            raise ControlError(f"{self._client.where} names missing parts in a way that cannot be read") from None
+            raise ControlError(f"{self._client.where} sent a list of missing parts that cannot be read") from None
 
     def _send(self, missing: list[tuple[PartSpec, int]]) -> None:
         if not missing:

@@ -125,7 +125,7 @@ class StageHolder:
         start, stop = chunk.manifest.blocks
         if not (start <= request.blocks[0] and request.blocks[1] <= stop):
             raise ControlError(
-                f"{self._name} was started with a chunk of {block_span(start, stop)}, but is to hold "
+                f"{self._name} was started with a chunk of {block_span(start, stop)}, but was asked to hold "
                 f"{block_span(*request.blocks)}: start it with the right chunk, or without --chunk to have the weights sent",
                 409,
             )

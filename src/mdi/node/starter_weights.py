@@ -141,7 +141,7 @@ class StarterWeights:
         # Each of them: where prepare_model.py was broken off, new chunks lie beside old ones, of other weights.
         oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
         if any(file.stat().st_mtime > oldest for name in WEIGHT_FILES if (file := ckpt / name).is_file()):
-            logger.info("the chunks in %s are older than the checkpoint, and not used", path.parent)
+            logger.info("the chunks in %s are older than the checkpoint and are not used", path.parent)
             return
         try:
             source = ChunkFile(path)
@@ -164,7 +164,7 @@ class StarterWeights:
             blocks = [self._chunks[name].manifest.blocks for name in names]
             if [b for pair in blocks for b in pair] != [0, *(b for _, b in blocks[:-1] for b in (b, b)), n_layer]:
                 told = ", ".join(f"{name} {span(*pair)}" for name, pair in zip(names, blocks, strict=True))
-                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not add up: {told}")
+                raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not fit each other: {told}")
             return blocks
         return ranges(default_split(self.config, n_nodes))
 

@@ -49,7 +49,7 @@ def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dic
             client.stop(run, leave, timeout_s)
     except ControlError as e:
         if leave:
-            logger.warning("%s could not be told to end its process: %s", client.node.name, e)
+            logger.warning("%s did not get the request to end: %s", client.node.name, e)
         logger.debug("dismissing %s: %s", client.node.name, e)
     return measured
 

@@ -25,7 +25,7 @@ def left_over(profile: ClusterProfile, text: str, where: str) -> ClusterProfile:
     taken = _taken_bytes(text, where)
     names = [node.name for node in profile.nodes]
     if strangers := sorted(taken.keys() - set(names)):
-        raise UsageError(f"{where} is a plan with a node {strangers[0]!r}, which is not among {', '.join(names)}")
+        raise UsageError(f"{where} has a node {strangers[0]!r}, which is not among {', '.join(names)}")
     nodes = tuple(
         replace(node, memory_bytes=max(0, node.memory_bytes - taken.get(node.name, 0))) for node in profile.nodes
     )
@@ -38,7 +38,7 @@ def _taken_bytes(text: str, where: str) -> dict[str, int]:
         nodes = json.loads(text)["nodes"]
         return {str(node["name"]): _bytes_of(node["bytes"], is_starter=not i) for i, node in enumerate(nodes)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(f"{where} is no plan: it takes what `plan.py --json` printed of the first model") from None
+        raise UsageError(f"{where} is not a plan: give the output of `plan.py --json` for the first model") from None
 
 
 def _bytes_of(entry: dict[str, Any], is_starter: bool) -> int:

@@ -133,6 +133,6 @@ def misfit(cost: CostModel) -> PlacementError:
     more = f" and {len(capacities) - 6} more" if len(capacities) > 6 else ""
     return PlacementError(
         f"{describe(cost)} does not fit: its {cost.n_layer} blocks with caches take {size(blocks)}, and {size(lack)} of "
-        f"that have no place ({shown}{more})",
+        f"that do not fit ({shown}{more})",
         (("", lack),),
     )

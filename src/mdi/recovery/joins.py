@@ -62,7 +62,7 @@ class Joins:
         for name, answer in answers.items():
             is_wanted = answer.is_free and name not in self._spares and self._keeper.may_use(name)
             if is_wanted and self._is_known(name) and (found := better_with(ring, name, self._cut)) is not None:
-                logger.info("%s is taken in: it makes the ring faster", name)
+                logger.info("%s joins the ring and makes it faster", name)
                 return replace(found, beside=frozenset(answers) - {name})
         return None
 
@@ -78,7 +78,7 @@ class Joins:
             number = next(n for n in range(len(self._clients) + 1) if f"secondary{n}" not in self._clients)
             client = self._keeper.admit(node, f"secondary{number}")
             self._clients[client.node.name] = client
-            logger.info("%s at %s:%d has come: it is %s", node.name, node.addr, node.port, client.node.name)
+            logger.info("found %s at %s:%d: it is %s", node.name, node.addr, node.port, client.node.name)
             come.append(client)
             if self._measure is not None:
                 self._measuring[client.node.name] = FanOut({client.node.name: partial(self._measure, client)})

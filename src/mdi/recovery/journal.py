@@ -148,7 +148,7 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._n_bytes)
             if not self._is_told:
-                logger.warning("what the run has reached cannot be written to %s: %s; the run goes on", self.path, e)
+                logger.warning("the journal cannot be written to %s: %s; the run goes on", self.path, e)
                 self._is_told = True
             return
         self._n_bytes += len(data)
@@ -177,7 +177,7 @@ def read_record(path: Path) -> RunRecord:
             break
         n_bytes += len(line)
     if record is None:
-        raise UsageError(f"{path} is no journal of this version")
+        raise UsageError(f"{path} is not a journal of this version")
     record.n_bytes = n_bytes
     return record
 
@@ -231,7 +231,7 @@ def _opened(path: Path, flags: int) -> int:
         raise UsageError(f"cannot write the journal {path}: {e.strerror or e} (--run-dir, or --no-journal)") from None
     if not _lock(file):
         os.close(file)
-        raise UsageError(f"another process goes on with {path.parent.name}")
+        raise UsageError(f"another process has resumed {path.parent.name}")
     return file
 
 

@@ -193,7 +193,7 @@ class RingKeeper:
         common = self._suspects.take(self.texts.in_flight)
         if len(common) == 1:
             (seq_id,) = common
-            logger.warning("warning: a text is ended: two nodes in a row were lost while they computed it")
+            logger.warning("warning: a text is ended, because two nodes in a row were lost while they computed it")
             self.texts.cancel(seq_id, BROUGHT_DOWN)
         elif common:
             self.texts.isolate(common)
@@ -315,7 +315,7 @@ class RingKeeper:
             self._records.replace(name, by, self._former.restored_by)
             if name not in search.suspected:
                 self._absences.add(name, time.monotonic())
-            logger.info("the blocks of %s are held by %s", name, ", ".join(by))
+            logger.info("%s's blocks are now on %s", name, ", ".join(by))
         logger.info("the ring goes on after %.1f s", time.monotonic() - search.began)
 
     def _replaced(self, search: Search, following: Next) -> list[str]:

@@ -25,7 +25,7 @@ class Answer:
     """What a node says of itself.
 
     Attributes:
-        process: a number that its process drew: another one than before means that it was started anew.
+        process: a number that its process drew: another one than before means that it was started again.
         available_bytes: memory for weights and caches.
         is_leaving: whether it was told to end, and waits for its blocks to be taken over.
     """

@@ -52,13 +52,13 @@ def find_run(folder: Path, name: str) -> Path:
     if name == LAST:
         runs = runs_in(folder)
         if not runs:
-            raise UsageError(f"no run in {folder} was broken off")
+            raise UsageError(f"no run in {folder} was interrupted")
         return runs[-1].path
     for path in (folder / name / JOURNAL, Path(name).expanduser() / JOURNAL):
         if path.is_file():
             return path
     known = ", ".join(run.name for run in runs_in(folder)) or "none"
-    raise UsageError(f"there is no run {name!r} in {folder}; those that can go on: {known}")
+    raise UsageError(f"there is no run {name!r} in {folder}; those that can be resumed: {known}")
 
 
 def told_runs(folder: Path) -> list[str]:

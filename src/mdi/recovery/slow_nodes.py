@@ -59,7 +59,7 @@ class SlowNodes:
             return None
         self._has_moved = bool(slow)
         if slow:
-            logger.info("%s has been slow for a minute: others take some of its blocks", ", ".join(slow))
+            logger.info("%s has been slow for a minute: other nodes take some of its blocks", ", ".join(slow))
         else:
             logger.info("no node is slow any more: blocks move back")
         return found

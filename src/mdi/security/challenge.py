@@ -35,7 +35,7 @@ class Caller:
         """Raises AccessError if the answer is not of somebody with the same key."""
         open_part = _open_part(answer)
         if key_of(answer[len(open_part) :], (self._secret,), _ANSWER, self.call, open_part) is None:
-            raise AccessError("what answers there does not have this cluster key")
+            raise AccessError("the node there does not have this cluster key")
         mine, theirs = _session_keys(self._private, self._secret, open_part[1:], self.call + answer)
         return SealedSession(mine, theirs, bool(self.call[0] and answer[0]))
 
@@ -72,7 +72,7 @@ def shared_key(private: X25519PrivateKey, public: bytes, secret: bytes, info: by
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise AccessError("a public value that nobody draws") from None
+        raise AccessError("an invalid public value") from None
     return HKDF(SHA256(), n_bytes, salt=secret, info=info).derive(shared)
 
 

@@ -45,7 +45,9 @@ def code_bytes(code: str) -> bytes:
     except ValueError:
         data = b""
     if len(data) != _CODE_BYTES:
-        raise AccessError("this is no code of an invitation: it has 16 letters and digits, like ABCD-EFGH-IJKL-MNOP")
+        raise AccessError(
+            "this is not the code of an invitation: a code has 16 letters and digits, like ABCD-EFGH-IJKL-MNOP"
+        )
     return data
 
 
@@ -140,7 +142,7 @@ class Guest:
         try:
             return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
         except InvalidTag:
-            raise AccessError("what answers there does not know the code") from None
+            raise AccessError("the node there does not know the code") from None
 
 
 def _two(data: Any, *names: str) -> tuple[bytes, bytes]:

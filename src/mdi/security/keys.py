@@ -61,7 +61,7 @@ def parse_keys(text: str, where: str) -> tuple[bytes, ...]:
         except (ValueError, binascii.Error):
             secret = b""
         if words[0] != PREFIX or len(secret) != SECRET_BYTES:
-            raise UsageError(f"{where}, line {number}: this is no cluster key; `mdi key FILE` writes a file with one")
+            raise UsageError(f"{where}, line {number}: this is not a cluster key; `mdi key FILE` makes a file with one")
         keys.append(secret)
     if not 1 <= len(set(keys)) <= N_KEYS_LIMIT:
         raise UsageError(
@@ -115,7 +115,7 @@ class KeyFile:
             except UsageError as e:
                 if not self._is_told:
                     self._is_told = True
-                    logger.warning("%s: the keys that it held before stay in use", e)
+                    logger.warning("%s: the earlier keys stay in use", e)
             return self._keys
 
     @property
@@ -140,5 +140,5 @@ class KeyFile:
         except OSError as e:
             raise UsageError(f"cannot read the key file {self.path}: {e.strerror or e}") from None
         if len(data) > FILE_LIMIT_BYTES:
-            raise UsageError(f"{self.path} has more than {FILE_LIMIT_BYTES} bytes: it is no key file")
+            raise UsageError(f"{self.path} has more than {FILE_LIMIT_BYTES} bytes: it is not a key file")
         return parse_keys(data.decode("utf-8", "replace"), str(self.path))

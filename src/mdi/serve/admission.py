@@ -70,7 +70,7 @@ class Admission:
             return
         if self.n_waiting + n > self.max_waiting:
             raise ApiError(
-                429, f"{self.n_running} texts are being written and {self.n_waiting} wait: try again later", "queue_full",
+                429, f"{self.n_running} texts run and {self.n_waiting} wait: try again later", "queue_full",
                 headers={"retry-after": str(self.retry_s)},
             )  # fmt: skip
         waiter = _Waiter(owner, priority, n, next(self._numbers), asyncio.get_running_loop().create_future())

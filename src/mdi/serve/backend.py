@@ -66,7 +66,7 @@ class Backend:
             for message in self._lines:
                 self._take(message)
         except WireError as e:
-            logger.error("the API process says what cannot be: %s", e)
+            logger.error("the API process sent an invalid message: %s", e)
         finally:
             self._host.leave()
 
@@ -111,7 +111,7 @@ class Backend:
         handler = self.handlers.get(message["what"])
         try:
             if handler is None:
-                raise UsageError(f"nobody here knows {message['what']!r}")
+                raise UsageError(f"unknown question {message['what']!r}")
             told["result"] = handler(message["args"])
         except MdiError as e:
             told["error"] = str(e)

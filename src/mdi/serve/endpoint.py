@@ -57,7 +57,7 @@ class Endpoint:
             await exchange.fail(ApiError(400, "the body is nested too deeply", "invalid_json"))
         except Exception:
             logger.exception("a request failed")
-            await exchange.fail(ApiError(500, "the server failed; its log says more", "internal"))
+            await exchange.fail(ApiError(500, "the server failed; its log has the reason", "internal"))
 
     def _limited(self, job: EndpointJob, exchange: Exchange) -> Coroutine[Any, Any, None]:
         work = self._run(job, exchange)
@@ -77,4 +77,4 @@ async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:
     try:
         await asyncio.wait_for(work, deadline_s)
     except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
-        raise ApiError(504, f"it was not done within {deadline_s:g} s", "deadline") from None
+        raise ApiError(504, f"it was not finished within {deadline_s:g} s", "deadline") from None

@@ -29,11 +29,11 @@ class GrammarSource:
     def __init__(self, directory: Path, eos_ids: Iterable[int], n_vocabulary: int) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise UsageError("answers of a given form need a model with a tokenizer.json")
+            raise UsageError("response_format needs a model with a tokenizer.json")
         try:
             import llguidance
         except ModuleNotFoundError:
-            raise UsageError("answers of a given form need the library llguidance: pip install llguidance") from None
+            raise UsageError("response_format needs the library llguidance: pip install llguidance") from None
         self._n_vocabulary = n_vocabulary
         self._eos_ids = sorted(eos_ids)
         eos = self._eos_ids[0] if self._eos_ids else None

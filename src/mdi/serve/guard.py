@@ -63,14 +63,16 @@ class Guard:
         name = _name_in(headers.get("host", ""))
         if self._is_any_host or name in self._hosts or _is_address(name):
             return
-        raise ApiError(403, f"this server does not go by the name {name[:80]!r} (--allow-host)", "host_not_allowed")
+        raise ApiError(
+            403, f"this server does not accept the host name {name[:80]!r} (--allow-host)", "host_not_allowed"
+        )
 
     def _check_origin(self, headers: dict[str, str], allowed: str | None) -> None:
         origin = headers.get("origin")
         if origin is None or allowed:
             return
         if _place_in(origin) != headers.get("host", "").lower():
-            raise ApiError(403, "web pages of others may not ask this server (--allow-origin)", "origin_not_allowed")
+            raise ApiError(403, "other web pages may not use this server (--allow-origin)", "origin_not_allowed")
 
     def _key_of(self, path: str, headers: dict[str, str]) -> ApiKey | None:
         if not self._keys:

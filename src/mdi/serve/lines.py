@@ -24,13 +24,13 @@ def packed(message: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(line: bytes) -> dict[str, Any]:
-    """Raises WireError if the line is no JSON object."""
+    """Raises WireError if the line is not a JSON object."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
-        raise WireError("a line between API and engine is no JSON") from None
+        raise WireError("a line between API and engine is not JSON") from None
     if not isinstance(message, dict):
-        raise WireError("a line between API and engine is no JSON object")
+        raise WireError("a line between API and engine is not a JSON object")
     return message
 
 

@@ -109,7 +109,7 @@ def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group 
         if len(group.n_here) != group.size:
             raise ValueError(f"n_here of {len(group.n_here)} nodes")
         if shares.n_nodes != group.size or group.algorithm not in CHOICES or group.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError("fields that do not fit each other")
+            raise ValueError("fields that contradict each other")
         if (reason := why_not_shared_out(config)) is not None:
             raise ValueError(f"a model with {reason}")
         shares.check(config)

@@ -105,7 +105,7 @@ class GroupLinks:
             if sock is not None:
                 sock.close()
             code = e.code if isinstance(e, MdiError) else NodeLostError.code
-            raise NodeLostError(member.name, f"{self._own_name} and {where} cannot meet: {e}", code) from None
+            raise NodeLostError(member.name, f"{self._own_name} and {where} could not connect: {e}", code) from None
         return _peer(member.name, sock, codec)
 
     def _await(self, rank: int, expectation: Expectation, check: Check) -> Peer:

@@ -96,7 +96,7 @@ class Peer:
         """What was received; it is good until the next message is. WireError if it is not the one that was awaited."""
         body = self._view[HEAD.size :]
         if HEAD.unpack_from(self._view) != (self._n_read & 0xFFFFFFFF, body.nbytes):
-            raise WireError(f"{self.name} sent another message than the one that was awaited")
+            raise WireError(f"{self.name} sent an unexpected message")
         self._n_read += 1
         if self._session is None:
             return body

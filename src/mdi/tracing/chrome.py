@@ -46,7 +46,7 @@ def read_trace(path: Path) -> Trace:
     try:
         return from_chrome(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise UsageError(f"{path} is no trace of MDI-LLM: give the file that --trace wrote") from None
+        raise UsageError(f"{path} is not a trace of MDI-LLM: give the file that --trace wrote") from None
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:

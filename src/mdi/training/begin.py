@@ -123,8 +123,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
     for name in (WEIGHTS_NAME, STATE_NAME):
         if (folder / name).exists() and not overwrite:
             raise UsageError(
-                f"{folder / name} exists already; --overwrite replaces it, --init resume goes on from it, or train "
-                "into another folder with --out"
+                f"{folder / name} exists already; --overwrite replaces it, --init resume continues it, --out "
+                "chooses another folder"
             )
 
 
@@ -136,7 +136,7 @@ def check_fit(config: Config, data: DataSet) -> None:
     """
     if data.vocab_size > config.padded_vocab_size:
         raise UsageError(
-            f"{data.folder} has {data.vocab_size} token ids, but the model {config.name} has room for "
+            f"{data.folder} has {data.vocab_size} token ids, but the model {config.name} has only "
             f"{config.padded_vocab_size}; use --fit-vocab, or prepare the data with fewer"
         )
 

@@ -143,7 +143,7 @@ def load_state(folder: Path) -> SavedRun:
     ) as err:  # torch raises RuntimeError, EOFError, pickle's errors, and what a strange content leads to
         reason = (str(err).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{path} cannot be used: {type(err).__name__}: {reason:.200}; start again, or go on from the weights with "
+            f"{path} cannot be used: {type(err).__name__}: {reason:.200}; start again, or begin with the weights by "
             "--init finetune"
         ) from err
 

@@ -132,7 +132,7 @@ def write_data_set(
     n_train = int(len(ids) * (1 - val_fraction))
     if not 0 < n_train < len(ids):
         raise UsageError(
-            f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves nothing to train on or to test"
+            f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves no tokens to train on or to test"
         )
     make_folder(folder)
     hashes = {}

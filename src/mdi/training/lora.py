@@ -54,9 +54,7 @@ def load_base(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"the weights do not fit a model with adapters: {str(err).splitlines()[-1]}") from err
     absent = [name for name in missing if not lora.lora_filter(name, None)]
     if absent or unexpected:
-        raise CheckpointError(
-            f"litgpt's model with adapters has other weights than this one: {[*absent, *unexpected][0]}"
-        )
+        raise CheckpointError(f"litgpt's model with adapters has different weights: {[*absent, *unexpected][0]}")
 
 
 def trained_weights(model: GPT) -> dict[str, torch.Tensor]:

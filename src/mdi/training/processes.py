@@ -55,7 +55,7 @@ class Processes:
             raise UsageError(f"torchrun's variables {', '.join(VARIABLES)} are not whole ({err})") from None
         if not (0 <= rank < count and 0 <= local_rank < local_count <= count):
             raise UsageError(
-                f"torchrun's variables make no sense: rank {rank} of {count}, {local_rank} of {local_count}"
+                f"torchrun's variables contradict each other: rank {rank} of {count}, {local_rank} of {local_count}"
             )
         return cls(rank, count, local_rank, local_count)
 

@@ -75,7 +75,7 @@ def read_losses(path: Path) -> list[dict[str, str]]:
         for row in rows:
             int(row["step"]), float(row["train_loss"]), float(row["val_loss"] or "nan")
     except (OSError, ValueError, KeyError, TypeError) as err:
-        raise CheckpointError(f"{path} is no record of losses: {type(err).__name__}: {err}") from err
+        raise CheckpointError(f"{path} is not a record of losses: {type(err).__name__}: {err}") from err
     return [{name: row.get(name) or "" for name in COLUMNS} for row in rows]
 
 

@@ -116,7 +116,7 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
                 try:
                     row = parse_json(line)
                 except ValueError as err:
-                    raise UsageError(f"{path}, line {n} is no JSON: {err}") from err
+                    raise UsageError(f"{path}, line {n} is not JSON: {err}") from err
                 yield _cell(row, column, f"{path}, line {n}")
 
 
@@ -127,7 +127,7 @@ def _csv(path: Path, column: str) -> Iterator[str]:
             for n, row in enumerate(csv.DictReader(file), start=2):
                 yield _cell(row, column, f"{path}, row {n}")
         except csv.Error as err:
-            raise UsageError(f"{path} is no CSV file: {err}") from err
+            raise UsageError(f"{path} is not a CSV file: {err}") from err
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from (_cell({column: text}, column, str(path)) for text in batch.column(0).to_pylist())
     except ArrowException as err:
-        raise UsageError(f"{path} is no Parquet file that can be read: {str(err).splitlines()[0]}") from err
+        raise UsageError(f"{path} is not a readable Parquet file: {str(err).splitlines()[0]}") from err
 
 
 def _cell(row: Any, column: str, where: str) -> str:
@@ -157,6 +157,6 @@ def _cell(row: Any, column: str, where: str) -> str:
         return ""
     if not isinstance(row[column], str):
         raise UsageError(
-            f"{where}: {column!r} is no text but {type(row[column]).__name__}: choose another with --column"
+            f"{where}: {column!r} is not text but {type(row[column]).__name__}: choose another with --column"
         )
     return str(row[column])

@@ -85,7 +85,7 @@ def choose_window(
     assert least is not None
     enough = -(-(least.resident_bytes + beside) >> 20)  # as --memory counts
     raise LimitError(
-        f"{size(limit)} of memory are too little for {name}: the least that works is --memory {enough}M (the process "
+        f"{size(limit)} of memory are not enough for {name}: the least that works is --memory {enough}M (the process "
         f"{size(taken)}, weights {size(least.resident_bytes)}, caches and rows {size(beside - taken)})",
         enough << 20,
     )

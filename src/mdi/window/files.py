@@ -104,7 +104,7 @@ class WeightBytes:
                     fd = self._plain
                     continue
                 raise CheckpointError(
-                    f"{self.path} cannot be read at byte {start + done}: {e.strerror or e}; look after the disk, or make the "
+                    f"{self.path} cannot be read at byte {start + done}: {e.strerror or e}; check the disk, or make the "
                     "file again"
                 ) from None
             if n == 0:

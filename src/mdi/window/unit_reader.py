@@ -89,12 +89,12 @@ class Reader:
                 if self._error is not None:
                     raise self._error
                 if self._is_closed:
-                    raise EngineError("the weights of this stage were let go of")
+                    raise EngineError("the weights of this stage were freed")
                 self._changed.wait(1.0)
                 now = time.monotonic()
                 if now - max(self._last_sign, begin) > GIVEN_UP_S:
                     raise CheckpointError(
-                        f"the disk has given nothing of {self._file_of(position)} for {GIVEN_UP_S:.0f} s: look after it"
+                        f"the disk has given nothing of {self._file_of(position)} for {GIVEN_UP_S:.0f} s: check the disk"
                     )
                 if now > next_word:
                     next_word = now + TOLD_S

@@ -67,7 +67,7 @@ def window_options(units: int | None, retain: int | None, memory: int | None) ->
             raise UsageError(f"{flag} must be from 1 to {UNITS_LIMIT}, got {value}")
     if units is None and memory is None:
         if retain is not None:
-            raise UsageError("--retain says what a window keeps: give --window or --memory as well")
+            raise UsageError("--retain needs a window: give --window or --memory as well")
         return None
     return WindowOptions(units, retain, memory)
 
