@@ -94,7 +94,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(25)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -109,6 +109,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(folder, *flags, "--trace", folder / "trace.json")
     try:
         made.wait()
+        # One text for the trace: a process of the suite may run none but tests that refuse something.
+        assert made.ask("POST", "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 3})[0] == 200
         yield made
     finally:
         status = made.end()
