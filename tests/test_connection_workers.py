@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import mdi.control.client
 import mdi.control.connection_workers
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
@@ -43,13 +44,14 @@ def connect(stack: contextlib.ExitStack, server: ControlServer, data: bytes = b"
 @pytest.mark.parametrize(
     "data", [b"", b"GET / HTTP/1.1\r\nX-Slow: ", BODY, b"PUT /echo HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
 )
-def test_three_hundred_slow_strangers(server: ControlServer, data: bytes) -> None:
+def test_three_hundred_slow_strangers(server: ControlServer, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdi.control.client, "CONNECT_S", DEADLINE_S)
     client = ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 0))
     with contextlib.ExitStack() as stack:
         for i in range(300):
             connect(stack, server, data)
             if i % 100 == 99:
-                assert client.status()["state"] == "IDLE"
+                assert client.status(timeout_s=DEADLINE_S)["state"] == "IDLE"
 
 
 def dribble(sock: socket.socket) -> bool:
