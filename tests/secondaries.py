@@ -77,5 +77,6 @@ def entry_of(node: SecondaryNode, **changes: Any) -> NodeConfig:
     return NodeConfig(**{**fields, **changes})
 
 
-def cluster_of(nodes: list[SecondaryNode]) -> ClusterConfig:
-    return ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entry_of(node) for node in nodes))
+def cluster_of(nodes: list[SecondaryNode], **changes: Any) -> ClusterConfig:
+    """A starter and these nodes; `changes` of the fields of their entries."""
+    return ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(entry_of(node, **changes) for node in nodes))

@@ -12,6 +12,7 @@ import pytest
 
 import mdi.node.starter_placing
 import mdi.partition.example
+from cluster_keys import key_file
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
 from mdi.errors import SplitError, UsageError
@@ -21,6 +22,7 @@ from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
+from mdi.window.window_options import WindowMemory, WindowOptions
 from secondaries import cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, lose_after, run  # noqa: F401
 from tiny_checkpoint import reference
@@ -70,6 +72,19 @@ def test_blocks_and_shares_by_hand(checkpoint: Path, tmp_path: Path) -> None:  #
     assert [tuple(node["layers"]) for node in told] == [(0, 1), (0, 1), (1, 5), (1, 5)]
     n_heads = {node["name"]: node["heads"][1] - node["heads"][0] for node in told}
     assert n_heads == {"starter": 2, "secondary0": 4, "secondary1": 6, "secondary2": 0}
+
+
+def test_groups_with_a_key_and_windows(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    keys, memory = key_file(tmp_path / "cluster.key"), WindowMemory(window=WindowOptions(2))
+    with secondaries(2, tmp_path, keys=keys) as nodes:
+        cluster = replace(grouped(nodes, (None, "b", "b")), keys=keys)
+        told = expect_texts(
+            *run(cluster, checkpoint, tmp_path, ParallelOptions(), prompts=PROMPTS, weight_memory=memory)
+        )
+    assert [node.get("group") for node in told] == [None, "b", "b"]
+    assert all(node["weights_read_bytes"] > 5 * node["weights_resident_bytes"] > 0 for node in told), (
+        "again for every frame"
+    )
 
 
 def test_stages_by_what_nodes_measure(

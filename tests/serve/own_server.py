@@ -74,13 +74,17 @@ def right(name: str, n_tokens: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def server(
-    folder: Path, nodes: list[SecondaryNode], max_running: int = 256, **options: Any
+    folder: Path, nodes: list[SecondaryNode], max_running: int = 256, group: str | None = None, **options: Any
 ) -> AsyncIterator[OwnServer]:
-    """One that was started with the first model."""
+    """One that was started with the first model.
+
+    Args:
+        group: of all nodes but the starter.
+    """
     ours, theirs = socket.socketpair()
     lines, catalog = Lines(ours), Catalog(folder, folder / "one")
     chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", placement="even", **options)
-    host = ModelHost(NodeSource(lambda: cluster_of(nodes)), chosen, catalog, 300, lines)
+    host = ModelHost(NodeSource(lambda: cluster_of(nodes, group=group)), chosen, catalog, 300, lines)
     snapshots = Snapshots(host)
     backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)
     thread = threading.Thread(target=host.run, name="host")

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from mdi.cli.access import add_access_flags
     from mdi.cli.flags import add_model_flags, add_ring_flags
     from mdi.cli.output import add_trace_flag
+    from mdi.cli.parallel_flags import add_parallel_flags
     from mdi.cli.serve_flags import add_serve_flags
 
     add_model_flags(parser)
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each node, starter first")
     add_access_flags(nodes)
     add_ring_flags(nodes)
+    add_parallel_flags(nodes)
     add_trace_flag(add_serve_flags(parser))
     parser.set_defaults(prompt_style="none")
     add_common_flags(parser)
