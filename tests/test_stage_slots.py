@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import mdi.node.stage_slots as module
-from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.messages import N_TEXTS, InitRequest, PartSpec
 from mdi.engine.sent_rows import SentRows
 from mdi.errors import ControlError
 from mdi.kernels.page_sizes import CacheClass
@@ -99,13 +99,6 @@ def test_the_one_that_was_not_used_for_longest_makes_place(slots: StageSlots) ->
     assert models(slots) == ["x", "z", "w", "v"], "nothing is dropped that is not in the way"
 
 
-def test_a_run_of_any_number_of_texts_gets_all_that_is_not_in_use(slots: StageSlots) -> None:
-    for model in "xy":
-        slots.release(filled(slots, request(model, run=model * 16)), model * 16)
-    filled(slots, request("z", run="b" * 16, n_sequences=None))
-    assert models(slots) == ["z"]
-
-
 def test_the_same_stage_is_taken_again_if_it_is_not_in_use(slots: StageSlots) -> None:
     first = filled(slots, request("x"))
     second = filled(slots, request("x", run="b" * 16))
@@ -167,7 +160,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_what_was_promised_to_one_run_is_not_promised_to_another(slots: StageSlots, report: list[Any]) -> None:
-    first, second = request("x"), request("y", run="b" * 16, n_sequences=None)
+    first, second = request("x"), request("y", run="b" * 16, n_sequences=1000)
     one = filled(slots, first)
     assert slots.grant(one, first).limit_bytes == 500 and one.cache_bytes == 1, "a page of one text: it needs no more"
     two = filled(slots, second)
@@ -177,9 +170,18 @@ def test_what_was_promised_to_one_run_is_not_promised_to_another(slots: StageSlo
     assert report == [(None, 0), (None, 1), (None, 0)], "what is taken already is not free any more"
 
 
+def test_a_run_that_does_not_say_how_many_texts_it_has_leaves_memory_to_others(
+    slots: StageSlots, report: list[Any]
+) -> None:
+    wanted = InitRequest.from_json({**request("x").to_json(), "n_sequences": None})
+    slot = filled(slots, wanted)
+    slots.grant(slot, wanted)
+    assert slot.cache_bytes == N_TEXTS, "a page each"
+
+
 def test_memory_for_caches_that_was_set_by_hand_is_for_all_runs_together(report: list[Any]) -> None:
     slots = StageSlots("secondary0", FakeHolder(), lambda device: MEMORY, 80)  # type: ignore[arg-type]
-    first, second = request("x", n_sequences=None), request("y", run="b" * 16)
+    first, second = request("x", n_sequences=1000), request("y", run="b" * 16)
     one = filled(slots, first)
     assert slots.grant(one, first).limit_bytes == 80
     assert slots.grant(filled(slots, second), second).limit_bytes == 0

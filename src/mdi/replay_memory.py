@@ -6,6 +6,6 @@ REPLAY_BYTES = 64 << 20  # that a node keeps, if nothing else is said
 ROW_VALUE_BYTES = 4  # of a row's values, at most
 
 
-def most_bytes(limit_bytes: int, n_sequences: int | None, length: int, row_bytes: int) -> int:
-    """What rows may come to take: no more than all positions of all sequences have; None sequences: as many as fit."""
-    return limit_bytes if n_sequences is None else min(limit_bytes, n_sequences * length * row_bytes)
+def most_bytes(limit_bytes: int, n_sequences: int, length: int, row_bytes: int) -> int:
+    """What rows may come to take: no more than all positions of all sequences have."""
+    return min(limit_bytes, n_sequences * length * row_bytes)

@@ -40,6 +40,7 @@ CODES = {
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096
+N_TEXTS = 8  # at the same time, of a run that does not say how many
 SILENCE_LIMITS_S = (0.5, 600.0)
 
 
@@ -73,7 +74,7 @@ class InitRequest(Requested):
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
         n_frames: frames in flight at most; None is as many as nodes.
         silence_s: after so long without a sign of life a neighbour is lost.
-        n_sequences: of the run at the same time, at most: the receiver's caches need hold no more. None: as many as fit.
+        n_sequences: of the run at the same time, at most: the receiver's caches need hold no more.
         exclusive: no other run is to be there.
         replay: the receiver's part in replays, see engine.secondary_loop; replay_bytes: for rows that it has sent.
         keep_caches: go on with the caches of the run's last ring, if they are still there.
@@ -97,7 +98,7 @@ class InitRequest(Requested):
     stored_format: str | None = None
     n_frames: int | None = None
     silence_s: float = SILENCE_S
-    n_sequences: int | None = None
+    n_sequences: int = N_TEXTS
     exclusive: bool = False
     keep_caches: bool = False
     replay: str = COMPUTE
@@ -137,7 +138,7 @@ class InitRequest(Requested):
             stored_format=get.optional("stored_format", get.text),
             n_frames=get.optional("n_frames", lambda key: get.integer(key, 1, N_FRAMES_LIMIT)),
             silence_s=get.number("silence_s", *SILENCE_LIMITS_S) if "silence_s" in data else SILENCE_S,
-            n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)),
+            n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)) or N_TEXTS,
             exclusive=get.boolean("exclusive"),
             keep_caches=get.boolean("keep_caches"),
             replay=get.choice("replay", (COMPUTE, FILL, PASS)),

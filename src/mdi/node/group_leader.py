@@ -81,7 +81,7 @@ class GroupLeader(RingOfGroups):
             )
 
     def load(
-        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int | None,
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int,
         kv_memory: int | None, check: Callable[[], None],
     ) -> None:  # fmt: skip
         if not self._is_loaded:

@@ -41,10 +41,10 @@ logger = logging.getLogger("mdi")
 
 
 class RunLimits(NamedTuple):
-    """Of a run: tokens of a text, texts at the same time (None is not known), bytes of caches by hand."""
+    """Of a run: tokens of a text, texts at the same time, bytes of caches by hand."""
 
     max_length: int
-    n_sequences: int | None
+    n_sequences: int
     kv_memory: int | None
 
 
@@ -111,14 +111,14 @@ class OwnStage:
         return None
 
     def load(
-        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int | None,
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int,
         kv_memory: int | None, check: Callable[[], None],
     ) -> None:  # fmt: skip
         """Have the stage of this cut, with caches for `max_length`; one that is the same stays, with what its caches hold.
 
         Args:
             weights: with the cut.
-            n_nodes: of the ring; n_sequences: at the same time, None is not known.
+            n_nodes: of the ring; n_sequences: at the same time.
             kv_memory: what the caches may take; None is what is free.
             check: called before each part, for loading may take long.
 

@@ -47,7 +47,7 @@ class Preparation:
         ids: of the run and of the ring, each as 16 hex digits.
         ring_port: the one on which the last secondary connects; None in a ring of one node.
         max_length: tokens that a sequence of the run may reach.
-        n_sequences: at the same time, at most; None: as many as fit.
+        n_sequences: at the same time, at most.
         before: of the ring before.
         own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
         holders: nodes that may have parts already.
@@ -79,7 +79,7 @@ class Preparation:
         ids: tuple[str, str],
         ring_port: int | None,
         max_length: int,
-        n_sequences: int | None,
+        n_sequences: int,
         before: Preparation | None,
         own: OwnStage,
         replays: Mapping[str, str] | None = None,

@@ -46,7 +46,7 @@ class RingRecovery:
     ) -> None:  # fmt: skip
         basis = rings.basis
         weights, options = basis.weights, basis.options
-        workload = Workload(basis.n_sequences or 1, basis.max_length, replay_bytes=options.replay_bytes)
+        workload = Workload(basis.n_sequences, basis.max_length, replay_bytes=options.replay_bytes)
         self._rings = rings
         self._newcomers = newcomers
         self._is_measured = profile is not None

@@ -60,7 +60,7 @@ class RunBasis:
     computing: Computing
     weights: StarterWeights
     max_length: int
-    n_sequences: int | None
+    n_sequences: int
     process: str
     listener: RingListener | None
     caches: SharedCaches

@@ -152,7 +152,7 @@ class StageSlots:
     def grant(self, slot: Slot, request: InitRequest) -> CacheReport:
         """What the caches of a ring may take, that is about to be closed.
 
-        With `n_sequences` no more is kept for it than those need, unless it says itself which share it may take.
+        No more is kept for it than its `n_sequences` need, unless it says itself which share it may take.
         """
         assert slot.stage is not None
         with self._lock:
@@ -165,7 +165,7 @@ class StageSlots:
             share = share_in(request.extensions)
             report = replace(report, limit_bytes=int(report.limit_bytes * share))
             slot.cache_bytes = report.limit_bytes
-            if request.n_sequences is not None and share == 1.0:
+            if share == 1.0:
                 each = sum(c.n_bytes(request.max_length) for c in report.classes)
                 slot.cache_bytes = min(report.limit_bytes, each * request.n_sequences)
             return report
@@ -289,8 +289,7 @@ class StageSlots:
             )
         unused = sorted((slot for slot in here if slot.use == "UNUSED"), key=lambda slot: slot.since)
         used = [slot for slot in here if slot.use != "UNUSED"]
-        wants_all = request.n_sequences is None
-        while unused and (wants_all or free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed):
+        while unused and free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed:
             dropped = unused.pop(0)
             self._remove(dropped)
             logger.info(

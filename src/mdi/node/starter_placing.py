@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.messages import N_TEXTS
 from mdi.control.requested import Requested
 from mdi.errors import NodeLostError
 from mdi.machine.device import check_format, choose_device, choose_dtype
@@ -52,7 +53,7 @@ class StarterPlacing(StarterReport):
         self._profile: ClusterProfile | None = None
         self._ports = ports
         self._make_own: SharingOut | None = None  # of this node's stage, where that is not just its blocks
-        self._n_sequences: int | None = None  # at the same time, if that is known
+        self._n_sequences = N_TEXTS  # at the same time
 
     def _take_format(self, form: str | None) -> None:
         if self._is_auto:

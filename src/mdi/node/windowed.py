@@ -17,7 +17,6 @@ from mdi.window.opening import AnyStage, open_window
 from mdi.window.window_options import WindowOptions, window_of
 
 PROMPT_ROWS = 256  # of prompts in a frame: every frame costs a pass over the weights, so few of them are to do
-UNKNOWN_TEXTS = 8  # that are reckoned with, for the rows of a frame, where nobody knows how many will come
 
 _FOLDER = "window"  # in the cache folder, for weights that have to be packed
 
@@ -30,18 +29,17 @@ def refuse_torch(options: WindowOptions | None, computing: Computing) -> None:
 
 def with_window(
     stage: AnyStage, name: str, options: WindowOptions, parts: Sequence[str], source: Callable[[str], WeightSource],
-    packing: Packing, cache_dir: Path, max_length: int, n_sequences: int | None, kv_memory: int | None,
+    packing: Packing, cache_dir: Path, max_length: int, n_sequences: int, kv_memory: int | None,
     check: Callable[[], None],
 ) -> AnyStage:  # fmt: skip
     """A stage with its weights; see window.opening.open_window.
 
     Args:
         cache_dir: of the node.
-        max_length: of a sequence; n_sequences: at the same time, None is not known.
+        max_length: of a sequence; n_sequences: at the same time.
         kv_memory: limit of the caches by hand.
     """
-    n_texts = n_sequences or UNKNOWN_TEXTS
-    work = work_bytes(stage.config, PROMPT_ROWS + n_texts, n_texts)
+    work = work_bytes(stage.config, PROMPT_ROWS + n_sequences, n_sequences)
     run = RunMemory(stage.run_bytes(max_length), n_sequences, work, kv_memory)
     return open_window(stage, name, options, parts, source, packing, cache_dir / _FOLDER, run, check)
 

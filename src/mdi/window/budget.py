@@ -30,20 +30,20 @@ class RunMemory:
 
     Attributes:
         sequence: caches of one sequence of full length, and tables of positions.
-        n_sequences: at the same time; None is not known.
+        n_sequences: at the same time.
         work: rows and logits of a frame while they are computed.
         caches: limit that the user set by hand; None: none.
     """
 
     sequence: int
-    n_sequences: int | None
+    n_sequences: int
     work: int
     caches: int | None = None
 
     @property
     def cache_bytes(self) -> int:
         """What caches take: those of all sequences, or as much as was set by hand; never less than one sequence."""
-        wanted = self.sequence * (self.n_sequences or 1)
+        wanted = self.sequence * self.n_sequences
         return max(self.sequence, wanted if self.caches is None else self.caches)
 
 
