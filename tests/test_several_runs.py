@@ -18,7 +18,9 @@ import mdi.node.job
 import mdi.node.setup
 from frame_starter import FrameStarter, frame_starter
 from loopback import DEADLINE_S
+from mdi.checkpoint.parts import Part
 from mdi.checkpoint.source import open_source
+from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
@@ -102,10 +104,11 @@ def test_rings_of_different_models_run_at_the_same_time(checkpoints: list[Path],
 def test_two_starters_that_send_the_same_parts_to_a_node(
     checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one begins when half of a part is there, and sends nothing that the first one sends."""
+    """The second one begins when half of a part is there, and what the first one sends is not received again."""
     pieces, send_part = StarterWeights.pieces, ControlClient.send_part
     is_half_there, is_second_sending = threading.Event(), threading.Event()
-    n_sent: Counter[str] = Counter()
+    n_received: Counter[str] = Counter()
+    take = BlockStore.take
 
     def in_halves(self: StarterWeights, part: str) -> Iterator[bytes]:
         whole = b"".join(pieces(self, part))
@@ -113,7 +116,10 @@ def test_two_starters_that_send_the_same_parts_to_a_node(
         is_half_there.set()
         is_second_sending.wait(DEADLINE_S)
         yield whole[len(whole) // 2 :]
-        n_sent[part] += 1
+
+    def count(self: BlockStore, path: Path, info: Part) -> None:
+        n_received[info.name] += 1
+        take(self, path, info)
 
     def send(self: ControlClient, part: PartSpec, *args: Any) -> None:
         if is_half_there.is_set():
@@ -122,6 +128,7 @@ def test_two_starters_that_send_the_same_parts_to_a_node(
 
     monkeypatch.setattr(StarterWeights, "pieces", in_halves)
     monkeypatch.setattr(ControlClient, "send_part", send)
+    monkeypatch.setattr(BlockStore, "take", count)
     found: dict[int, list[list[int]]] = {}
     with secondaries(1, tmp_path) as nodes:
 
@@ -137,7 +144,7 @@ def test_two_starters_that_send_the_same_parts_to_a_node(
             thread.join(DEADLINE_S)
         assert len(nodes[0].store.parts()) == 3
     assert found == dict.fromkeys(range(2), expected(4, 8))
-    assert n_sent == {f"block.{i}": 1 for i in range(2, 5)}
+    assert n_received == {f"block.{i}": 1 for i in range(2, 5)}
 
 
 def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -287,9 +294,8 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
         with started(nodes, checkpoints[0], "2,3") as starter:
             texts_of(starter, 2)
             stage = weakref.ref(nodes[0].slots.listed[0].stage)
-        with frame_starter(nodes[0], checkpoints[2]) as other:  # of any number of texts: it takes all that is free
-            other.form()
-            until_gone(stage)
+        until(nodes[0].slots.drop_unused)
+        until_gone(stage)
 
 
 def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path) -> None:

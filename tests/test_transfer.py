@@ -224,6 +224,7 @@ def test_a_cache_with_a_limit_forgets_what_was_used_longest_ago(
         sent.clear()
         generate([node], other, "3,2")
         assert sent == []
+    with secondary(0, tmp_path / "cache", cache_bytes=3 * each + 100) as node:  # with nothing in its memory
         with pytest.raises(MdiError, match="--cache-size"):
             generate([node], tiny, "1,4")
         wait_idle(node)

@@ -189,6 +189,8 @@ class BlockStore:
                 (what came is removed); code COMING if somebody else sends the part, or has just sent or lost it.
         """
         with self._alone(info):
+            if self.has(info.sha256):
+                raise _coming(f"{info.name} is here already")
             self._receive_alone(info, offset, read, on_bytes)
 
     @contextlib.contextmanager

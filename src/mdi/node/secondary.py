@@ -286,13 +286,19 @@ class SecondaryNode:
         try:
             self.store.receive(part, offset, read, count)
         except MdiError as e:
-            # Nothing is left to go on with: a full disk, or wrong bytes.
-            if e.code != COMING and not self.store.partial_bytes(sha256):
+            if e.code == COMING:
+                if self.store.has(sha256):
+                    self._tell_of_part(job, sha256)
+            elif not self.store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
                 with job.changed:
                     job.failure = e
                     job.changed.notify_all()
             raise
-        for one in {job, *self.runs.active}:  # another run may wait for the same part
+        self._tell_of_part(job, sha256)
+
+    def _tell_of_part(self, job: Job, sha256: str) -> None:
+        """A part has come, for one run: another one may wait for it, too."""
+        for one in {job, *self.runs.active}:
             with one.changed:
                 if one.missing is not None:
                     one.missing.pop(sha256, None)
