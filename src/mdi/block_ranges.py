@@ -1,4 +1,4 @@
-"""How a range of blocks is written for people: inclusive, as they count. In JSON, on disk and in code it is [start, stop)."""
+"""Ranges of blocks as text for people: inclusive. In JSON, on disk and in code a range is [start, stop)."""
 
 from __future__ import annotations
 

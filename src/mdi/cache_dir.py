@@ -1,4 +1,4 @@
-"""Where this system keeps what can be fetched or made again."""
+"""The cache folder of this system, for files that can be downloaded or made again."""
 
 from __future__ import annotations
 

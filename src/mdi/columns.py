@@ -1,4 +1,4 @@
-"""Text on a terminal: how many columns it takes, and how it is made to fit."""
+"""Width of text on a terminal in columns, and how text is shortened to fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the nodes are: the nodes file, read and checked once.
+"""The nodes file, read and checked once.
 
 The JSON form is the documented one of MDI-LLM (`nodes.starter`, `nodes.secondary[]`, or one secondary's entry alone).
 This module knows nothing of models, sockets or torch.

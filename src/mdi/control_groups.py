@@ -1,4 +1,4 @@
-"""The limits of the control groups (cgroups) that this process is in, and the cores that they leave it.
+"""The limits of this process's control groups (cgroups), and the cores that they allow.
 
 A container's limits stand there, in either of Linux' two forms; other systems have none. Limits hold for a group and all groups
 below it, so the tightest on the way up counts.

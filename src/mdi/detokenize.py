@@ -1,4 +1,4 @@
-"""Text as it grows token by token: what may be shown already, and where a stop string ends it."""
+"""Text that grows token by token: what can be shown already, and where a stop string ends it."""
 
 from __future__ import annotations
 

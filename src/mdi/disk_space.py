@@ -1,4 +1,4 @@
-"""Whether what is to be written has space on its disk: said before the first byte, not after the last that fits."""
+"""Checks that a file fits on its disk before its first byte is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as they are generated: on a terminal each has a place and a colour of its own, elsewhere one follows the other."""
+"""Shows texts as they are generated: side by side in colours on a terminal, elsewhere one after the other."""
 
 from __future__ import annotations
 

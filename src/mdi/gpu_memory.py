@@ -1,4 +1,4 @@
-"""GPU memory in use, as NVIDIA's programs say it: nvidia-smi, and tegrastats on a Jetson, whose GPU shares the RAM."""
+"""GPU memory in use, from nvidia-smi, or from tegrastats on a Jetson, whose GPU shares the RAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON object that a file, a peer or a user wrote: each is checked, and each mistake is named."""
+"""Reads fields of a JSON object from a file, a peer or a user. Each field is checked, and an error names it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How large the numbers of a model's config may be. A config comes from a file or over the network, and whoever builds what
-it asks for, or makes a list as long as it says, must know beforehand that this ends. Stdlib only.
-"""
+"""Limits for the numbers of a model's config, checked before anything is built of them: a config may come from anybody."""
 
 from __future__ import annotations
 

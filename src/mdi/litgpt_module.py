@@ -1,4 +1,4 @@
-"""Single modules of litgpt, without the rest of it: the package loads torch and lightning, which take seconds and 300 MB."""
+"""Imports single modules of litgpt without the package, which loads torch and lightning (seconds, 300 MB)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a log line looks: plain for a person at a terminal, with time and level for a service, or JSON for a program.
+"""The form of log lines: plain for a terminal, with time and level for a service, or JSON for a program.
 
 The form is handed to child processes in the environment, so that the nodes of `local_ring.py` and the API process of
 `serve.py` write as their parent does.

@@ -1,4 +1,4 @@
-"""What a run measured: per sample, per node and in total; as JSON and as CSV files (as a table: mdi.report).
+"""The measurements of a run: per sample, per node and in total, as JSON and as CSV files (as a table: mdi.report).
 
 It takes the measurements as they are given; how they were taken, and who draws them, is not its business.
 All times of tokens count from the moment the run was ready.

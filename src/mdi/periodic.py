@@ -1,4 +1,4 @@
-"""Saying something every two seconds while something takes long."""
+"""Prints a line every two seconds during long work."""
 
 from __future__ import annotations
 

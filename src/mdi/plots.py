@@ -1,4 +1,4 @@
-"""Figures of what was measured: the only module that imports matplotlib, and only when a figure is asked for.
+"""Figures of measurements. The only module that imports matplotlib, and only when a figure is drawn.
 
 It draws the series that it is given, into files; it opens no window and knows nothing of runs.
 """

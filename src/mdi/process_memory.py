@@ -1,4 +1,4 @@
-"""The memory of a command and of all that it starts, sampled while it runs.
+"""The memory of a command and its child processes, sampled while it runs.
 
 RSS counts a page that two processes share twice; PSS (Linux) shares it out, so that sums are right; USS is what would be
 free if the process ended. On a GPU it is what the driver says.

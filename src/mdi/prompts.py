@@ -1,4 +1,4 @@
-"""Prompts as the user gives them: texts, or files with one per paragraph."""
+"""The user's prompts: texts, or files with one per paragraph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for the rows that a node keeps of what it has sent (engine/sent_rows.py). Nodes and plans reckon with the same."""
+"""Memory for the rows that a node has sent (engine/sent_rows.py), as nodes and plans count it."""
 
 from __future__ import annotations
 

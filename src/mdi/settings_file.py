@@ -1,4 +1,4 @@
-"""Settings in files that others wrote: YAML and JSON, read with limits on what little text can make a machine do. No torch."""
+"""Reads YAML and JSON files of others, with limits on what a small text can make a machine do. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How frames, stages and kernels name the rows that they are to compute."""
+"""The rows that a frame asks for, as frames, stages and kernels all name them."""
 
 from __future__ import annotations
 

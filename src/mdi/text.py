@@ -1,4 +1,4 @@
-"""Between words and token ids: the tokenizer of a checkpoint, and prompt styles.
+"""Converts between words and token ids: the tokenizer of a checkpoint, and prompt styles.
 
 It knows nothing of models, sockets or who generates the ids. Of litgpt it has the prompt styles, and torch is not loaded.
 Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.

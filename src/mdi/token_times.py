@@ -1,4 +1,4 @@
-"""The files that `--plots` leaves, read again: when each token of a run came, for several node counts."""
+"""Reads the files that `--plots` writes: the time of each token, for several node counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint as its file has it: the ids of litgpt's Tokenizer, without litgpt, which would load torch."""
+"""The tokenizer of a checkpoint, read without litgpt and torch. Gives the ids of litgpt's Tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sizes, times and counts are written for a person: one way for all of them."""
+"""Sizes, times and counts as text for people, in one form everywhere."""
 
 from __future__ import annotations
 

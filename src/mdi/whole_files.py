@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all. Knows nothing of what is in them."""
+"""Writes files so that they appear whole or not at all."""
 
 from __future__ import annotations
 

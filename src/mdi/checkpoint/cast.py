@@ -1,4 +1,4 @@
-"""Weights in another type than they are stored in."""
+"""Converts weights from their stored number type to another."""
 
 from __future__ import annotations
 

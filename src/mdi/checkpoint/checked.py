@@ -1,4 +1,4 @@
-"""Which files were hashed, and what they looked like then, so that one that has not changed since is not read for it again.
+"""Records which files were hashed and how they looked then, so that unchanged files are not hashed again.
 
 Disks lose bits without a word, and without a change of any time: so what was hashed long ago is not believed.
 """

@@ -1,4 +1,4 @@
-"""A chunk that is on this machine: its manifest, its tensors, and whether they are what it says."""
+"""A chunk on this machine: its manifest, its tensors, and the check of one against the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a LitGPT checkpoint in the same directory, with litgpt's own converters.
+"""Converts a Hugging Face directory to a LitGPT checkpoint in the same directory, with litgpt's converters.
 
 Works block by block, so that about one block is in memory at a time, and neither a shard nor the model. Knows no network.
 """

@@ -1,4 +1,4 @@
-"""Where the LitGPT form of a directory goes: never into somebody's own Hugging Face directory, unless they say so."""
+"""Chooses the folder for a converted checkpoint: never the user's own Hugging Face directory, unless asked for."""
 
 from __future__ import annotations
 

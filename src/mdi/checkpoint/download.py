@@ -1,4 +1,4 @@
-"""A model from the hub into <folder>/<org>/<name>, and whether it is there already. Knows nothing of what is in it."""
+"""Downloads a model from the hub to <folder>/<org>/<name>, unless it is there. Does not read the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory, so that what was trained here runs elsewhere. Part by part, a shard each."""
+"""Writes a model as a Hugging Face directory for other programs, part by part, one shard each."""
 
 from __future__ import annotations
 

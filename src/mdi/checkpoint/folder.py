@@ -1,4 +1,4 @@
-"""A checkpoint's folder from outside: where it is, which files it has, how many blocks it says. No torch, no litgpt."""
+"""The folder of a checkpoint: its path, its files, its number of blocks. Without torch and litgpt."""
 
 from __future__ import annotations
 

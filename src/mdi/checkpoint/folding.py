@@ -1,4 +1,4 @@
-"""Gains of norms go into the weights that read them, before these are rounded to 8 or 4 bits.
+"""Multiplies the gains of norms into the weights that follow, before these are rounded to 8 or 4 bits.
 
 A norm multiplies each channel by its gain, and the linear layers behind it multiply that by a column of their weights: the
 gain may as well stand in the column. In exact numbers nothing changes. What does change is rounding: channels that a gain makes

@@ -1,4 +1,4 @@
-"""Quantized blocks of a GGUF file in the kernels' own format, where both are the same numbers: no second rounding.
+"""Quantized blocks of a GGUF file in the kernels' format, if both have the same numbers: no second rounding.
 
 Q4_0 is int4: 32 weights share a scale in half precision, and a half byte h stands for (h - 8) * scale. Q8_0 is not int8:
 its scales are for 32 weights, the kernels' for 64.

@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says of the model, as the config.json that it was written from would have said it.
+"""Derives the config.json of a model from the metadata of its GGUF file.
 
 Sizes are compared with the tensors that are there, so that a file cannot ask for more than it holds. What llama.cpp
 computes otherwise than litgpt is refused.

@@ -1,4 +1,4 @@
-"""A directory for a GGUF file: config, tokenizer and a note where the file is; the weights stay in the file.
+"""The directory of a GGUF file: config, tokenizer, and a note with its path. The weights stay in the file.
 
 It stands for the model wherever a checkpoint's directory does. Chunks that are cut lie in it.
 """

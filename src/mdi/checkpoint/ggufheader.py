@@ -1,4 +1,4 @@
-"""The head of a GGUF file: its metadata and where its tensors lie. No weights are read, and nothing is executed.
+"""The header of a GGUF file: metadata and positions of tensors. Reads no weights and executes nothing.
 
 The gguf package's own reader believes the counts in a file, and does not come to an end with some; here every count is
 checked against the bytes that are there before anything is made of it.

@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file make up a tensor of litgpt's model. Pure: names and shapes.
+"""Maps tensors of a GGUF file to tensors of litgpt's model. Pure: names and shapes.
 
 All that is done to a weight concerns whole rows, so that it can be done to the file's quantized blocks as well.
 """

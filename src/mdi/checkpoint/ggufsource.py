@@ -1,4 +1,4 @@
-"""A GGUF file as a source of weights: each tensor is read and made plain when it is asked for, never the whole model."""
+"""A GGUF file as a source of weights. Unpacks a tensor when it is needed, never the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the tensors of a GGUF file: as they lie there, or as plain numbers."""
+"""Reads the tensors of a GGUF file, as stored or as plain numbers."""
 
 from __future__ import annotations
 

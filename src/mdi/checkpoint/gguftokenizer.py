@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, written as the files that a Hugging Face model brings.
+"""Writes the tokenizer in a GGUF file's metadata as Hugging Face tokenizer files.
 
 Knows no weights. The chat template is kept as data; which of litgpt's prompt styles it is, is told by its marks.
 """

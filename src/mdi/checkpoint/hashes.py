@@ -1,4 +1,4 @@
-"""Hashes of a model's parts, kept so that they are computed once: in memory, or in a file beside the weights.
+"""Hashes of a model's parts, computed once and kept in memory or in a file beside the weights.
 
 Knows nothing of what is hashed.
 """

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a litgpt Config: the one of that name, or one derived for the common architectures.
+"""From a Hugging Face config.json to a litgpt Config: litgpt's own for that name, or a derived one.
 
 Knows no weights. What is derived of which architecture is in hffamilies.py.
 """

@@ -1,4 +1,4 @@
-"""What a config.json says of each architecture, in litgpt's settings.
+"""Translates config.json to litgpt's settings, for each architecture.
 
 Pure: JSON in, settings out. What an architecture can be set to but litgpt cannot do is refused, not ignored.
 """

@@ -1,4 +1,4 @@
-"""config.json for a litgpt Config: the way back of hffamilies.py, and held to it.
+"""Writes config.json for a litgpt Config, the reverse of hffamilies.py, and checks it by reading it back.
 
 Pure: settings in, JSON out. What config.json cannot say is refused: what was written is read back and compared.
 """

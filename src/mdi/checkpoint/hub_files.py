@@ -1,4 +1,4 @@
-"""Files of a repository on the hub, with huggingface_hub's own client. Knows nothing of what is in them."""
+"""Files of a repository on the hub, by huggingface_hub's client. Does not read the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that this program keeps for itself, to save work: a file that is not there, or not as it was written, holds nothing."""
+"""JSON files that save work for the next start. A missing or damaged file counts as empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that came plain and were packed for the kernels, kept on disk so that the next start maps them and packs nothing.
+"""Keeps parts that were packed for the kernels on disk, so that the next start maps them instead of packing.
 
 They lie in a node's store of parts under the sha256 of their own bytes, which are those that prepare_model.py --quantize would
 have made. A small file beside them says which of them was made of which plain part.

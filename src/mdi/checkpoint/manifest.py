@@ -1,4 +1,4 @@
-"""What a chunk says about itself: model, cut, and the sha256 of every part.
+"""The manifest of a chunk: model, cut, and the sha256 of every part.
 
 Stored in the chunk's own metadata, so that a chunk copied alone says what it is. Checked field by field. Knows no tensors
 and no files.

@@ -1,4 +1,4 @@
-"""Files of weights mapped into memory: the system brings pages when they are touched, and processes share them."""
+"""Maps files of weights into memory: the system loads pages when they are touched, and processes share them."""
 
 from __future__ import annotations
 

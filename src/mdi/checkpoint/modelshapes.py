@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors that litgpt's GPT has for a Config, computed: nothing is built, and torch is not needed."""
+"""Computes names and shapes of the tensors of litgpt's GPT for a Config, without building it and without torch."""
 
 from __future__ import annotations
 

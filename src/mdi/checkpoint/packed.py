@@ -1,4 +1,4 @@
-"""A model's weights in a packed form, tensor by tensor, so that chunks can be written in it. Nothing is held in memory."""
+"""A model's weights in a packed form, tensor by tensor, for writing chunks. Keeps nothing in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which form the tensors of a model take in packed parts, and how they are brought into it and read from it.
+"""The packed form of each tensor of a model, and how tensors are packed and unpacked.
 
 Weights of linear layers lie as the kernels read them (kernels.layout), norms, biases and routers of experts are float32, the
 embedding keeps the type that it has in the checkpoint, or has 8 bits and a scale per token. In a file each of them is a list

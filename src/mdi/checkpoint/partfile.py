@@ -1,4 +1,4 @@
-"""A file with one part of a model, as a node keeps it when it was sent. Its bytes are the part's canonical ones."""
+"""A file with one part of a model, as a node stores a received part. Its bytes are the part's canonical ones."""
 
 from __future__ import annotations
 

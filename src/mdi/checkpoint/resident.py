@@ -1,4 +1,4 @@
-"""Pages of mapped files: brought into memory when weights are loaded, and named where the disk fails later on."""
+"""Loads the pages of mapped files with the weights, and names the file if the disk fails later."""
 
 from __future__ import annotations
 

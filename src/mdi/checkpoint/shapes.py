@@ -1,4 +1,4 @@
-"""The shape of a model: its litgpt Config, read and checked, and the tensors that it then has. Knows no weights."""
+"""The shape of a model: its checked litgpt Config and the tensors that follow from it. Reads no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are on this machine: a LitGPT checkpoint, or a chunk of one.
+"""Opens weights on this machine: a LitGPT checkpoint, or a chunk of one.
 
 Nothing is loaded ahead and nothing in the files is executed. Knows no network and no devices.
 """

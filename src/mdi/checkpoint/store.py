@@ -1,4 +1,4 @@
-"""Parts that came from another node, on disk under their sha256. Knows no network: bytes come from a function."""
+"""Parts from other nodes, on disk under their sha256. Does not use the network: a function gives the bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between arrays, which files and nodes without torch know, and torch's tensors; the memory is the same on both sides."""
+"""Converts between arrays, which need no torch, and torch's tensors, without copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where weights that lie in a file are read from while computing: the file's own pages, or a copy in memory of the process."""
+"""Chooses how weights in a file are read while computing: from the file's pages, or from a copy in memory."""
 
 from __future__ import annotations
 

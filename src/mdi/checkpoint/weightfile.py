@@ -1,4 +1,4 @@
-"""One file of weights, read tensor by tensor without executing anything in it: .safetensors, or .pth and .bin.
+"""One file of weights, read tensor by tensor without executing anything in it: .safetensors, .pth or .bin.
 
 Knows nothing of models: names are the file's own.
 """

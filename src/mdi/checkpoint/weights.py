@@ -1,4 +1,4 @@
-"""What every source of weights can do: parts of one model, tensor by tensor, under the full model's names.
+"""The interface of every source of weights: the parts of one model, tensor by tensor, with their full names.
 
 Knows no files, no network and no devices.
 """

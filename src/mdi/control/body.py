@@ -1,4 +1,4 @@
-"""The body of the request that the control server is answering: read with limits, and only by who wants it."""
+"""Reads the body of a request, with limits."""
 
 from __future__ import annotations
 

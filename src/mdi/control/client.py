@@ -1,4 +1,4 @@
-"""The starter's side of the control exchange: one object per secondary. What goes wrong becomes ControlError here."""
+"""The starter's side of the control exchange: one object per secondary. Turns failures into ControlError."""
 
 from __future__ import annotations
 

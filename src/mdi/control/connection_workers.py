@@ -1,4 +1,4 @@
-"""Who gets a thread of the control port: everybody, and where there are too many, whoever came last.
+"""Threads for the connections of the control port. If there are too many, the oldest incomplete request is dropped.
 
 Connections come from anybody, and most of what goes wrong with them is silence. So a connection whose request has not come
 whole has a deadline, and makes room for a new one when there are too many: the oldest first, because it has had the most

@@ -1,4 +1,4 @@
-"""One HTTP exchange that ends whatever the other side does: every wait has a deadline, and the answer a largest size."""
+"""One HTTP exchange with a deadline for every wait and a largest size for the answer."""
 
 from __future__ import annotations
 

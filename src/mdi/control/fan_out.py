@@ -1,4 +1,4 @@
-"""Asking several nodes at the same time, each in a thread of its own."""
+"""Asks several nodes at the same time, each in a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask a node with a cluster key for more than its name: whoever has the key. Decided before a body is read."""
+"""Lets only owners of the cluster key ask a node for more than its name. Decides before a body is read."""
 
 from __future__ import annotations
 

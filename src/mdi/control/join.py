@@ -1,4 +1,4 @@
-"""`POST /join`: how a board that has the code of an invitation gets the cluster key from a node that has it."""
+"""`POST /join`: a board with the code of an invitation gets the cluster key from a node that has it."""
 
 from __future__ import annotations
 

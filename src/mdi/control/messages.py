@@ -1,4 +1,4 @@
-"""What the starter tells a node, and what a node answers, as JSON. Checked field by field; stdlib only."""
+"""The requests of a starter and the answers of a node as JSON, checked field by field. Stdlib only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The starter's two ports, open before there is a run: for a doctor, or while a placement is worked out."""
+"""The starter's two ports before there is a run: for a doctor, or while a placement is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether another node can be reached from here, and how well: its control port, its ring port, the way between.
+"""Whether this node can reach another one, and how fast: its control port, its ring port, the link.
 
 Each type of problem has its own remedy: see `PROBLEMS`.
 """

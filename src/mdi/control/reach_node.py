@@ -1,4 +1,4 @@
-"""Waiting for a node that may be started later than the one that asks."""
+"""Waits for a node that may be started later than this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node is asked to compute with. Stdlib only."""
+"""What a starter asks a node to compute with: device, types, threads, formats. Stdlib only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP side of a node: parse, call, answer. What is to be done is the node's business (`Node`).
+"""The HTTP side of a node: parse, call, answer. A `Node` does the work.
 
 One `cherrypy.Application` on its own cheroot server, because CherryPy's engine is global to a process; one request per
 connection, so that a body which is refused need not be read to its end.

@@ -1,4 +1,4 @@
-"""Control requests and answers of nodes with a cluster key: each is signed, and good for one use.
+"""Signs control requests and answers of nodes with a cluster key. Each signature is valid once.
 
 A node gives out nonces, with every answer and to anybody, and takes each once, for a while by its own clock: boards have no
 others. The starter signs method, address, length and hash of the body, and the nonce; the node signs its answer to it. Stdlib

@@ -1,4 +1,4 @@
-"""What a node of a cluster announces on its network: where it is, and a tag by which the nodes of its cluster know it.
+"""The announcement of a node on its network: its address, and a tag by which nodes of its cluster recognise it.
 
 The tag is a short code over what is announced and a salt that the node draws at its start. Who lacks the key can neither make
 one nor tell whether two nodes have the same key. Who copies one announces the node that it belongs to.

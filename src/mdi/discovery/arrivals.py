@@ -1,4 +1,4 @@
-"""Nodes that are started while a run goes on, and stand in no nodes file: they announce themselves, or dial in."""
+"""Nodes that start during a run and are in no nodes file: they announce themselves, or connect to --dial-port."""
 
 from __future__ import annotations
 

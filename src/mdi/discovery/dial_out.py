@@ -1,4 +1,4 @@
-"""The node's side of a relay: it dials the starter's machine, and dials again for each connection that somebody wants to it."""
+"""The node's side of a relay: it connects to the starter's machine, and once more for each connection to the node."""
 
 from __future__ import annotations
 

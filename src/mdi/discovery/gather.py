@@ -1,4 +1,4 @@
-"""The nodes that a starter finds by itself: who announces itself, or has dialled in, and proves that it has the key."""
+"""Finds nodes for a starter: those that announce themselves or connect to --dial-port, and prove that they have the key."""
 
 from __future__ import annotations
 

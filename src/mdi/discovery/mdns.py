@@ -1,4 +1,4 @@
-"""Announcements on the local network, by multicast DNS (RFC 6762, RFC 6763): one node's own, and those of its cluster."""
+"""Announcements on the local network by multicast DNS (RFC 6762, RFC 6763): this node's own, and its cluster's."""
 
 from __future__ import annotations
 

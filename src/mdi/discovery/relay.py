@@ -1,4 +1,4 @@
-"""The starter's side of nodes that cannot be reached, behind a router say, and dial out to it instead.
+"""The starter's side of nodes that cannot be reached, for example behind a router: they connect to the starter.
 
 Each gets two ports of this machine, which stand for its control port and its ring port: a connection to one of them makes the
 node dial again, and the two connections are joined. What travels there is protected between its ends as on any other way.

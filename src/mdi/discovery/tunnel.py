@@ -1,4 +1,4 @@
-"""What a relay and a node that dialled it say to each other: short sealed JSON messages, then the bytes of one connection."""
+"""The protocol between a relay and its node: short sealed JSON messages, then the bytes of one connection."""
 
 from __future__ import annotations
 

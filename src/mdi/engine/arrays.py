@@ -1,4 +1,4 @@
-"""Between frames and arrays: where payload bytes get a shape. Rows of torch are the matter of `mdi.engine.tensors`."""
+"""Converts between frames and numpy arrays: gives payload bytes a shape. For torch see `mdi.engine.tensors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many sequences fit into the caches of all nodes. Pure: what the nodes report goes in, a yes or no comes out."""
+"""Decides whether sequences fit into the caches of all nodes. Pure: from the nodes' reports to a yes or no."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caches of the running sequences take on each node: a sum that follows each of them. Pure numbers."""
+"""The memory that the caches of running sequences take on each node, as a running sum. Pure numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows travel as, if not as they were computed: half the bytes, or a bit more than a quarter.
+"""Encodings of rows on links: half the bytes, or a bit more than a quarter.
 
 Scales belong to a row or to a part of one, so a row's bytes never depend on the rows that share its frame. What is not
 finite stays not finite, so that the starter's check finds it.

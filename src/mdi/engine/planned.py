@@ -1,4 +1,4 @@
-"""What a scheduler says: which rows go into a frame, and what became of a sequence."""
+"""The scheduler's results: the rows of a frame, and what happened to each sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of sequences that have ended: a new one that begins with the same tokens goes on from a copy of them.
+"""Caches of ended sequences: a new sequence that begins with the same tokens continues from a copy of them.
 
 Pure: which caches there are, which fits best, and which to give up. Pages are shared and not copied (kernels.pages), so that
 what is kept costs nothing but the memory that nobody wants at that moment.

@@ -1,4 +1,4 @@
-"""Sequences whose rows are sent again to the nodes that have lost their caches, before they go on."""
+"""Sends the rows of sequences again to nodes that lost their caches, before the sequences go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes between the engine's loop and those who want texts: commands one way, events the other.
+"""Messages between the engine's loop and readers of texts: commands one way, events the other.
 
 Neither side waits for the other: commands lie in an `Inbox` until the loop looks between two frames, events in a queue of
 each request until its reader takes them. What a reader does with them is never done in the loop's thread.

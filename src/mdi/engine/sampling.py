@@ -1,4 +1,4 @@
-"""From logits to one token id per row. No state: draw number n of a sequence follows from its seed and n alone.
+"""Draws one token id per row from logits. No state: draw number n of a sequence follows from its seed and n alone.
 
 Logits are an array, or a tensor of torch on any device, of which only the best leave it where those are enough. What comes of a
 row does not depend on the others: nothing is summed over more than the row's own numbers, in their own order.

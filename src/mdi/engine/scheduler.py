@@ -1,4 +1,4 @@
-"""What goes into the next frame. Pure: values in, values out; no torch, no sockets, no clock.
+"""Chooses the rows of the next frame. Pure: values in, values out; no torch, no sockets, no clock.
 
 The two methods are `schedule` (which rows leave now) and `update` (which tokens came back). With N nodes, N frames are in
 flight, so that every node has one to compute (recurrent pipelining, MDI-LLM thesis, section 3.3.2), and each frame carries

@@ -1,4 +1,4 @@
-"""The loop of a secondary: receive, compute, send. What rows are, arrays or tensors of torch, is the stage's matter."""
+"""The loop of a secondary: receive, compute, send. The stage decides whether rows are arrays or tensors."""
 
 from __future__ import annotations
 

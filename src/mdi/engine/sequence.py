@@ -1,4 +1,4 @@
-"""A text in flight, as the engine knows it: token ids and how they are to be continued. No text, no tensors."""
+"""A text in flight as the engine sees it: token ids and the parameters to continue them. No text, no tensors."""
 
 from __future__ import annotations
 

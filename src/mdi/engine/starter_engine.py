@@ -1,4 +1,4 @@
-"""The loop of the starter: schedule, compute, send; receive, draw, update. It knows token ids, not text."""
+"""The loop of the starter: schedule, compute, send; receive, draw, update. It uses token ids, not text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the starter's loop wants of its part of a model, in the kernels or in torch, and of the rows that go through it."""
+"""The interface between the starter's loop and its part of a model, in the kernels or in torch."""
 
 from __future__ import annotations
 

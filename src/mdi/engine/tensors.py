@@ -1,4 +1,4 @@
-"""Between frames and tensors, for stages of torch: the rules are those of `mdi.engine.arrays`."""
+"""Converts between frames and torch's tensors, by the same rules as `mdi.engine.arrays`."""
 
 from __future__ import annotations
 

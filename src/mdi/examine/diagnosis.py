@@ -1,4 +1,4 @@
-"""What the doctor found, and what to do about it. Pure: findings in, words and JSON out."""
+"""The doctor's findings, and what to do about them. Pure: from findings to words and JSON."""
 
 from __future__ import annotations
 

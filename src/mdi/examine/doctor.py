@@ -1,4 +1,4 @@
-"""Examines a cluster before a run: every node from here, and every link of the ring from its ends."""
+"""Examines a cluster before a run: every node from here, and every link of the ring from both ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile the kernels: `python -m mdi.kernels` into the cache folder, as their first use does.
+"""Compiles the kernels into the cache folder, as their first use does: `python -m mdi.kernels`.
 
 With --selftest it compiles the program that tries each of them and prints checksums; CXX may be a cross compiler then.
 """

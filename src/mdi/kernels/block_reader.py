@@ -1,4 +1,4 @@
-"""Tensors of a block by name, as the structures of the kernels refer to them. What comes from a file is checked here."""
+"""Turns the tensors of a block into the structures of the kernels, and checks what comes from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of transformer blocks in the kernels: one call computes a frame. Knows neither torch nor litgpt."""
+"""A range of transformer blocks in the kernels: one call computes a frame. Needs neither torch nor litgpt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles `csrc` into one shared library that holds the kernels for every instruction set of a machine.
+"""Compiles `csrc` into one shared library with the kernels for every instruction set of a machine.
 
 It needs Python and a C++ compiler (gcc or clang), no more: the setup script runs it before anything is installed.
 

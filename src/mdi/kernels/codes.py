@@ -1,4 +1,4 @@
-"""The whole numbers and scales of a weight in int8 or int4, row by row: what a GPU multiplies.
+"""The whole numbers and scales of an int8 or int4 weight, row by row, as a GPU multiplies them.
 
 The same bits as in `kernels.layout`, in another order: nothing is rounded again.
 """

@@ -1,4 +1,4 @@
-"""Whether a process has the cores that it computes on to itself: only then may its idle threads wait awake."""
+"""Whether this process has its cores to itself: only then may its idle threads spin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The final norm and the head, whole or some of its rows, in the kernels."""
+"""The final norm and the head, or some rows of it, in the kernels."""
 
 from __future__ import annotations
 

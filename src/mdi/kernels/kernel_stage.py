@@ -1,4 +1,4 @@
-"""What one node holds of a model, in the kernels. Rows are arrays of float32; torch is not needed.
+"""One node's part of a model in the kernels. Rows are float32 arrays; torch is not needed.
 
 Same life as a stage of torch (`model.stage`): made for a range of blocks, loaded part by part, prepared for a run, then called
 for each frame.

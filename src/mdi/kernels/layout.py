@@ -1,4 +1,4 @@
-"""How the weights of a linear layer lie, in files and in memory: the bytes that the kernels read.
+"""The layout of a linear layer's weights in files and in memory: the bytes that the kernels read.
 
 One layout for all processors. A weight (n_out, n_in) is cut into panels of 16 outputs. Panel after panel, the inputs follow
 each other in lines of 64 bytes, which hold the same few inputs of all 16 outputs, so that one linear stream of bytes feeds

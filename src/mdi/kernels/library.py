@@ -1,4 +1,4 @@
-"""The library of kernels, loaded into this process."""
+"""Loads the library of kernels into this process."""
 
 from __future__ import annotations
 

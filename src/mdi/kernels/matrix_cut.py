@@ -1,4 +1,4 @@
-"""Parts of a packed weight, cut out without rounding anything again: rows are outputs, columns are inputs.
+"""Cuts parts out of a packed weight without rounding again: rows are outputs, columns are inputs.
 
 Scales belong to groups of inputs. A cut within a group keeps the group's scale: the piece that is wanted stays at its place in
 the group, and the rest of the group becomes zero. Inputs before the first one that is wanted are then the matrix's `skip`.

@@ -1,4 +1,4 @@
-"""Machines with several memory nodes (sockets, or halves of one): where the memory lies that threads of this process read.
+"""Machines with several memory nodes (sockets, or halves of one): which node has the memory that threads read.
 
 The system gives a page from the memory node of the core that touches it first. A process whose cores are all of one memory node
 needs no more than that. Where its cores are of several ones, any thread may compute with any part of a weight, so pages are

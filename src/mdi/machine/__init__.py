@@ -1,1 +1,1 @@
-"""This machine: its memory, cores and devices, and what computes on them."""
+"""This machine: its memory, cores and devices."""

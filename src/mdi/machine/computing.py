@@ -1,4 +1,4 @@
-"""What a node computes with, decided once and then handed on whole."""
+"""What a node computes with (device, types, threads, formats), decided once and passed on as one value."""
 
 from __future__ import annotations
 

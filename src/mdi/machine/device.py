@@ -1,4 +1,4 @@
-"""Which device and number formats a node computes with. Devices and number types are named as torch names them."""
+"""Chooses a node's device and number formats. Names are those of torch."""
 
 from __future__ import annotations
 

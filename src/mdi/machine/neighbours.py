@@ -1,4 +1,4 @@
-"""Nodes that share a machine: which they are, and how many of its cores each of them computes on."""
+"""Nodes on one machine: which they are, and how many of its cores each computes on."""
 
 from __future__ import annotations
 

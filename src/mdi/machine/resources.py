@@ -1,4 +1,4 @@
-"""What this process may use of the memory of its machine, and what machine it is. Only reads what the system says."""
+"""The memory that this process may use, and what machine it runs on. Only reads what the system reports."""
 
 from __future__ import annotations
 

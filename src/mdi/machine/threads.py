@@ -1,4 +1,4 @@
-"""How many CPU threads this node computes with: in the kernels, and in torch where that is loaded."""
+"""The number of CPU threads of this node, for the kernels and for torch if it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch, where a node needs it: it is large, and a node whose blocks are all in the kernels neither loads nor needs it."""
+"""Loads torch if a node needs it. Torch is large, and a node with all blocks in the kernels does without."""
 
 from __future__ import annotations
 

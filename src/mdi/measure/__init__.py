@@ -1,1 +1,1 @@
-"""Measuring nodes and links, and planning who holds which blocks."""
+"""Measures nodes and links, and plans which node gets which blocks."""

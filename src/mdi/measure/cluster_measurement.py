@@ -1,4 +1,4 @@
-"""A cluster that is really there, as numbers: every node measures itself, and every link of the ring is tried.
+"""Measures a running cluster: every node measures itself, and every link of the ring is tried.
 
 Nodes of one machine measure one after the other, because together each would measure its share; machines work at the same
 time. Then the nodes of each machine compute at the same time, to know what they take from each other. Links are tried last,

@@ -1,4 +1,4 @@
-"""How much of its machine a node takes while it computes: measured alone and at the same time as the machine's other nodes.
+"""A node's share of its machine while it computes: measured alone, and together with the machine's other nodes.
 
 All nodes of a machine are told at the same moment when each is to compute: first one after the other, then all together. That
 takes a second or two, so that alone and together are measured while the machine is equally busy.

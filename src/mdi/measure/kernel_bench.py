@@ -1,4 +1,4 @@
-"""Blocks and head in the kernels, to be measured: see `mdi.measure.profiling`. Torch is not needed."""
+"""Blocks and head in the kernels for `mdi.measure.profiling`. Torch is not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a model, from its litgpt config and a weight format: what `mdi.partition` computes with."""
+"""The numbers of a model for `mdi.partition`, from its litgpt config and a weight format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From nodes that are there to who holds which blocks: measure them, and hand the numbers to `mdi.partition`."""
+"""From running nodes to a placement: measures them, and passes the numbers to `mdi.partition`."""
 
 from __future__ import annotations
 

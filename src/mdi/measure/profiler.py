@@ -1,4 +1,4 @@
-"""A node's profile: what was measured once and is kept, together with what is free at this moment."""
+"""A node's profile: stored measurements, and the memory that is free now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast this node is: memory, disk, and the blocks of one model in one format, measured in a few seconds.
+"""Measures this node in a few seconds: memory, disk, and the blocks of one model in one format.
 
 Times are means over a fixed span, not best cases: a node under a CPU quota is halted and let go on in periods of 100 ms, and
 the best case would be that of a node without one. What computes, kernels or torch, has a module of its own.

@@ -1,4 +1,4 @@
-"""Random weights, to be measured with: of a trained model's size, made as fast as memory is written."""
+"""Random weights of a trained model's size for measurements, made as fast as memory is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading memory as decoding does: a product of matrix and vector, which takes each number once."""
+"""Reads memory as decoding does: a product of matrix and vector, which uses each number once."""
 
 from __future__ import annotations
 

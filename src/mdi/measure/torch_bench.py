@@ -1,4 +1,4 @@
-"""Blocks and head in torch, to be measured: see `mdi.measure.profiling`."""
+"""Blocks and head in torch for `mdi.measure.profiling`."""
 
 from __future__ import annotations
 

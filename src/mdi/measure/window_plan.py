@@ -1,4 +1,4 @@
-"""A plan with windows: what stays in memory on each node, and whether computing waits for the disk. Nothing is read."""
+"""A plan with windows: what stays in memory on each node, and whether computing waits for the disk. Reads nothing."""
 
 from __future__ import annotations
 

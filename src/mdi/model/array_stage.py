@@ -1,4 +1,4 @@
-"""Stages in the kernels as a node has them, for a whole run: their rows are arrays, and torch is not needed."""
+"""Stages in the kernels for a whole run. Their rows are arrays; torch is not needed."""
 
 from __future__ import annotations
 

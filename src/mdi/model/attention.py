@@ -1,4 +1,4 @@
-"""Attention of one block over a ragged batch, each sequence against its own cache.
+"""Attention of one block over a ragged batch; each sequence has its own cache.
 
 litgpt's own attention knows one position for a whole batch and copies the cache on every grouped-query step. These
 modules take over its projections and norms (so the parameter names stay litgpt's) and replace what is between them.

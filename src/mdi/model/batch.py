@@ -1,4 +1,4 @@
-"""The rows of one frame, as the blocks of a stage see them: which rows belong to which sequence, at which positions."""
+"""The rows of one frame for the blocks of a stage: their sequences and positions."""
 
 from __future__ import annotations
 

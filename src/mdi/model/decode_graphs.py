@@ -1,4 +1,4 @@
-"""Decoding steps that are recorded once and then replayed as a whole: on a GPU, starting each kernel costs more than it takes.
+"""Records decoding steps once and replays them as a whole, because on a GPU starting a kernel costs more than running it.
 
 A step is one row each of up to 64 sequences through all blocks of a stage. It is a function of tensors that never move
 (`model.fixed_batch`), so that one recording serves all frames of as many rows and pages. Rows and pages are rounded up, so that

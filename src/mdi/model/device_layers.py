@@ -1,4 +1,4 @@
-"""Layers whose weights stay in int8 or int4 in the memory of a GPU.
+"""Layers whose weights stay in int8 or int4 in a GPU's memory.
 
 Rows as they come in decoding are multiplied by a kernel that reads the packed numbers (`model.triton_linear`); where Triton is
 missing, and for many rows, the weight is unpacked for each product. Activations are not rounded.

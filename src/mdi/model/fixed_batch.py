@@ -1,4 +1,4 @@
-"""One row each of several sequences, in tensors that never move: what a block needs, so that its step can be recorded once.
+"""One row each of several sequences, in tensors at fixed addresses, so that a block's step can be recorded once.
 
 To a block it looks like `batch.Batch`. Rows that no sequence has fill it up to a size that was recorded: they write to a page
 of their own, the scratch page, and what comes of them is dropped.

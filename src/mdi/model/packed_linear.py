@@ -1,4 +1,4 @@
-"""Layers of torch's path whose weights stay packed, for blocks that the kernels do not compute as a whole.
+"""Layers in torch whose weights stay packed, for blocks that the kernels do not compute as a whole.
 
 The kernels multiply where they are, else the weight is unpacked for each product: slow, and equal within rounding. Activations
 of int8 and int4 are then not rounded.

@@ -1,4 +1,4 @@
-"""A stage: the part of the model that one node holds, run over the rows of a frame.
+"""A stage: one node's part of the model, run over the rows of a frame.
 
 Blocks, norms and MLPs are litgpt's own, built with their global numbers (which decide about sliding windows, dual RoPE and
 dense layers) and named as in the full model, so that a chunk is a selection of its tensors. The stage knows no sockets,

@@ -1,4 +1,4 @@
-"""Products in plain numbers whose rows do not depend on how many there are.
+"""Products in plain numbers whose rows do not depend on the number of rows.
 
 A matrix product adds up in another order for one row than for eight, which changes the last bits. Where the next layer
 rounds its input to 8 bits, or an expert is chosen by the result, the last bits become visible: logits of mixtures of experts

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight in int8 or int4, in a kernel of Triton that reads the packed numbers once.
+"""Products of a few rows with an int8 or int4 weight, in a Triton kernel that reads the packed numbers once.
 
 Each program computes 16 outputs of up to 64 rows: it walks along the inputs, unpacks a tile of the weight as the type of the
 rows, and adds up in float32. The tiles were chosen by reasoning, not tuned: no GPU was at hand.

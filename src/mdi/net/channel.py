@@ -1,4 +1,4 @@
-"""A bounded queue between two threads that can be closed at any time, waking whoever waits. Knows nothing of sockets."""
+"""A bounded queue between two threads. Closing it wakes whoever waits. Does not use sockets."""
 
 from __future__ import annotations
 

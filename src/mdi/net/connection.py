@@ -1,4 +1,4 @@
-"""The connection that a link has at present, and how it comes to another one."""
+"""The present connection of a link, and its replacement."""
 
 from __future__ import annotations
 

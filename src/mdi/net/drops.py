@@ -1,4 +1,4 @@
-"""What is told of connections that are dropped: strangers who come without end must not fill a log."""
+"""Log lines about dropped connections: few, so that strangers cannot fill the log."""
 
 from __future__ import annotations
 

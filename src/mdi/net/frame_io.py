@@ -1,4 +1,4 @@
-"""Frames over a socket: written with one system call, read whole into buffers that are used again."""
+"""Frames over a socket: written with one system call, read into reused buffers."""
 
 from __future__ import annotations
 

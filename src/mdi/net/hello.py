@@ -1,4 +1,4 @@
-"""The first frame of a link: who connects, for which run, under which placement.
+"""The first frame of a link: the sender, its run and its placement.
 
 Two nodes that disagree must say so at once, not produce nonsense later. Unknown extension keys are ignored, so that a
 later version can add some (keys, compression) without a new protocol version. Stdlib only.

@@ -1,4 +1,4 @@
-"""One link of the ring: a TCP connection between neighbours, both ways, with two threads, and another one if it breaks.
+"""One link of the ring: a TCP connection between neighbours with two threads, replaced if it breaks.
 
 The thread `ring-send` owns what goes out and a bounded channel of it, the thread `ring-recv` what comes in. Neither
 computes, so a stage that takes long for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass

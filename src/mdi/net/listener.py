@@ -1,4 +1,4 @@
-"""The ring port of a node: open for the node's whole life, it lets the true neighbour in and drops everybody else.
+"""The ring port of a node. It is open for the node's whole life and accepts only the right neighbour.
 
 One thread, `ring-accept`, reads the first frame of every connection without ever waiting for a single one of them: a
 stranger, silent or talking, before the neighbour or after it, costs nothing but a place among the pending ones.

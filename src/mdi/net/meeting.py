@@ -1,4 +1,4 @@
-"""The caller's side of a new connection: where it has a key, both sides prove that they have the same, before a HELLO."""
+"""The caller's side of a new connection: with a key, both sides prove that they have it before a HELLO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new connection in the place of one that broke, while both nodes live.
+"""Replaces a broken connection while both nodes live.
 
 The node that sends the rows calls again (`Dialer`), the other one waits for the call (`Waiter`). It must be the same process on
 either side: one that was started anew has no caches, and is lost. Each says which frame came last, so that the other can send

@@ -1,4 +1,4 @@
-"""Frames: what travels over a ring link. Values only; `codec` makes bytes of them, `link` knows sockets."""
+"""Frames as values. `codec` turns them into bytes, `link` uses sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory caches may take on this node, and how it tells the starter."""
+"""The memory for caches on this node, and its report to the starter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that an engine runs in: whatever ends it is kept, and told to everybody who waits for a text."""
+"""The thread of an engine. It keeps the error that ends the engine, and reports it to everybody who waits for a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight format of a run, and with it what the starter computes in; "auto" is the largest format that fits."""
+"""The weight format of a run and the starter's number type; "auto" is the largest format that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The starter's own part in a group that computes its blocks together: its share of them, and the connections to the others."""
+"""The starter's part in a group that computes its blocks together: its share, and its connections to the others."""
 
 from __future__ import annotations
 

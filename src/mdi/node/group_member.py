@@ -1,4 +1,4 @@
-"""A node's part in a group that computes every block together, beside what it does in any ring."""
+"""A secondary's part in a group that computes every block together."""
 
 from __future__ import annotations
 

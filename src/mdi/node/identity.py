@@ -1,4 +1,4 @@
-"""What the numbers of a run depend on: two runs with the same identity and the same prompts give the same ids."""
+"""Everything that the numbers of a run depend on: equal identities and equal prompts give equal ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One ring of a run, as a secondary that takes part in it sees it: how far it is, and how it is ended from outside."""
+"""One ring of a run as a secondary sees it: its progress, and how it is ended from outside."""
 
 from __future__ import annotations
 

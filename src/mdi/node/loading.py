@@ -1,4 +1,4 @@
-"""How a node's stage gets the weights of a part: as the kernels read them, or as torch computes with them."""
+"""Loads the weights of a part for a node's stage: packed for the kernels, or as torch needs them."""
 
 from __future__ import annotations
 

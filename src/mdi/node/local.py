@@ -1,4 +1,4 @@
-"""Secondaries as child processes on this machine, and their certain end."""
+"""Secondaries as child processes on this machine; they always end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that an HTTP request wants done on a node's main thread, where its computing threads belong."""
+"""Work of an HTTP request that must run on a node's main thread, which has the computing threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes of a ring must know of the models that it runs: how weights become stages, and who holds what.
+"""What the nodes of a ring must know about a model: which node gets which parts, and how weights become stages.
 
 The one here is that of all models that litgpt describes. Others derive from it and are handed to StarterNode and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all.

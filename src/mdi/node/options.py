@@ -1,4 +1,4 @@
-"""What the user of a starter chose."""
+"""The user's choices for a starter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The starter's own stage: loaded once, and used by one ring after the other as long as it is the same."""
+"""The starter's own stage: loaded once, and used by all following rings for which it is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the nodes of a run compute one model: blocks of their own each, shares of all blocks, or stages that are groups."""
+"""How the nodes of a run compute one model: own blocks each, shares of all blocks, or stages that are groups."""
 
 from __future__ import annotations
 

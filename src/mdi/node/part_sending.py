@@ -1,4 +1,4 @@
-"""Gives a node the parts that it lacks: another node sends those that it has, this one the others."""
+"""Sends a node the parts that it lacks: other nodes send those that they have, the starter the rest."""
 
 from __future__ import annotations
 

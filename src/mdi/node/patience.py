@@ -1,4 +1,4 @@
-"""How long a starter waits for a node that says it is getting ready: as long as that comes on. Pure: no clock, no network."""
+"""How long a starter waits for a loading node: as long as it makes progress. Pure: no clock, no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which blocks in a run's first ring, by what the nodes measure of themselves."""
+"""Which node gets which blocks in a run's first ring, as the nodes measure themselves."""
 
 from __future__ import annotations
 

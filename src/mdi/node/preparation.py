@@ -1,4 +1,4 @@
-"""Getting a ring ready for a run: every node told what it is to do, weights where they belong, stages built."""
+"""Prepares a ring for a run: configures every node, sends weights, builds stages."""
 
 from __future__ import annotations
 

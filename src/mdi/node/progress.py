@@ -1,4 +1,4 @@
-"""How far the weights of one node have come: bytes, rate, time left. Pure: numbers and times in, a line out."""
+"""Progress of one node's weights: bytes, rate, time left. Pure: from numbers and times to a line."""
 
 from __future__ import annotations
 

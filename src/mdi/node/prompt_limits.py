@@ -1,4 +1,4 @@
-"""How long a text may be, and which prompts a model can go on from."""
+"""How long a text may be, and which prompts a model can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether caches that a node has lost can be restored from the rows that the node before it sent, and who does what for it."""
+"""Whether lost caches can be restored from the rows that the previous node sent, and each node's part in that."""
 
 from __future__ import annotations
 

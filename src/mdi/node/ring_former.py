@@ -1,4 +1,4 @@
-"""Puts a run's texts on another ring: what the starter does when `mdi.recovery` has decided who is to hold what."""
+"""Moves a run's texts to another ring, as the starter does once `mdi.recovery` has chosen the nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring with stages that are groups of nodes, as its starter has it: which node gets which weights, and what it must know."""
+"""A ring with groups as its starter sees it: which weights and which data each node gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does about lost nodes, from its first ring on: the parts of `mdi.recovery`, put together for one starter."""
+"""Handles lost nodes of a run, from its first ring on: connects the parts of `mdi.recovery` for one starter."""
 
 from __future__ import annotations
 

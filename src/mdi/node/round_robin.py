@@ -1,4 +1,4 @@
-"""The thread of a secondary that computes: the next frame of any ring, in turn.
+"""The computing thread of a secondary: it takes the next frame of each ring in turn.
 
 A ring whose next node takes nothing more has no turn until it does, so no ring waits for another one's neighbours: links have
 queues and threads of their own.

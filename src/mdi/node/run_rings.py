@@ -1,4 +1,4 @@
-"""The rings of one run, as its starter forms them: one, and another one each time that nodes were lost or moved."""
+"""The rings of one run as its starter forms them: a first one, and another each time that nodes are lost or moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of a run as those see them who want them: submitted with their words, read as they grow."""
+"""The texts of a run for their readers: submitted as words, read as they grow."""
 
 from __future__ import annotations
 

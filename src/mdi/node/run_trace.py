@@ -1,4 +1,4 @@
-"""A run's trace, as its starter makes it: its own spans, those that the other nodes hand over, and what their clocks show."""
+"""The trace of a run: the starter's spans, those of the other nodes, and the comparison of their clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs that a secondary takes part in, and those that it took part in last: by the run's id, the latest ring of each."""
+"""The present and last runs of a secondary by their ids, with the latest ring of each."""
 
 from __future__ import annotations
 

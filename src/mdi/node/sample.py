@@ -1,4 +1,4 @@
-"""One sample as its reader sees it: text that grows token by token, and when each token came."""
+"""One sample for its reader: text that grows token by token, and the time of each token."""
 
 from __future__ import annotations
 

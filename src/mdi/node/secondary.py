@@ -1,4 +1,4 @@
-"""A secondary node: waits to be configured, takes its weights, runs its stages in one ring or several, and waits again.
+"""A secondary node: it waits for a starter, gets weights, runs stages in one ring or several, and waits again.
 
 Each run's life is LOADING -> READY -> RUNNING -> READY; any failure leads to IDLE with the error in its status, never to
 a dead or half-configured process. The main thread computes for all rings (`round_robin`); each run is set up by a thread of its

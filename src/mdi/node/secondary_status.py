@@ -1,4 +1,4 @@
-"""What a secondary says of its runs and stages in `GET /`. Who knows a run's id is told more: the id is what /stop asks for."""
+"""The status of a secondary's runs and stages (`GET /`). Only callers with a run's id see more: /stop accepts that id."""
 
 from __future__ import annotations
 

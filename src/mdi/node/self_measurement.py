@@ -1,4 +1,4 @@
-"""What a secondary measures because it was asked to: its own speed with a model, and the way to another node."""
+"""Measurements that a secondary makes on request: its speed with a model, and the link to another node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A secondary's part in one ring: weights come, the stage is built, the ring closes, and its frames get their turns."""
+"""A secondary's part in one ring: weights come, the stage is built, the ring closes, its frames are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Getting one secondary ready for a run: reach it, configure it, send what it lacks, watch that it stays alive."""
+"""Prepares one secondary for a run: reach it, configure it, send missing weights, check that it stays alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which share of which blocks, in the first ring of a run and in those that follow when nodes were lost."""
+"""Which node gets which share of which blocks, in the first ring of a run and after losses."""
 
 from __future__ import annotations
 

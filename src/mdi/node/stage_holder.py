@@ -1,4 +1,4 @@
-"""What a secondary can build stages of: weights of its own, and parts that it was sent. Those built are in `stage_slots`."""
+"""Weights from which a secondary can build stages: its own, and received parts. `stage_slots` has the built stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages that a secondary has in memory, one slot each, from one memory budget.
+"""The stages in a secondary's memory, one slot each, within one memory budget.
 
 A stage outlives its ring. After a good end it stays until another run wants its memory; after a ring that broke it is kept
 for KEPT_S with its caches, for the run's next ring.

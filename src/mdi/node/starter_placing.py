@@ -1,4 +1,4 @@
-"""What a starter does to decide which nodes hold which blocks of a run, before the first ring."""
+"""Decides for a starter which nodes get which blocks of a run, before the first ring."""
 
 from __future__ import annotations
 

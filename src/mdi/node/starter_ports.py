@@ -1,4 +1,4 @@
-"""The ports of a starter, and the memory for caches in its process: for one run, or for several at the same time."""
+"""The ports of a starter and the cache memory of its process, for one run or for several at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a starter says of itself and of its run, at any time."""
+"""A starter's reports about itself and its run."""
 
 from __future__ import annotations
 

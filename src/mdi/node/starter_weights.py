@@ -1,4 +1,4 @@
-"""Where the starter finds every part of the model, and how the model is cut: chunks on disk, or the checkpoint itself."""
+"""Where the starter finds every part of the model, and how the model is cut: chunks, or the checkpoint itself."""
 
 from __future__ import annotations
 

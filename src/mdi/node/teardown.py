@@ -1,4 +1,4 @@
-"""The end of a run: what each node measured, and letting the secondaries go."""
+"""The end of a run: collects the nodes' measurements and releases the secondaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage of torch as a node has it, for a whole run: device and types are settled. Nothing else of a secondary needs torch."""
+"""A torch stage for a whole run, with device and types decided. Nothing else of a secondary needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a node whose weights a window holds."""
+"""Stages of a node that read their weights through a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model that is placed already leaves of a cluster, for another one beside it (LLaMPS' left-over capacity)."""
+"""What a placed model leaves of a cluster for another one (LLaMPS' left-over capacity)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile to start from: three single-board computers behind a gigabit switch.
+"""An example profile: three single-board computers behind a gigabit switch.
 
 Round numbers of the kind that such boards have, not measurements; without times of blocks, so that they do for any model.
 """

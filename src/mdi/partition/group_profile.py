@@ -1,4 +1,4 @@
-"""A cluster with groups as a ring sees it: each group as one node, as fast as its nodes are together, sums included.
+"""A cluster with groups as a ring sees it: each group as one node, as fast as its nodes with their sums.
 
 So the placements, which know nodes alone, place groups as well.
 """

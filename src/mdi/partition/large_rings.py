@@ -1,4 +1,4 @@
-"""Choosing nodes and their order where there are too many for trying all: the fastest or the largest ones, then improved.
+"""Chooses nodes and their order if there are too many to try all: the fastest or largest ones, then improved.
 
 The spread of blocks over each ring that is looked at stays exact.
 """

@@ -1,4 +1,4 @@
-"""Links between any two nodes of a cluster: those that were measured, and a careful guess for the others."""
+"""Links between any two nodes of a cluster: measured ones, and a cautious guess for the others."""
 
 from __future__ import annotations
 

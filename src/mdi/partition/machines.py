@@ -1,4 +1,4 @@
-"""Nodes that stand on one machine: they take from the same cores and the same memory bandwidth.
+"""Nodes on one machine, which share its cores and memory bandwidth.
 
 A node that computes takes a part of its machine (`NodeProfile.machine_share`). In steady state the nodes of a machine compute
 at the same time; together they cannot take more than all of it. So each frame keeps the machine busy for the sum of its

@@ -1,4 +1,4 @@
-"""A model and a run of it as numbers: what blocks, embedding, head and caches take. Knows neither litgpt nor tensors.
+"""A model and a run of it as numbers: sizes of blocks, embedding, head and caches. Uses neither litgpt nor tensors.
 
 `mdi.measure.model_shape` makes a ModelShape from a litgpt config and a weight format.
 """

@@ -1,4 +1,4 @@
-"""What is known beforehand of a node whose weights a window holds, and how it is told."""
+"""Predictions for a node that reads its weights through a window, and their wording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How nodes are best used: as a ring, with every block on all of them, or as a ring of groups; by texts, links and memory."""
+"""The best use of nodes: a ring, every block on all of them, or a ring of groups; by texts, links and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placement: who holds which blocks, and who holds none."""
+"""A placement: which node has which blocks, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan: a placement, what every node needs and has, how fast the ring will be, what limits it, and what would help.
+"""A plan: a placement, the memory of every node, the speed of the ring, its limit, and what would help.
 
 Pure: a cluster's profile and a model's shape in, a report out. Nothing runs, so a cluster can be planned before it is
 bought; live nodes bring a profile that they have measured.

@@ -1,4 +1,4 @@
-"""Which of the rings that are about equally fast is used.
+"""Chooses among rings that are about equally fast.
 
 A prediction is no better than what it rests on: times that were measured in a moment. A ring that is faster by less than
 MARGIN may be no faster at all. Then all nodes that have something to do take part, since their owner put them there; but

@@ -1,4 +1,4 @@
-"""What is known about a cluster before anything is placed on it: profiles of nodes and links, and their JSON form.
+"""Profiles of nodes and links: what is known about a cluster before a placement. Their JSON form.
 
 A profile is measured by the node itself (see `mdi.node`), or written by hand for a cluster that is not bought yet. This
 module holds numbers only: it measures nothing, and knows no model but by the name of what the times were measured with.

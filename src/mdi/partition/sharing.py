@@ -1,4 +1,4 @@
-"""What the profiles of nodes on one machine have to do with each other.
+"""Divides the memory of a machine among the profiles of its nodes.
 
 Memory of the machine or GPU: each node says that all of it is free, but it is there once. And times: nodes that are alike are
 equally fast, whatever else the machine did while one of them measured itself.

@@ -1,4 +1,4 @@
-"""How many blocks each node gets: numbers in, numbers out. Knows no files and no tensors."""
+"""How many blocks each node gets. Pure: numbers in, numbers out; no files, no tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks each node of a given ring gets, so that a round is as short as can be: exact.
+"""How many blocks each node of a given ring gets for the shortest possible round: exact.
 
 A round takes max(F * slowest stage or link, way round the ring). The search is on its length T: T can be reached if blocks
 can be spread so that no stage takes more than T / F and the way round takes at most T. Given the limit on the stages, the

@@ -1,4 +1,4 @@
-"""Whether computing ever waits for a disk from which weights are read while it goes on, and for how long.
+"""Whether computing waits for a disk from which weights are read meanwhile, and for how long.
 
 The conditions are those of TPI-LLM (propositions 3, 4 and 6): attention and MLP of a block take `attention_s` and `mlp_s` to
 compute and `attention_load_s` and `mlp_load_s` to read, and between them nothing is computed for `link_s` (there an all-reduce;

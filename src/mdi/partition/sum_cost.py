@@ -1,4 +1,4 @@
-"""What a sum over a group costs in each way, by the delay and the rate of the links; numbers alone."""
+"""The time of a sum over a group in each way, by delay and rate of the links. Pure numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it would bring to share every block out over all nodes, by the profile of a cluster: shares, time of a token, memory.
+"""What sharing every block over all nodes would bring, by a cluster's profile: shares, time of a token, memory.
 
 Each node computes its part of a block at the same time; then all wait for the sum. So a node's share is in proportion to how
 fast it computes, as far as its memory goes.

@@ -1,4 +1,4 @@
-"""The placement with the most tokens per second, or with the shortest way of one token round the ring.
+"""The placement with the most tokens per second, or with the shortest way of one token.
 
 Exact for up to EXACT_NODES nodes: every choice of nodes, every order that may be best, and for each the exact spread of
 blocks. With more nodes the choice and the order are a guess, improved step by step; the spread of blocks stays exact.

@@ -1,4 +1,4 @@
-"""In which order the nodes of a ring stand, if its links differ: exact for a few nodes, a good guess for many."""
+"""The order of nodes in a ring whose links differ: exact for a few nodes, a good heuristic for many."""
 
 from __future__ import annotations
 

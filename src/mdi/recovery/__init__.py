@@ -1,1 +1,1 @@
-"""A ring that goes on without the nodes that it lost: who takes their blocks, and what becomes of the texts meanwhile."""
+"""A ring that survives the loss of nodes: which nodes take their blocks, and how the texts go on."""

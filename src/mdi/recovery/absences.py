@@ -1,4 +1,4 @@
-"""Nodes that were lost, and how long each has to wait before it is used again: longer each time."""
+"""Lost nodes, and how long each must wait before it is used again: longer after each loss."""
 
 from __future__ import annotations
 

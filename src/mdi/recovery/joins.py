@@ -1,4 +1,4 @@
-"""Nodes outside of a ring that would make it faster: those that it was begun with, and those that come while it runs."""
+"""Nodes outside of a ring that would make it faster: those of its beginning, and those that start while it runs."""
 
 from __future__ import annotations
 

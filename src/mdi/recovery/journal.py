@@ -1,4 +1,4 @@
-"""What a run has reached, on disk: should the starter end, another one goes on with every text.
+"""The progress of a run on disk: if the starter ends, another one can continue every text.
 
 One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, the next ones are the prompts, and
 then come token ids as they are known. Lines are only ever appended, and synced once a second; whatever is not whole at the end

@@ -1,4 +1,4 @@
-"""Keeps a run going when its ring breaks: finds out who is lost, and has the blocks held by others while the texts wait."""
+"""Keeps a run going when its ring breaks: finds the lost nodes and moves their blocks while the texts wait."""
 
 from __future__ import annotations
 

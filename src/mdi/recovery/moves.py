@@ -1,4 +1,4 @@
-"""Changes of a ring that nobody has to wait for: a node that is back or new, one that is about to leave, one that is slow."""
+"""Changes of a ring without a loss: a node is back or new, is about to leave, or has become slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is cut anew over nodes that hold parts of it: what they were measured to be, or careful guesses."""
+"""Cuts a model again over nodes that hold parts of it, by their measurements or cautious guesses."""
 
 from __future__ import annotations
 

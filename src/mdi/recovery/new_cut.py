@@ -1,4 +1,4 @@
-"""Another cut of the model over the nodes that are left: few blocks moved, and no node much slower than the others.
+"""Another cut of the model over the remaining nodes: few blocks move, and no node is much slower than the others.
 
 Pure. What is weighed is time: that of moving weights, once, against that of a frame, as often as the texts still need one.
 """

@@ -1,4 +1,4 @@
-"""Nodes that have become slower than they were: another program computes there, or the board is hot."""
+"""Nodes that have become slower, because another program computes there or the board is hot."""
 
 from __future__ import annotations
 

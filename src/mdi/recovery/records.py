@@ -1,4 +1,4 @@
-"""What is told of recoveries at the end of a run."""
+"""The report of recoveries at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes the blocks of lost nodes. Pure: who holds what and who is there goes in, the next ring comes out."""
+"""Which nodes take the blocks of lost ones. Pure: from the old ring and the present nodes to the next ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes answer, all asked at the same time."""
+"""Asks all nodes at the same time, to see which of them answer."""
 
 from __future__ import annotations
 

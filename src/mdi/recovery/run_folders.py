@@ -1,4 +1,4 @@
-"""The folders of runs that can be gone on with. One that came to its end leaves none."""
+"""The folders of runs that can be resumed. A finished run leaves none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known while another ring is looked for, in the place of one that broke."""
+"""The state of a search for another ring in the place of a broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks are moved away from nodes that have been slow for a minute (the rule of Petals, Borzunov et al. 2023)."""
+"""Moves blocks away from nodes that have been slow for a minute (the rule of Petals, Borzunov et al. 2023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the texts of a run while its ring is kept going."""
+"""What recovery needs from the texts of a run while they wait for a ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two nodes prove to each other that both have a cluster key, and get the keys of their session.
+"""Two nodes prove to each other that both have a cluster key, and derive the keys of their session.
 
 Each sends a public value that it drew for this connection, with a code that only who has a cluster key can make: the caller's
 over its own value, the answer's over both. The keys of the session follow from the secret that the two values make (X25519),

@@ -1,4 +1,4 @@
-"""An invitation: who has its code gets the cluster key, once, within a quarter of an hour.
+"""An invitation: its code gives the cluster key, once, within 15 minutes.
 
 The code has 80 random bits, too many to be guessed, also by somebody who has recorded or relayed the exchange. Both sides draw
 a public value (X25519); a code that only who knows the invitation can make goes with the guest's; the key file's text comes

@@ -1,4 +1,4 @@
-"""The cluster key: a secret of 32 bytes that all nodes of a cluster have in a file. Who has it belongs to the cluster.
+"""The cluster key: a secret of 32 bytes in a file of every node. A node with the key belongs to the cluster.
 
 A file may hold several keys, one a line: the first one signs, all verify. So a key is changed without an end of anything:
 a new one is added to the file of every node, then it becomes the first in each, then the old one is dropped.

@@ -1,4 +1,4 @@
-"""What two nodes that have met say to each other: encrypted and authenticated, each message once and in order.
+"""Messages between two nodes after the handshake: encrypted and authenticated, each once and in order.
 
 Each direction has a key of its own, which no other connection ever has, and counts its messages: the count is the nonce. So
 a message that was changed, repeated, left out, or sent back to where it came from does not open.

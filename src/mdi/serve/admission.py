@@ -1,4 +1,4 @@
-"""Who may generate now, and who waits: a queue with a limit, by priority and fair among those who ask.
+"""Decides which texts run and which wait: a queue with a limit, by priority, and fair among clients.
 
 Of those with the same priority, the one whose key has the fewest texts under way goes first; then the one who came first.
 """

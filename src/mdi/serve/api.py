@@ -1,4 +1,4 @@
-"""The API process: HTTP, JSON, text and slow clients, away from the interpreter that feeds the ring.
+"""The API process: HTTP, JSON, text and slow clients, in another interpreter than the one that feeds the ring.
 
 Started by `mdi.serve.process` as `python -m mdi.serve.api`, with two sockets that it inherits: the one that it listens on,
 and the one to the engine process. What it is to do stands in its stdin. It ends when the engine process does.

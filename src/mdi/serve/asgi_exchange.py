@@ -1,4 +1,4 @@
-"""One HTTP exchange: a body that must come whole and in time, an answer at once or as a stream, a client that may go away."""
+"""One HTTP exchange: a body with a limit and a deadline, an answer at once or streamed, a client that may leave."""
 
 from __future__ import annotations
 

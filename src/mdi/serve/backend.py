@@ -1,4 +1,4 @@
-"""What the API process asks of the engine process, taken in a thread of its own.
+"""Answers the API process's requests in the engine process, in a thread of its own.
 
 Messages from the API process, by "do":
     generate   id, model, ids, sampling, owner, grammar: answered by "events", the last of which has a reason, or by "refused"

@@ -1,4 +1,4 @@
-"""Models by name: what is prepared in the checkpoints folder, and the one that the server was started with."""
+"""Models by name: those in the checkpoints folder, and the one that the server was started with."""
 
 from __future__ import annotations
 

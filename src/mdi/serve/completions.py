@@ -1,4 +1,4 @@
-"""/v1/completions: texts that go on from a prompt as it is, without any prompt style."""
+"""/v1/completions: continues a prompt as it is, without a prompt style."""
 
 from __future__ import annotations
 

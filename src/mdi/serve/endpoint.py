@@ -1,4 +1,4 @@
-"""What all endpoints have in common: a request's body, its turn, its deadline, and what the client is told if it fails."""
+"""Common parts of all endpoints: a request's body, its turn, its deadline, and its errors."""
 
 from __future__ import annotations
 

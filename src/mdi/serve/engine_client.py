@@ -1,4 +1,4 @@
-"""The engine process as the API process sees it: texts that are generated there, and what it says of itself."""
+"""The engine process as the API process sees it: texts that it generates, and its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of a given form: which tokens may come next so that a text comes to match a JSON schema. llguidance knows."""
+"""Which tokens may come next so that a text matches a JSON schema, by llguidance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask: the API key, the name that the server was called by, and the web page that a request comes from.
+"""Checks who may use the server: the API key, the host name of the request, and the web page that it comes from.
 
 A browser sends a page's requests to any server that it reaches. The Host header tells a name that somebody else has pointed at
 this machine (DNS rebinding), and the Origin header a page of somebody else's.

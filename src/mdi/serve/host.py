@@ -1,4 +1,4 @@
-"""The models of the engine process: loads them beside each other, gives them up, begins anew where a ring is lost."""
+"""The models of the engine process: loads them beside each other, unloads them, and reloads one whose ring is lost."""
 
 from __future__ import annotations
 

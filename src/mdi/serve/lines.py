@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other: JSON objects, one a line, over a pair of sockets.
+"""Messages between the API process and the engine process: one JSON object per line, over a pair of sockets.
 
 Neither trusts the length of what comes: a line beyond LIMIT_BYTES ends the connection. Nothing is ever unpickled.
 """

@@ -1,4 +1,4 @@
-"""What a running ring measures from one moment to the next: shares, rates, delays. Pure: two looks at it go in."""
+"""Shares, rates and delays of a running ring between two moments. Pure: computed from two snapshots."""
 
 from __future__ import annotations
 

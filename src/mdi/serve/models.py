@@ -1,4 +1,4 @@
-"""Which models are loaded, who uses them, and which one makes way for another.
+"""Which models are loaded, which requests use them, and which one is unloaded for another.
 
 A request for a model that is not loaded has it loaded beside the others. Where the memory does not suffice, the one that nobody
 has used for longest is given up, once those who use it are done, and so on until it does.

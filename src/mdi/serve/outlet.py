@@ -1,4 +1,4 @@
-"""Between the API process and one engine: texts one way, their tokens the other."""
+"""Carries texts from the API process to one engine, and their tokens back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of a request, checked one by one. What is not known is left alone, as other servers do."""
+"""Fields of a request, checked one by one. Unknown fields are ignored, as in other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API process, as the engine process starts it, speaks with it and ends it."""
+"""The API process as the engine process sees it: start, messages, end."""
 
 from __future__ import annotations
 

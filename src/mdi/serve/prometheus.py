@@ -1,4 +1,4 @@
-"""`/metrics`: what the API process counts, and what the engine process says of the ring, in Prometheus' text form.
+"""`/metrics` in Prometheus' text form: counts of the API process, and the engine process's report on the ring.
 
 The registry is this server's own: nothing of the process or of Python's interpreter is in it.
 """

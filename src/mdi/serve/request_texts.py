@@ -1,4 +1,4 @@
-"""The texts of one request: from prompts to pieces of text, whatever the endpoint makes of them."""
+"""The texts of one request: from prompts to pieces of text, for all endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user of the server chose, as the API process gets it."""
+"""The user's choices for the server, as the API process gets them."""
 
 from __future__ import annotations
 

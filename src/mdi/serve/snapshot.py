@@ -1,4 +1,4 @@
-"""The ring as it is now, for the page and for /metrics: one object of plain values."""
+"""The present state of the ring for the page and for /metrics: one object of plain values."""
 
 from __future__ import annotations
 

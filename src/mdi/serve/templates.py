@@ -1,4 +1,4 @@
-"""A chat as one text: the model's own chat template, which is data and is rendered in jinja2's sandbox, or a plain one.
+"""Turns a chat into one text, by the model's own template (data, rendered in jinja2's sandbox) or a plain one.
 
 A template can read messages and write text. It cannot import, call what is no part of jinja2, or run for ever: how much it may
 write, and how long its loops may be, is limited.

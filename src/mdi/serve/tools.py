@@ -1,4 +1,4 @@
-"""Tool calls: what a request says of its tools, how a model without a template for them is told, and what it answers."""
+"""Tool calls: the tools of a request, their description for models without a template for them, and the model's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a run: the nodes of a file or a network, this process alone, or processes that are started for it."""
+"""The nodes of a run: those of a file or a network, this process alone, or processes that are started for it."""
 
 from __future__ import annotations
 

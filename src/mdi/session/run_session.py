@@ -1,4 +1,4 @@
-"""A run that is open: `with Session(...) as session`, then `submit` and `read` as often as one likes."""
+"""An open run: `with Session(...) as session`, then `submit` and `read` as often as needed."""
 
 from __future__ import annotations
 

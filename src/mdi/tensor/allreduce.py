@@ -1,4 +1,4 @@
-"""The sum of an array over all nodes of a group, in five ways. Afterwards all nodes have the same bits.
+"""The sum of an array over all nodes of a group, in five ways. All nodes get the same bits.
 
 star      all send to the first node, which sums and sends the sum back (as TPI-LLM does)
 exchange  all send to all, and each sums: one delay instead of two, more bytes

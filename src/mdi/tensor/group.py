@@ -1,4 +1,4 @@
-"""What a node must know to take part in a group: its place, the others' addresses, the shares, how numbers are summed.
+"""What a node must know about its group: its rank, the others' addresses, the shares, and how to sum.
 
 It travels in the extensions of `POST /init`, and is checked field by field: it came from another node.
 """

@@ -1,4 +1,4 @@
-"""How the nodes of a group connect: each calls those before it, on their ring ports, once the ring is closed.
+"""Connects the nodes of a group: each calls those before it, on their ring ports, once the ring is closed.
 
 The handshake is the ring's: a HELLO that must fit, after a proof of the cluster key where there is one. Then the first node
 measures the links, and tells all what it found, so that all choose alike.

@@ -1,4 +1,4 @@
-"""Connections between all nodes of a group, for numbers that they sum: read and written by the thread that computes.
+"""Connections between all nodes of a group for their sums. The computing thread reads and writes them.
 
 Every message has a length that both sides know. Sockets do not block: a node that must both send and receive does what can be
 done, so that two nodes never wait for each other to read. Who waits looks again and again for a moment where cores are free,

@@ -1,4 +1,4 @@
-"""What partial sums travel as: float32, or 16 or 8 bits with scales, as rows on a ring do."""
+"""Number formats of partial sums on links: float32, or 16 or 8 bits with scales, as for rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows and columns of every tensor of a model a node's share consists of."""
+"""Which rows and columns of each tensor belong to a node's share."""
 
 from __future__ import annotations
 

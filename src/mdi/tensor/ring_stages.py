@@ -1,4 +1,4 @@
-"""Which nodes of a ring make a stage together: each stage is a node alone, or a group whose nodes compute its blocks together.
+"""Which nodes of a ring form a stage: a single node, or a group whose nodes compute its blocks together.
 
 Pure. The nodes of a group are neighbours in the ring, so that a frame goes through them one after the other.
 """

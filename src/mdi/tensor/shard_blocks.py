@@ -1,4 +1,4 @@
-"""A node's share of a run of blocks, in the kernels: what it adds to the rows is summed over the nodes of the group."""
+"""A node's share of a range of blocks in the kernels. Its results are summed over the nodes of the group."""
 
 from __future__ import annotations
 

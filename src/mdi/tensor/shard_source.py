@@ -1,4 +1,4 @@
-"""A node's share of the weights of a model, cut out of a source that has them whole.
+"""A node's share of a model's weights, cut out of a source with whole weights.
 
 Each shard of a part has the part's name, canonical bytes of its own, and so a hash of its own: it is stored, sent and kept like
 a whole part. Its file says in its metadata what it is a shard of.

@@ -1,4 +1,4 @@
-"""The stage of a node that computes a share of every block, together with the other nodes of its group."""
+"""The stage of a node with a share of every block, computed together with its group."""
 
 from __future__ import annotations
 

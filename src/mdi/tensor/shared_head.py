@@ -1,4 +1,4 @@
-"""The head, shared out over the nodes of a group: each has some rows of the vocabulary, and the starter gets all logits."""
+"""The head, shared over the nodes of a group: each has some rows of the vocabulary; the starter gets all logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes what of every block: query heads, and columns of MLPs, shared out over the nodes of a group.
+"""Which node computes what of every block: query heads and MLP columns, shared over the nodes of a group.
 
 Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
 """

@@ -1,4 +1,4 @@
-"""Sums by torch.distributed, where all nodes of a group have torch: Gloo on CPUs, and NCCL, which was written and never run.
+"""Sums by torch.distributed, if all nodes of a group have torch: Gloo on CPUs, and NCCL, which was never run.
 
 They go over connections of torch's own, which nothing encrypts, to ports that the system chooses.
 """

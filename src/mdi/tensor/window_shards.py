@@ -1,4 +1,4 @@
-"""Shares of blocks whose weights a window holds."""
+"""Shares of blocks that read their weights through a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other nodes' timers, compared with this one's by round trips."""
+"""Compares other nodes' timers with this node's by round trips."""
 
 from __future__ import annotations
 

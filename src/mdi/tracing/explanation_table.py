@@ -1,4 +1,4 @@
-"""An explanation, as it is printed."""
+"""An explanation as text for a terminal."""
 
 from __future__ import annotations
 

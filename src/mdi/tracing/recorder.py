@@ -1,4 +1,4 @@
-"""Records what a node does with each frame, from outside: the loops see a ring that notes when they receive and send."""
+"""Records what a node does with each frame, from outside: it wraps the ring and notes receiving and sending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node did with each frame, and when: spans in a bounded buffer, and the bytes in which they are handed over."""
+"""What a node did with each frame, and when: spans in a bounded buffer, and their form as bytes."""
 
 from __future__ import annotations
 

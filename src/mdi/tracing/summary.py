@@ -1,4 +1,4 @@
-"""What the spans of a trace add up to: how busy each node and each link was, and what a frame's way took. Pure."""
+"""Sums up the spans of a trace: how busy each node and link was, and how long a frame took. Pure."""
 
 from __future__ import annotations
 

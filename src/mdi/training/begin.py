@@ -1,4 +1,4 @@
-"""Where a run begins: with random weights, with those of a checkpoint, or where an earlier run stopped."""
+"""The beginning of a training run: random weights, a checkpoint, or an interrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints that any of our programs takes, and the state to go on from.
+"""The files of a training run: checkpoints for all our programs, and the state to resume from.
 
     <folder>/lit_model.pth, model_config.yaml, tokenizer    the best weights so far
     <folder>/last/...                                       the same files, with the last weights

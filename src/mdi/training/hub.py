@@ -1,4 +1,4 @@
-"""The texts of a data set on the hub: which files they are. Knows nothing of what is in them."""
+"""Finds the texts of a data set on the hub. Does not read the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the first ends the run after the step in hand, the second at once.
+"""Ctrl-C and SIGTERM while training: the first ends the run after the present step, the second at once.
 
 A step that is broken off leaves weights half updated, which nothing could go on from.
 """

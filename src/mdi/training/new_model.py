@@ -1,4 +1,4 @@
-"""The shape of a model to train, by litgpt's name of it or from a file, and first weights for it.
+"""The shape of a model to train, by litgpt's name or from a file, and its first weights.
 
 Knows litgpt's Config and GPT; knows nothing of data or optimizers.
 """

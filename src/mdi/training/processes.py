@@ -1,4 +1,4 @@
-"""The processes that train one model together, started by torchrun: who this one is, and what they tell each other.
+"""The processes that train one model together, started by torchrun: this one's rank, and their communication.
 
 Data-parallel: each has all weights and takes its share of every step's windows; gradients are averaged
 (torch's DistributedDataParallel). One process alone needs none of it and gets the same class.

@@ -1,4 +1,4 @@
-"""Folders, hashes of files, and paths named so that a typo shows.
+"""Folders, hashes of files, and error messages that show a mistyped path.
 
 Knows nothing of what is in the files.
 """

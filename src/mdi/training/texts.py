@@ -1,4 +1,4 @@
-"""Texts to make a data set of: plain files, or tables and lists with a text in each row, one at a time.
+"""Texts for a data set, one at a time: plain files, or tables and lists with a text in each row.
 
 Knows nothing of tokens.
 """

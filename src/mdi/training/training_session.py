@@ -1,4 +1,4 @@
-"""One session of training, from its beginning to its end: the loop, its record, its checkpoints, and how it ended."""
+"""One session of training, from beginning to end: the loop, its record, its checkpoints, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, checked once. Knows no torch."""
+"""The user's choices for a training run, checked once. Without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may take in all, and what of it is left for weights: which window fits, and how many blocks can stay."""
+"""A process's memory limit, and what it leaves for weights: the window that fits, and how many blocks can stay."""
 
 from __future__ import annotations
 

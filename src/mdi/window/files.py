@@ -1,4 +1,4 @@
-"""Reading weights again and again from a file that stays open: past the system's memory of files, or through it."""
+"""Reads weights repeatedly from an open file, with or without the system's page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a stage with a window: in pieces of rows, each in memory while it is computed with."""
+"""The head of a stage with a window: in pieces of rows, each in memory while it is used."""
 
 from __future__ import annotations
 

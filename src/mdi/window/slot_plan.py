@@ -1,4 +1,4 @@
-"""Which units stay in memory for good, and which share slots. Sizes alone: nothing is read."""
+"""Which units stay in memory, and which share slots. Sizes only: nothing is read."""
 
 from __future__ import annotations
 

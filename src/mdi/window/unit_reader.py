@@ -1,4 +1,4 @@
-"""A thread that reads units into memory which is used again, ahead of whoever computes with them.
+"""A thread that reads units into reused memory, ahead of the thread that computes with them.
 
 Units are read in one order, pass after pass. Position p of all passes is unit p % n, and lies in slot p % W: since n is brought
 to a multiple of W (by positions without a unit), each unit has its slot for good. A position may be read as soon as the one

@@ -1,4 +1,4 @@
-"""What is read at once, computed with, and let go of: the packed weights of one half of a block, or some rows of the head."""
+"""The units that are read, used and freed at once: packed weights of half a block, or some rows of the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a stage as its window has them: memory for units that stay, slots for the others, and who reads them."""
+"""The weights of a stage with a window: memory for units that stay, slots for the others, and their reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asked of a window: how many units it has, what is kept for good, and what the process may take."""
+"""The user's choices for a window: number of units, blocks that always stay, and the memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of the kernels whose weights are read from the disk while they compute."""
+"""Stages of the kernels that read their weights from the disk while they compute."""
 
 from __future__ import annotations
 
