@@ -40,12 +40,14 @@ def nodes(spared: Cluster) -> Cluster:
     return spared
 
 
-def disturbed(ring: Cluster, *actions: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+def disturbed(
+    ring: Cluster, *actions: Callable[[], object], n_samples: int = 3
+) -> contextlib.AbstractContextManager[None]:
     """Do one thing after the other, each after some more tokens of all samples."""
 
     def act(is_over: Callable[[], bool]) -> None:
         for k, action in enumerate(actions):
-            wait_for_tokens(ring, 5 + 15 * k, is_over)
+            wait_for_tokens(ring, 5 + 15 * k, is_over, n_samples)
             action()
 
     return meanwhile(act)
@@ -158,9 +160,10 @@ def test_a_node_that_is_back_is_taken_in_again(
         nodes.start(1)
         nodes[1].wait_for("waits for its starter")
 
-    with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL), start_later):
-        result = run(starter, endless, nodes.nodes_file(3), "--silence-s", 1.5, "--n-tokens", 4 * N_TOKENS)
-    assert [len(ids) for ids in result.token_ids] == [4 * N_TOKENS] * 3
+    flags = ("--silence-s", 1.5, "--n-tokens", 3 * N_TOKENS, "--n-samples", 2)
+    with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL), start_later, n_samples=2):
+        result = run(starter, endless, nodes.nodes_file(3), *flags)
+    assert [len(ids) for ids in result.token_ids] == [3 * N_TOKENS] * 2
     assert "secondary1 joins the ring" in result.err and result.json["n_nodes"] == 3
     assert all(one == result.token_ids[0] for one in result.token_ids)
 
