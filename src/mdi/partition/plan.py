@@ -163,6 +163,8 @@ def plan(
         placement = place(cost, method, preferences) if layers is None else by_hand(cost, layers)
     except PlacementError as e:
         hints = help_for_misfit(cost, smaller, method if layers is None else None)
+        if len(profile.nodes) > 1 and may_share and _for_one_text(profile, shape, workload) is not None:
+            hints.append("--parallel tensor fits")
         raise PlacementError("; ".join([str(e), *hints]), e.missing) from None
     found = report(cost, placement, smaller, tuple(notes))
     if len(profile.nodes) == 1 or not may_share:
