@@ -106,6 +106,16 @@ def test_connections_that_say_nothing_disturb_nobody(server: Server) -> None:
             sock.close()
 
 
+@pytest.mark.parametrize("sent", [b"\x00rubbish\r\n\r\n", b"GET / HTTP/1.1\r\nhost: localhost\r\n%s\r\n"])
+def test_what_strangers_send_fills_no_log(server: Server, sent: bytes) -> None:
+    n_before = server.log.stat().st_size
+    with socket.create_connection(("127.0.0.1", server.port), 60) as sock:
+        sock.sendall(sent.replace(b"%s", b"connection: upgrade, close\r\nupgrade: websocket\r\n"))
+        assert sock.makefile("rb").readline().startswith(b"HTTP/1.1")
+    told = server.log.read_bytes()[n_before:]
+    assert b"WARNING:" not in told, "as uvicorn would write it"
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_who_goes_away_frees_its_text(server: Server, is_streamed: bool) -> None:
     body = {

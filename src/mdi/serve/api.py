@@ -29,6 +29,7 @@ from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 SILENCE_S = 60.0  # a connection on which no request has begun since is closed
 STALL_S = 60.0  # a client that takes nothing of its answer for so long is gone
 BACKLOG = 2048
+LIBRARIES = ("uvicorn.error", "asyncio")
 
 logger = logging.getLogger("mdi")
 
@@ -78,15 +79,23 @@ class Protocol(H11Protocol):
 
 def main() -> None:
     values = json.load(sys.stdin)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(os.environ.get(VARIABLE, TIMED)))
-    logger.handlers, logger.propagate = [handler], False
+    set_up_logging(os.environ.get(VARIABLE, TIMED))
     allow_many_connections()
     settings = ServeSettings.from_json(values["settings"])
     catalog = Catalog(Path(values["home"]), Path(values["first"]))
     listener, engine = (socket.socket(fileno=number) for number in (values["listener"], values["engine"]))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(settings, catalog, listener, engine))
+
+
+def set_up_logging(form: str) -> None:
+    """Lines of one form. Libraries say only what is no client's doing: what strangers can provoke would fill the log."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(form))
+    for one in (logger, *map(logging.getLogger, LIBRARIES)):
+        one.handlers, one.propagate = [handler], False
+        if one is not logger:
+            one.setLevel(logging.ERROR)
 
 
 async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.socket, engine: socket.socket) -> None:
@@ -99,7 +108,7 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
     client = EngineClient(drain)
     api = ApiState(settings, client, catalog)
     config = uvicorn.Config(
-        make_app(api), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        make_app(api), http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=int(DRAIN_S), timeout_keep_alive=75,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
