@@ -59,7 +59,7 @@ class FanOut(Generic[T]):
         """The results of all calls, in order.
 
         Args:
-            check: called again and again meanwhile; what it raises ends the waiting.
+            check: called repeatedly meanwhile; its exceptions end the waiting.
 
         Raises:
             Exception: the first that a call raised; the others are not waited for.

@@ -73,12 +73,12 @@ def decoded(frame: Frame, n_cols: int) -> Floats:
 
 
 def bytes_of(x: np.ndarray) -> memoryview:
-    """The memory of an array; of a copy, if it does not lie in one piece."""
+    """The memory of an array, or of a copy if it is not contiguous."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def logit_rows(slices: Slices) -> list[int] | None:
-    """Of all rows of a frame, those that want logits: the last stage sends no others. None if all do."""
+    """The rows of a frame that need logits; the last stage sends no others. None if all do."""
     if all(s.n_logits == s.n_rows for s in slices):
         return None
     kept: list[int] = []

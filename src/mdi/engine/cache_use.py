@@ -9,7 +9,7 @@ from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sequence import Sequence
 from mdi.kernels.page_sizes import PAGE
 
-AHEAD_POSITIONS = 2 * PAGE  # by so much all sequences can grow after one was let in, before one has to be put out
+AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
 
 class CacheUse:
@@ -25,7 +25,7 @@ class CacheUse:
         self._used: dict[int, tuple[int, ...]] = {}
 
     def count(self, sequence: Sequence) -> None:
-        """Reckon with all tokens that are known: they are sent before anything else can come of the sequence."""
+        """Count all known tokens: they are sent before the sequence can get new ones."""
         before, now = self._used.get(sequence.seq_id), self.needs(sequence.n_cached)
         if before != now:
             if before is not None:

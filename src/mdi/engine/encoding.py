@@ -14,7 +14,7 @@ from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 from mdi.net.wire import BLOCK_INT8, ROW_FLOAT16, PayloadType
 
 INT8_MAX = 127
-MARK = -128  # stands where a block's largest value was
+MARK = -128  # marks the place of a block's largest value
 SMALLEST_SCALE = np.float32(1e-30)  # a block of zeros must not be divided by zero
 # Rows are scaled to below 2 ** 15, half of what float16 holds. The bounds keep the scale an ordinary float32.
 HALF_EXPONENT = 15
@@ -46,7 +46,7 @@ class RowFloat16:
         scale = np.ldexp(np.float32(1), np.clip(exponent - HALF_EXPONENT, *EXPONENTS))
         data, scales, values = _empty(self.payload_type, x.shape[0], x.shape[1], np.float32, np.float16)
         scales[:] = scale
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is for the starter to find
+        with np.errstate(over="ignore", invalid="ignore"):  # the starter finds values that are not finite
             values[:] = x / scale
         return data
 

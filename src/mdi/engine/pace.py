@@ -48,7 +48,7 @@ class PromptPace:
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
         if not n_decoding:
-            return  # nobody waits for it
+            return  # no decoding text waits for it
         if not n_prompt:
             self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
         elif self._decode_s:

@@ -43,9 +43,9 @@ class Event:
 
     Attributes:
         tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
-        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or what it was ended with.
+        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or the reason given to end it.
         time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
-        logprobs: of each token, if its sequence wants them: its own, and those of the best tokens.
+        logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens.
     """
 
     seq_id: int
@@ -56,7 +56,7 @@ class Event:
 
 
 def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
-    """How many decoding sequences the next frame takes, so that all frames come to hold the same number or one more.
+    """How many decoding sequences the next frame takes, so that all frames get the same number or one more.
 
     With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
     not, and the weights are read less often.
@@ -69,7 +69,7 @@ def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
     fullest = -(-n_decoding // n_frames)
     n_used = -(-n_decoding // fullest)
     if len(flying) >= n_used:
-        return 0  # one frame too many is under way: what is ready joins the next one
+        return 0  # one frame too many is under way: ready sequences join the next one
     size, n_larger = divmod(n_decoding, n_used)
     return size + 1 if sum(n > size for n in flying) < n_larger else size
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from mdi.engine.cache_memory import CacheMemory
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
 
-KEPT_SHARE = (
-    0.25  # of a node's memory for caches: the rest is for texts that grow, and what they do not take for others
-)
+KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Kept:
 
     Attributes:
         ids: whose rows they hold.
-        owner: only sequences of the same one may go on from them.
+        owner: only sequences of the same owner may continue from them.
         n_bytes: on each node.
     """
 
@@ -73,7 +71,7 @@ class Prefixes:
         return gone
 
     def find(self, owner: str, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Whose caches to go on from, and after how many tokens; None if none help.
+        """The sequence whose caches to continue from, and after how many tokens; None if none help.
 
         The last token is never among them: its row gives the first new one.
         """
@@ -100,13 +98,13 @@ class Prefixes:
         self._count(kept, -1)
 
     def drop_oldest(self) -> int:
-        """Give up the one that was used longest ago; which it was."""
+        """Drop the least recently used one, and return it."""
         seq_id = next(iter(self._kept))
         self.drop(seq_id)
         return seq_id
 
     def _can_be_cut(self, length: int, n: int) -> bool:
-        """Whether blocks with a window still have what the row after `n` tokens sees."""
+        """Whether blocks with a window still have the positions that the row after `n` tokens sees."""
         return self._window is None or length <= self._window or n >= length - WINDOW_SLACK
 
     def _count(self, kept: Kept, sign: int) -> None:
@@ -115,7 +113,7 @@ class Prefixes:
 
 
 def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:
-    """For each whole page, what stands for the ids up to its end; equal keys are looked at before they are believed."""
+    """For each whole page, a key for the ids up to its end. Equal keys are compared by their ids before they are used."""
     keys, chain = [], 0
     for end in range(PAGE, len(ids) + 1, PAGE):
         chain = hash((chain, *ids[end - PAGE : end]))

@@ -10,7 +10,7 @@ from mdi.engine.sequence import Sequence
 
 
 class Replays:
-    """Those that wait for it, in order; each is replayed up to what has been sent of it (`Sequence.n_sent`)."""
+    """Sequences that wait for a replay, in order; each is replayed up to `Sequence.n_sent`."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Sequence, int]] = deque()  # and how many positions have been replayed
@@ -22,7 +22,7 @@ class Replays:
         self._waiting.append((sequence, 0))
 
     def drop(self, sequence: Sequence) -> None:
-        """It does not go on, if it is one of them."""
+        """Removes the sequence, if it is one of them."""
         self._waiting = deque(pair for pair in self._waiting if pair[0] is not sequence)
 
     def clear(self) -> None:
@@ -44,6 +44,6 @@ class Replays:
         return slices, restored
 
     def unfinished(self, in_flight: Iterable[Plan]) -> set[int]:
-        """Sequences whose replays are not over: no node can be told to have them whole."""
+        """Sequences whose replays are not over, so that no node has them completely."""
         flying = {part.seq_id for plan in in_flight if plan.is_replay for part in plan.slices}
         return flying | {sequence.seq_id for sequence, _ in self._waiting}

@@ -16,7 +16,7 @@ from mdi.engine.planned import Event
 from mdi.engine.sequence import Sequence
 
 # Sees each new token in the loop's thread, before the next frame is made; True ends the sequence with the reason "stop".
-# It must be short; what it raises ends the sequence with the reason FAILED.
+# It must be short; its exceptions end the sequence with the reason FAILED.
 Ends = Callable[[int], bool]
 Events = queue.SimpleQueue[Event]
 
@@ -28,7 +28,7 @@ FAILED, UNMATCHED = "failed", "unmatched"
 
 
 class Constraint(Protocol):
-    """What a sequence's next token may be. Asked in the loop's thread, and told each token before it is asked again."""
+    """Which tokens may come next. Called in the loop's thread; it gets each token before the next question."""
 
     def allowed(self) -> Any:
         """bool array (vocabulary). What it raises, here and in `take`, ends the sequence as UNMATCHED."""
@@ -62,7 +62,7 @@ class Request:
         self._n_given = 0
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Have the sequence ended soon; its last event carries `reason`, unless it ends by itself before. Never waits."""
+        """End the sequence soon; its last event has `reason`, unless it ends by itself before. Never waits."""
         self._cancel(self.seq_id, reason)
 
     def __iter__(self) -> Iterator[Event]:
@@ -105,7 +105,7 @@ class Request:
 
 
 def wait_for_event(events: Events) -> Event:
-    """The next event, however long that takes; Ctrl-C gets through, which it does not everywhere without a timeout."""
+    """The next event, however long that takes. Uses a timeout inside, so that Ctrl-C works on every system."""
     while True:
         try:
             return events.get(timeout=1.0)

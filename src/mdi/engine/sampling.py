@@ -89,7 +89,7 @@ def best_of(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def adjusted(logits: Any, rows: Sequence[Row]) -> Any:
-    """Logits after what the rows ask for beside the model's opinion; the same object if none asks for anything."""
+    """Logits after the penalties, biases and constraints of the rows; the same object if there are none."""
     if all(row.is_plain for row in rows):
         return logits
     changed = np.array(on_host(logits))
@@ -100,7 +100,7 @@ def adjusted(logits: Any, rows: Sequence[Row]) -> Any:
 
 
 def _adjust(logits: np.ndarray, row: Row) -> None:
-    """Penalties, biases and what is allowed, in place, of one row. Logits stay numbers, however extreme a penalty is."""
+    """Applies penalties, biases and the constraint to one row, in place. Logits stay numbers, however extreme a penalty is."""
     params = row.params
     if params.repetition_penalty != 1:
         seen = np.unique(np.array(row.ids, dtype=np.int64))

@@ -25,22 +25,22 @@ from mdi.engine.sequence import Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
 
-DECODE_ROWS = 4096  # sequences in a frame at most; with a chunk, well below what a link accepts (net.wire.FRAME_ROWS)
+DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
 
 
 class Scheduler:
     """Spreads sequences over frames.
 
-    Caches are reckoned with as they are used. A sequence enters if all that run, and it, have memory for AHEAD_POSITIONS
-    more tokens; when what they use has grown beyond what a node holds, the one that came last is put out: its caches are
-    freed, and it waits, before all others, to be let in again as a prompt of all its tokens. So those that run are always the
-    first that came, the first of all is never put out, and nobody starves. Caches of sequences that have ended stay for those
-    of the same owner that begin alike, until the memory is wanted.
+    Caches count as they are used. A sequence is admitted if it and all running ones have memory for AHEAD_POSITIONS
+    more tokens. When they have grown beyond what a node holds, the newest sequence is evicted: its caches are
+    freed, and it waits, before all others, to be admitted again as a prompt of all its tokens. So the oldest sequences
+    always run, the oldest of all is never evicted, and every sequence ends. Caches of ended sequences stay for new ones
+    of the same owner with the same beginning, until the memory is needed.
 
     Args:
         n_frames: frames in flight at most; the number of nodes, or more where transfers take long (see the module).
         chunk_rows: prompt rows that one frame takes at most.
-        memory: what the nodes can hold; None is unlimited.
+        memory: the nodes' memory for caches; None is unlimited.
         decode_rows: decoding sequences in a frame at most.
     """
 
@@ -65,7 +65,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
-        self._has_replayed = False  # with the frame before: replays and others take turns
+        self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
         self.n_put_out = 0  # how often a sequence had to give its caches back
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that there is no cache memory for now, and those that have just come."""
+        """Sequences without cache memory at present, and those that have just come."""
         return len(self._waiting)
 
     @property
@@ -133,9 +133,9 @@ class Scheduler:
         self._suspects.update(seq_ids)
 
     def rewind(self, n_frames: int, memory: CacheMemory | None) -> list[Event]:
-        """Go on over another ring, whose nodes have no caches: all that run begin again, each with all its tokens.
+        """Continue over another ring, whose nodes have no caches: all running sequences begin again, with all their tokens.
 
-        What the old ring had in flight is forgotten; frames are counted on, so that one that still comes is not taken for
+        Frames in flight on the old ring are forgotten. Frame numbers continue, so that a late frame is not mistaken for
         one of the new ring.
 
         Returns:
@@ -158,7 +158,7 @@ class Scheduler:
     def resume(
         self, n_frames: int, memory: CacheMemory | None, kept: Mapping[int, int], has_fresh: bool = True
     ) -> list[Event]:
-        """Go on over another ring, most of whose nodes have their caches: the others get theirs by replays.
+        """Continue over another ring. Most of its nodes have their caches; the others get theirs by replays.
 
         A sequence is continued behind the last position that came back; one that cannot be replayed begins again. Returns what
         `rewind` does.
@@ -233,7 +233,7 @@ class Scheduler:
         events = []
         for part in plan.slices:
             if not part.n_logits or not self._is_current(part):
-                continue  # the middle of a prompt; or cancelled or put out meanwhile
+                continue  # the middle of a prompt; or cancelled or evicted meanwhile
             sequence = self._running[part.seq_id]
             self._suspects.discard(part.seq_id)
             new = sequence.extend(tokens[part.seq_id])
@@ -255,13 +255,13 @@ class Scheduler:
             self._use.count(sequence)
 
     def _admit(self) -> None:
-        """Let in who fits; after one that goes on from a kept cache nobody else, for whom that could have to make way."""
+        """Admit sequences that fit. After one that continues from a kept cache, stop: another could need the memory of that cache."""
         while self._waiting and not self._copies:
             sequence = self._waiting[0]
             if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
                 return
             if not self._holds(self._use.ahead([*self._running.values(), sequence])):
-                return  # first come, first served: nobody overtakes
+                return  # first come, first served
             self._waiting.popleft()
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
@@ -269,7 +269,7 @@ class Scheduler:
             self._reuse(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Begin behind what a sequence that has ended had in common with this one."""
+        """Begin behind the part that this sequence has in common with an ended one."""
         if self._prefixes is None or sequence.owner is None:
             return
         if (found := self._prefixes.find(sequence.owner, sequence.ids)) is not None:
@@ -278,7 +278,7 @@ class Scheduler:
             self.n_reused += sequence.n_sent
 
     def _holds(self, n_bytes: list[int]) -> bool:
-        """Whether all nodes can hold so much for those that run; what is kept of others makes way for it."""
+        """Whether all nodes can hold so much for the running sequences; kept caches of ended ones are dropped for it."""
         if self.memory is None or self._prefixes is None:
             return True
         if not self.memory.holds(n_bytes):
@@ -320,7 +320,7 @@ class Scheduler:
 
     def _share(self) -> int:
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
-        # Of each frame, the sequences that go on when it is back.
+        # The sequences of each frame that continue when it is back.
         flying = [sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices) for plan in self._in_flight]
         return min(next_share(n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
 
@@ -339,7 +339,7 @@ class Scheduler:
         return slices
 
     def _replay_slices(self) -> list[PlannedSlice]:
-        """Rows that were sent before. Who has all of them goes on: frames do not overtake each other."""
+        """Rows that were sent before. A sequence with all of them continues, because frames do not overtake each other."""
         slices, restored = self._replays.take(self.chunk_rows)
         for sequence in restored:
             self._go_on(sequence)

@@ -49,8 +49,8 @@ class SecondaryLoop:
 
     Args:
         rows: as the stage has them.
-        is_last: whether the next node is the starter, which wants only the rows for logits.
-        wire: what the rows travel as (net.wire.WIRE_DTYPES).
+        is_last: whether the next node is the starter, which needs only the rows for logits.
+        wire: number format of rows on the links (net.wire.WIRE_DTYPES).
         sent: where the rows are kept that go to the next node, if that is not the starter.
         replay: this node's part in replays: COMPUTE those that have rows, and PASS them on with their rows, or FILL those that
             have none for the next node.

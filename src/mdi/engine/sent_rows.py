@@ -12,7 +12,7 @@ from mdi.errors import EngineError
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
 from mdi.slices import Slice, Slices
 
-COMPUTE, FILL, PASS = "compute", "fill", "pass"  # what a node may be told to do with replays, see SecondaryLoop
+COMPUTE, FILL, PASS = "compute", "fill", "pass"  # the parts that a node can have in replays, see SecondaryLoop
 
 
 @dataclass

@@ -25,8 +25,8 @@ class SamplingParams:
         frequency_penalty: the same, as often as it has been.
         repetition_penalty: logits of tokens that the text has, the prompt included, are divided by it, or multiplied if they
             are negative.
-        logit_bias: (token, what is added to its logit).
-        n_logprobs: how many of the best tokens' probabilities are told with each token, beside its own; None tells none.
+        logit_bias: (token, number that is added to its logit).
+        n_logprobs: how many of the best tokens' probabilities come with each token, besides its own; None: none at all.
     """
 
     n_tokens: int = 300
@@ -72,7 +72,7 @@ class Sequence:
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
-        owner: whose texts may go on from its caches when it has ended; None gives them back at once.
+        owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
     """
 
     seq_id: int
@@ -109,7 +109,7 @@ class Sequence:
 
     @property
     def n_positions(self) -> int:
-        """Cache positions that it can come to need: the last token is never sent."""
+        """Most cache positions that it can need: the last token is never sent."""
         return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
     @property
@@ -163,9 +163,9 @@ class Sequence:
         return tuple(self.ids[begin:stop])
 
     def _n_stop(self, complete: bool) -> int:
-        """How many tokens at the end are a complete stop sequence, or else the beginning of one; 0 if none are.
+        """How many tokens at the end form a stop sequence, or else the beginning of one; 0 if none do.
 
-        Only held tokens can be: those before them begin nothing that still may go on.
+        Only held tokens can: no stop sequence can begin before them.
         """
         longest = 0
         for stop in self.params.stop_sequences:

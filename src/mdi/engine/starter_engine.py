@@ -36,17 +36,17 @@ class StarterEngine:
 
     Args:
         stage: the starter's own part of the model, loaded and prepared.
-        scheduler: decides what goes into the frames; knows what the nodes' caches can hold.
+        scheduler: chooses the rows of the frames; knows the nodes' memory for caches.
         max_length: tokens that a sequence may reach, prompt included.
         rows: as the stage has them.
-        wire: what the rows travel as (net.wire.WIRE_DTYPES).
+        wire: number format of rows on the links (net.wire.WIRE_DTYPES).
 
     Attributes:
-        stage, memory: the starter's own part in the next ring, and what its nodes can hold; to be set between two runs.
-        pace: how fast prompts go in beside texts that grow; None as fast as they can. To be set before texts come.
+        stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
+        pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
         kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
-            have theirs; None where no node has caches. To be set between two runs.
-        sent: rows that were sent to the next node, and `fills_replays` whether it is to have them again.
+            have theirs; None if no node has caches. Set between two runs.
+        sent: rows that were sent to the next node; `fills_replays` says whether that node needs them again.
         has_fresh: whether there are nodes without caches at all.
         last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
     """
@@ -84,7 +84,7 @@ class StarterEngine:
         Args:
             generated: tokens that it has already, of an earlier run; its next one is drawn as it would have been then.
             ends: sees each token and may end the sequence, see `Ends`.
-            events: where its events go; None makes a queue of its own.
+            events: queue for its events; None makes one.
             constraint: what its tokens may be; None any.
             owner: see Sequence.
 
@@ -168,13 +168,13 @@ class StarterEngine:
     def run(self, ring: Ring, until_idle: bool = True) -> None:
         """Generate until nothing is left to do, or, with `until_idle` false, until `close`; in any case until `leave`.
 
-        Over another ring than the last time, all sequences go on from the token ids that they have.
+        Over another ring than the last time, all sequences continue from their token ids.
 
         Args:
             ring: formed; a LoopbackRing if there are no other nodes.
 
         Raises:
-            NodeLostError, RingError: the ring broke; the sequences can go on over another one.
+            NodeLostError, RingError: the ring broke; the sequences can continue over another one.
             EngineError: the ring was stopped by another node, or gave back what cannot be.
         """
         if ring is not self._ring:
@@ -200,7 +200,7 @@ class StarterEngine:
                 raise EngineError("the run was stopped before its sequences were finished") from None
 
     def end_all(self, reason: str = FAILED) -> None:
-        """End what is left, after the last run: everybody who waits for an event gets a last one, and nobody new comes."""
+        """End the remaining sequences after the last run: each reader gets a last event, and no new text is accepted."""
         self._inbox.close()
         for command in self._inbox.take():
             command()

@@ -44,7 +44,7 @@ class ClusterMeasurement:
         request: the model that they measure themselves with.
         own: measures the starter, on the calling thread.
         wait_s: how long to wait for a node that does not answer yet.
-        check: called again and again meanwhile; what it raises ends the waiting.
+        check: called repeatedly meanwhile; its exceptions end the waiting.
         own_share: what part of its machine the starter takes, on the calling thread; 0 is unknown.
         own_format: that the starter measures in.
     """

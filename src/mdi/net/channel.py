@@ -64,7 +64,7 @@ class Channel(Generic[T]):
             item = self._items.popleft()
             self.changed.notify_all()
             was_full = len(self._items) == self.capacity - 1
-        if was_full and self._on_space is not None:  # outside of the lock: who is told may look at this channel
+        if was_full and self._on_space is not None:  # outside of the lock: the callee may use this channel
             self._on_space()
         return item
 
@@ -84,7 +84,7 @@ class Channel(Generic[T]):
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Drop what is queued and wake everybody; get() gives None and put() False from now on."""
+        """Drop the queue and wake all threads; from now on get() gives None and put() False."""
         with self.changed:
             self._closed = True
             self._items.clear()

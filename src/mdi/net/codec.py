@@ -51,12 +51,12 @@ HEADER_BYTES = _FIELDS.size + CHECK_BYTES
 
 Buffer = bytes | bytearray | memoryview
 Read = Callable[[memoryview], object]  # fills a buffer
-Take = Callable[[int], memoryview]  # a buffer of so many bytes
+Take = Callable[[int], memoryview]  # makes a buffer of so many bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header: what is needed to read the rest of the frame. `fields` are its bytes up to `check`, the CRC."""
+    """A decoded header, needed to read the rest of the frame. `fields` are its bytes up to `check`, the CRC."""
 
     type: FrameType
     epoch: int
@@ -78,7 +78,7 @@ class Header:
 
 
 class FrameCodec:
-    """Writes and reads the frames of one connection; `limits` is what is accepted. `session` seals them, if there is one."""
+    """Writes and reads the frames of one connection, within `limits`. `session`, if there is one, seals them."""
 
     session: SealedSession | None = None
 

@@ -20,7 +20,7 @@ class Connection:
     """A connected socket whose handshake is done.
 
     Attributes:
-        codec: of what it carries from here on.
+        codec: for its frames from here on.
         received: number of the last BATCH frame that the neighbour had before, if it had any.
     """
 
@@ -33,13 +33,13 @@ class Reconnect(Protocol):
     """Makes the next connection with the same neighbour, see `mdi.net.reconnect`.
 
     Attributes:
-        on_call: called, from any thread, when the neighbour has called again: what it found broken may look sound from here.
+        on_call: called from any thread when the neighbour connects again; its broken connection may look intact from here.
     """
 
     on_call: Callable[[], None]
 
     def connect(self, received: int | None, until: float) -> Connection:
-        """Called by the link's receiving thread, which reads nothing meanwhile.
+        """The link's receiving thread calls it, and reads nothing meanwhile.
 
         Args:
             received: number of the last BATCH frame that came from the neighbour, if one did.
@@ -54,11 +54,11 @@ class Reconnect(Protocol):
 
 
 class Returning(Protocol):
-    """What a listener hands the calls of a neighbour to that is expected to call again.
+    """Receives the further calls of a neighbour from the listener.
 
     Attributes:
         epoch: of the ring.
-        caller: what it said when the ring was closed.
+        caller: its HELLO when the ring was closed.
     """
 
     epoch: int

@@ -13,7 +13,7 @@ logger = logging.getLogger("mdi")
 
 
 class DropLog:
-    """The first few drops are told one by one, then only each time that their number has doubled; anew after a quiet minute.
+    """Reports the first few drops one by one, then each doubling of their number. Starts again after a quiet minute.
 
     Args:
         name: of the node.

@@ -28,7 +28,7 @@ class BufferPool:
 
     Args:
         n_kept: buffers that wait to be used again, at most.
-        allocate: makes a writable buffer of so many bytes, whose len() they are; page-locked memory for a GPU, say.
+        allocate: makes a writable buffer whose len() is its bytes; for a GPU, page-locked memory.
     """
 
     def __init__(self, n_kept: int, allocate: Allocate = bytearray) -> None:
@@ -66,10 +66,10 @@ def tune(sock: socket.socket) -> None:
 
 
 def send_frame(sock: socket.socket, frame: Frame, codec: FrameCodec = PLAIN, is_patient: bool = False) -> int:
-    """Write one frame, header and payload in one system call where there is one for it; returns the bytes written.
+    """Write one frame, header and payload in one system call if the system has one; returns the bytes written.
 
     Args:
-        is_patient: go on when the socket's own timeout passes: a peer that takes nothing may be busy, and says so by PINGs.
+        is_patient: continue after the socket's own timeout: a busy peer may take nothing, but it sends PINGs.
     """
     first, second = codec.parts(frame)
     head, payload = memoryview(first), memoryview(second).cast("B") if len(second) else memoryview(b"")
@@ -93,7 +93,7 @@ def read_frame(sock: socket.socket, codec: FrameCodec, pool: BufferPool | None =
 
     Raises:
         CutOffError: it closed in the middle of one.
-        WireError: what it sent is no frame that `codec` accepts.
+        WireError: the bytes are not a frame that `codec` accepts.
         OSError: the socket's own errors, TimeoutError among them.
     """
     head = bytearray(HEADER_BYTES)
@@ -114,7 +114,7 @@ def _read_exactly(sock: socket.socket, view: memoryview, may_end: bool = False) 
             raise CutOffError(f"the connection was closed {len(view) - done} bytes before the end of a frame")
         done += n
         now = time.monotonic()
-        if deadline is None:  # the clock runs from the first byte on: before it, silence is what is measured
+        if deadline is None:  # the deadline begins with the first byte; before that, the limit of silence applies
             deadline = now + PATIENCE_S + len(view) / SLOWEST_BYTES_PER_S
         if now > deadline and done < len(view):
             raise WireError(f"a frame was too slow: {len(view) - done} of {len(view)} bytes are still missing")

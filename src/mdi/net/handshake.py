@@ -86,7 +86,7 @@ def join_ring(
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
 
     Args:
-        codec_in, caller: of the connection that it made, and what it said, see Expectation.
+        codec_in, caller: codec and HELLO of the connection that it made, see Expectation.
         arrivals: see TcpRing.
         listener: where it can call again if its connection breaks; without, it is lost then.
 
@@ -154,7 +154,7 @@ def _signs_of_life(sock: socket.socket, epoch: int, codec: FrameCodec) -> Iterat
 def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Hello:
     """Wait for the next node's HELLO, which says that the ring is closed from there to the starter.
 
-    The farther a node is from the starter, the less it waits in all, so that its report is there before the others' patience
+    The farther a node is from the starter, the shorter it waits, so that its report arrives before the other nodes' waits
     ends.
     """
     frame = _await_frame(sock, seat, timeout_s * (1 - seat.index / (2 * seat.n_nodes)), codec)
@@ -175,7 +175,7 @@ def _read_answer(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
 
 
 def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: FrameCodec) -> Frame | None:
-    """The next frame that is no sign of life; None if the connection is closed. NodeLostError says what else happened."""
+    """The next frame that is not a PING; None if the connection is closed. NodeLostError for everything else."""
     name = seat.next_name
     silence_s = seat.silence_s
     begin = heard = time.monotonic()

@@ -23,9 +23,9 @@ class Hello:
         index: place of the sender in the ring, 0 is the starter.
         n_nodes: length of the ring.
         placement: hash of model, cut and ring that all nodes of a run share.
-        name, process: who the sender is: its name, and a number that its process drew; its address may change.
-        extensions: free for later use; "wire" is what the run's rows travel as, if not "auto" (net.wire.WIRE_DTYPES);
-            "reconnect" and "received" belong to a connection in the place of one that broke (net.reconnect).
+        name, process: the sender's name, and a number that its process drew; its address may change.
+        extensions: for later versions; "wire" is the number format of the run's rows, if not "auto" (net.wire.WIRE_DTYPES);
+            "reconnect" and "received" are for a connection that replaces a broken one (net.reconnect).
     """
 
     index: int
@@ -78,7 +78,7 @@ class Fault:
         node: the node that is lost or failed; "" if it is not known.
         message: one line for a person.
         reporter: the node that noticed.
-        code: "lost" if the node is not heard any more, else that of its error (see mdi.errors).
+        code: "lost" if the node is silent, else that of its error (see mdi.errors).
     """
 
     node: str

@@ -26,14 +26,14 @@ from mdi.net.connection import Connection, NotBackError, Reconnect
 from mdi.net.frame_io import Allocate, BufferPool, CutOffError, read_frame, send_frame
 from mdi.net.wire import SILENCE_S, Frame, FrameType
 
-PING_INTERVAL_S = 1.0  # less where less silence is enough to be taken for dead
+PING_INTERVAL_S = 1.0  # less if a shorter silence counts as dead
 PINGS_PER_SILENCE = 6
 N_IN_VAIN, N_SILENT = 20, 2  # connections, one after the other, that brought neither side a frame: broken, silent
 JOIN_S = 10.0
 
 
 class LinkObserver(Protocol):
-    """Is told of each frame with rows, by the threads of a link: it must be quick, and must not raise."""
+    """Called with each frame that has rows, by the threads of a link: it must be quick and must not raise."""
 
     def sent(self, frame: Frame, begin_s: float, end_s: float) -> None:
         """From `begin_s` to `end_s` (time.perf_counter) the frame was written to the socket."""
@@ -58,7 +58,7 @@ class Link:
         on_notice: called from a thread of the link with each NOTICE.
         on_space: called from a thread of the link when `is_full` is over.
         reconnect: makes another connection when one breaks; without, the neighbour is lost then.
-        silence_s: how long nothing may be heard. After half of it the connection is replaced.
+        silence_s: longest silence of the neighbour. After half of it the connection is replaced.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Link:
         self.outbox.put_first(frame)
 
     def put_last(self, frame: Frame) -> None:
-        """Send a STOP or ERROR before whatever is queued, and nothing after it; not at all while there is no connection."""
+        """Send a STOP or ERROR before the queue, and nothing after it. Sends nothing while there is no connection."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -189,7 +189,7 @@ class Link:
         return due if frame is None or frame.type is FrameType.BATCH else [*due, frame]
 
     def _close_before(self, connection: Connection) -> None:
-        """Here, for nobody but this thread may still hold an older socket."""
+        """Called here, because only this thread may still use an older socket."""
         while self._sockets[0] is not connection.sock:
             self._sockets.pop(0).close()
 
@@ -290,12 +290,12 @@ class Link:
             if self.is_closing:
                 self._shut(connection.sock)
             self._changed.notify_all()
-        self.outbox.wake()  # what was kept leaves at once
+        self.outbox.wake()  # the kept frames leave at once
         return connection
 
     @staticmethod
     def _drain(sock: socket.socket) -> None:
-        """Read what still comes: a socket that is closed with bytes unread may take back what it has sent."""
+        """Read the rest: closing a socket with unread bytes may discard what it has sent."""
         with contextlib.suppress(OSError):
             while sock.recv(1 << 16):
                 pass

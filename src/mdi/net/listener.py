@@ -59,7 +59,7 @@ class Expectation:
     """The neighbour that a ring waits for.
 
     Attributes:
-        caller: what it said, once it has called: which process it is, say.
+        caller: its HELLO, once it has called, with its process.
         codec: what all further frames of its connection go through.
     """
 
@@ -97,7 +97,7 @@ class _Pending:
         return n_bytes - len(self.data)
 
     def take(self) -> Frame | None:
-        """The frame, once it is there whole. WireError if it is none."""
+        """The frame, once it is complete. WireError if it is not a frame."""
         if self.header is None and self.n_missing == 0:
             self.header = self.codec.header(self.data)
             self.data.clear()
@@ -118,10 +118,10 @@ class _Pending:
 
 
 class RingListener:
-    """Owns the ring port. `expect` names a neighbour, one for each ring that is to be closed; all others are dropped.
+    """Owns the ring port. `expect` names a neighbour for each ring that will be closed; all other callers are dropped.
 
     Args:
-        keys: of the cluster. Where there are some, who does not have one of them is dropped before it is listened to.
+        keys: of the cluster. If there are some, a caller without one of them is dropped before its HELLO is read.
     """
 
     def __init__(self, sock: socket.socket, name: str, keys: KeyFile | None = None) -> None:
@@ -151,7 +151,7 @@ class RingListener:
         """From now on, let in the one connection that says `hello` for run `epoch`, beside those expected before.
 
         Args:
-            answer: sent back at once if given; else whoever takes the connection answers.
+            answer: sent back at once if given; otherwise the thread that takes the connection answers.
         """
         expectation = Expectation(epoch, hello, answer)
         with self._lock:
@@ -159,7 +159,7 @@ class RingListener:
         return expectation
 
     def forget(self, expectation: Expectation) -> None:
-        """Withdraw an expectation; a connection that nobody took is closed, a waiting thread wakes."""
+        """Withdraw an expectation. Closes a connection that was not taken, and wakes a waiting thread."""
         with self._lock:
             if expectation in self._expected:
                 self._expected.remove(expectation)
@@ -216,7 +216,7 @@ class RingListener:
             return  # it went away again
         sock.setblocking(False)
         pending = self.pending()
-        if len(pending) >= N_PENDING_LIMIT:  # the oldest has had the most time to say who it is
+        if len(pending) >= N_PENDING_LIMIT:  # the oldest one has had the most time for its HELLO
             self._drop(min(pending, key=lambda p: p.deadline), "too many connections wait here")
         entry = _Pending(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_DEADLINE_S)
         self._selector.register(sock, selectors.EVENT_READ, entry)
@@ -279,7 +279,7 @@ class RingListener:
                 return returning.take(self._let_in(pending), pending.codec, hello)
             expectation = self._match(frame.epoch, hello)
         except RingError as e:
-            # One that only wants to know whether this port can be reached (control.reach) is no intruder.
+            # A caller that only tests whether this port can be reached (control.reach) is not reported.
             return self._refuse(pending, frame.epoch, e, is_told=not hello.extensions.get("question"))
         self._let_in(pending)
         expectation.codec = pending.codec

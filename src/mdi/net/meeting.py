@@ -24,7 +24,7 @@ def call(
         timeout_s: of connecting, and of each operation afterwards.
 
     Raises:
-        CannotConnectError: there is nobody.
+        CannotConnectError: nothing answers there.
         AccessError, WireError, OSError: see `meet`.
     """
     try:
@@ -42,7 +42,7 @@ def call(
 
 
 class CannotConnectError(Exception):
-    """Nobody takes the connection; `is_refused`: the machine is there, and says that nobody listens."""
+    """The connection failed; `is_refused`: the machine answered that nothing listens."""
 
     def __init__(self, reason: str, is_refused: bool) -> None:
         super().__init__(reason)

@@ -41,7 +41,7 @@ class Dialer:
     """Calls the next node again.
 
     Args:
-        limits: what is accepted of it.
+        limits: of accepted frames.
         process: that it named when the ring was closed.
     """
 
@@ -99,7 +99,7 @@ class Dialer:
         try:
             if self._stopped.is_set():
                 raise NotBackError("the ring was closed")
-            # One that was halted may go on yet, and finds this call: so the answer has all the time that is left.
+            # A stopped node may still continue and find this call, so the answer gets all the remaining time.
             sock.settimeout(max(PAUSE_S, until - time.monotonic()))
             hello_back = self._answer(read_frame(sock, codec))
         except ConnectionError as e:
@@ -127,10 +127,10 @@ class Dialer:
 
 
 class Waiter:
-    """Waits until the previous node calls again. `stop` is to be called in the end, for the listener knows of it.
+    """Waits until the previous node calls again. Call `stop` in the end, so that the listener forgets it.
 
     Args:
-        caller: what the node said when the ring was closed.
+        caller: the node's HELLO when the ring was closed.
 
     Attributes:
         on_call: see Reconnect.
@@ -150,7 +150,7 @@ class Waiter:
         listener.expect_again(self)
 
     def take(self, sock: socket.socket, codec: FrameCodec, hello: Hello) -> None:
-        """Of the listener: the node has called. Of calls that are heard in another order than made, the last made counts."""
+        """The listener calls this when the node has called. If calls arrive out of order, the one that was made last counts."""
         self.on_call()
         codec.limits = self._limits
         with self._changed:

@@ -33,8 +33,8 @@ class Seat:
     Attributes:
         wire: what its rows travel as (net.wire.WIRE_DTYPES).
         process: a number that this node's process drew.
-        keys: of the cluster; where there are some, all that its nodes send each other is encrypted.
-        silence_s: after so long without a sign of life a neighbour is lost.
+        keys: of the cluster; if there are some, all frames between its nodes are encrypted.
+        silence_s: a neighbour that is silent for so long is lost.
     """
 
     epoch: int
@@ -117,7 +117,7 @@ class Ring(Protocol):
 
 
 class LoopbackRing:
-    """The ring of a single node: what it sends comes back, by reference. `capacity`: frames in flight at most."""
+    """The ring of a single node: its frames come back, by reference. `capacity`: most frames in flight."""
 
     def __init__(self, capacity: int, epoch: int = 0) -> None:
         self.epoch = epoch
@@ -161,13 +161,13 @@ class TcpRing:
     """The links of a node to its two neighbours, and what happens when one of them ends.
 
     Rows go from the previous node to the next. STOP, ERROR and NOTICE go both ways, so that they reach the nodes on either
-    side of a lost one, and nobody takes a neighbour that has ended for lost; they end with the first node that has heard
-    already, NOTICE with the starter.
+    side of a lost one, and no node counts a neighbour that has ended as lost. They stop at the first node that already has
+    them, NOTICE at the starter.
 
     Args:
         codecs: those of `sock_in` and `sock_out` since the handshake.
-        reconnects: make other connections in the places of `sock_in` and `sock_out`; None: who is not connected is lost.
-        arrivals: notified when `poll` may have something new to say; None where nobody polls.
+        reconnects: replace `sock_in` and `sock_out` if they break; None: a broken connection means a lost node.
+        arrivals: notified when `poll` may have something new; None if `poll` is not used.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TcpRing:
         self._over = threading.Event()
         self._arrivals = arrivals
         self.inbox: Channel[Frame] = Channel(capacity + 1, arrivals)
-        # A link may be lost before the other one stands: it is told of that, too.
+        # A link may be lost before the other one is open: that one gets the report, too.
         with self._lock:
             codec_in, codec_out = codecs or (FrameCodec(), FrameCodec())
             codec_in.limits = codec_out.limits = limits
@@ -217,7 +217,7 @@ class TcpRing:
 
     @property
     def n_reconnected(self) -> int:
-        """Connections that were made in the place of broken ones."""
+        """Number of connections that replaced broken ones."""
         return self.next_link.n_reconnected + self.previous_link.n_reconnected
 
     @property
@@ -287,7 +287,7 @@ class TcpRing:
         return self._leaving
 
     def announce_leave(self) -> None:
-        """Tell the starter that this node is about to leave; the ring goes on."""
+        """Tell the starter that this node will leave; the ring goes on."""
         notice = Fault(self._seat.name, "it was told to end", self._seat.name, "leaving")
         self._hear_notice(Frame.message(FrameType.NOTICE, self._seat.epoch, notice.to_bytes()))
 

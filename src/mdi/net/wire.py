@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from mdi.slices import Slice as Slice
 
-SILENCE_S = 6.0  # a neighbour that is heard nothing of for so long is taken for dead, unless the run says otherwise
+SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 
 
@@ -18,15 +18,15 @@ class FrameType(IntEnum):
     ERROR = 4  # a node failed; the payload says which and how; passed on in both directions
     PING = 5  # sign of life of one link, in both directions, never passed on
     CHALLENGE = 6  # before the HELLO, where nodes have a cluster key, and its answer
-    NOTICE = 7  # a node is about to leave; passed on in both directions, past what is queued, up to the starter
+    NOTICE = 7  # a node will leave; passed on in both directions, before queued frames, up to the starter
 
 
 @dataclass(frozen=True)
 class PayloadType:
-    """How the numbers of a payload lie in memory: all scales first, if it has some, then all values, row by row.
+    """The layout of a payload: all scales first, if there are some, then all values, row by row.
 
     Attributes:
-        name: torch's name of the type, or what the scaled ones are called here.
+        name: torch's name of the type, or our own for scaled types.
         value_bytes: of one value.
         scale_bytes: of one scale and what belongs to it; 0 if the values are not scaled.
         block: consecutive values of a row that share a scale; 0 is the whole row. The last block of a row may be short.

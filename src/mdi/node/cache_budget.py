@@ -16,7 +16,7 @@ from mdi.kernels.pages import CachePages
 from mdi.machine.resources import device_free_bytes
 from mdi.units import size
 
-# Of what is free, this much is left to the system, to other programs, and to the rows that a stage computes on.
+# Free memory that is left to the system, to other programs, and to the rows of a stage.
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
 N_CLASSES_LIMIT = 1000
@@ -28,10 +28,10 @@ class CacheReport:
     """What a node tells of its caches once its stage is loaded.
 
     Attributes:
-        limit_bytes: what they may take.
-        is_by_hand: whether that was set with --kv-memory; else it is what is free now, and nodes that share a machine share it.
+        limit_bytes: limit for the caches.
+        is_by_hand: whether --kv-memory set it; else it is the memory that is free now, which nodes of one machine share.
         classes: what pages take, for each window of its blocks.
-        device: where they lie.
+        device: whose memory they use.
     """
 
     limit_bytes: int
@@ -79,7 +79,7 @@ class CachingStage(Protocol):
 
     @property
     def gathered_share(self) -> float:
-        """What attention takes for a moment beside the caches, as a share of them."""
+        """Temporary memory of attention besides the caches, as a share of them."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -87,12 +87,12 @@ class CachingStage(Protocol):
 
 
 def share_extensions(share: float) -> dict[str, Any]:
-    """What `/init` says of the part of a node's free memory that a run's caches may take; nothing if that is all of it."""
+    """The extension of `/init` with the share of free memory for a run's caches; empty if that is all of it."""
     return {} if share == 1.0 else {_SHARE: share}
 
 
 def share_in(extensions: Mapping[str, Any]) -> float:
-    """The other way round; what is no share is all."""
+    """The share in such an extension; anything invalid means all."""
     share = extensions.get(_SHARE)
     return share if isinstance(share, float) and 0 < share < 1 else 1.0
 
@@ -115,12 +115,12 @@ def check_capacity(name: str, stage: CachingStage, max_length: int, device: str,
 def report_caches(stage: CachingStage, device: str, by_hand: int | None, promised: int = 0) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
-    From a limit that nobody set by hand, what attention takes for a moment beside the caches is taken off. No limit is larger
+    Unless the limit was set by hand, the temporary memory of attention is subtracted from it. No limit is larger
     than what the system has reserved.
 
     Args:
         by_hand: the limit that the user set.
-        promised: of what is free, bytes that other stages of this process will take, or must not lose.
+        promised: bytes of the free memory that other stages of this process will take or must keep.
     """
     limits = [limit for limit in (by_hand, stage.cache_limit) if limit is not None]
     limit = min(limits, default=None)
@@ -146,7 +146,7 @@ class SharedCaches:
 
         Args:
             by_hand: the limit that the user set, for all of the process together.
-            share: of what is free, what one run may take.
+            share: part of the free memory that one run may take.
             rows_bytes: that are kept beside them, of rows that were sent.
         """
         with self._lock:
@@ -174,7 +174,7 @@ class SharedCaches:
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:
-    """What each node can hold, where nodes on one machine or one GPU do not each believe that all of it is theirs.
+    """What each node can hold, when nodes on one machine or GPU share its memory.
 
     Args:
         reports: name, address and report of each node.

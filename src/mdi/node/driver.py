@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 class Keeper(Protocol):
     def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
-        """Another ring, in the place of a broken one. Raises MdiError if there cannot be one."""
+        """Another ring in the place of a broken one. Raises MdiError if there is none."""
 
     def after_leave(self) -> LoopbackRing | TcpRing:
-        """Another ring, in the place of one that the engine was asked to leave. Raises as `after_loss`."""
+        """Another ring in the place of one that the engine was asked to leave. Raises as `after_loss`."""
 
 
 class EngineThread:
@@ -31,8 +31,8 @@ class EngineThread:
     Args:
         ring: the first.
         keeper: forms another ring where nodes are lost; without, that is the end.
-        name: of the node, as the others know it.
-        recorder: notes what is done with each frame.
+        name: the node's name in the ring.
+        recorder: records what happens to each frame.
 
     Attributes:
         is_recovering: whether another ring is being formed.
@@ -58,11 +58,11 @@ class EngineThread:
             self._run_rings()
         except MdiError as e:
             self.failure = e
-        except BaseException as e:  # out of memory, say: what the samples have reached is still to be told
+        except BaseException as e:  # for example out of memory: the samples' texts so far must still be reported
             logger.debug("the engine failed", exc_info=True)
             self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
         if self.failure is not None and not isinstance(self.failure, RingError):
-            # This process goes on to send signs of life: the other nodes must not wait for a computation that has ended.
+            # This process still sends PINGs, so the other nodes would wait for a computation that has ended.
             self._ring.fail(Fault(self._name, f"it failed: {self.failure}", self._name, self.failure.code))
         self.engine.end_all()
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("mdi")
 
 
 def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Requested) -> Computing:
-    """What the starter computes with. Raises UsageError if the device cannot do what was asked for."""
+    """What the starter computes with. Raises UsageError if the device does not support the user's choice."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
     computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)
@@ -32,7 +32,7 @@ def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Reque
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
-    """The options with a format in the place of "auto"."""
+    """The options with a format instead of "auto"."""
     head = form if options.quantize_head in (None, AUTO) else options.quantize_head
     return replace(options, quantize=form, quantize_head=head)
 

@@ -79,7 +79,7 @@ def sent_shard(group: Group, store: BlockStore, part: PartSpec, request: InitReq
 
 
 def run_check(ring: TcpRing) -> Callable[[float], None]:
-    """For tensor.mesh: waits up to so long for the end of a ring, and raises what ended it."""
+    """For tensor.mesh: waits up to `timeout_s` for the end of a ring, and raises what ended it."""
 
     def check(wait_s: float) -> None:
         if ring.wait_end(wait_s):
@@ -94,7 +94,7 @@ def may_look_busily(n_on_machine: int) -> bool:
 
 
 def share_metrics(stage: object) -> ShareMetrics | None:
-    """What a node reports of its share; None where it has blocks of its own."""
+    """A node's report of its share; None if it has blocks of its own."""
     inner = stage.inner if isinstance(stage, ArrayStage) else None
     if not isinstance(inner, ShardStage):
         return None

@@ -11,7 +11,7 @@ from mdi.node.starter_weights import StarterWeights
 
 
 def identity_of(weights: StarterWeights, computing: Computing, options: StarterOptions, max_length: int) -> str:
-    """Hash of the model and of the options. Of the weights, one block is hashed: others belong to it."""
+    """Hash of the model and the options. Only one block of the weights is hashed; it identifies the others."""
     known = [
         weights.config_hash, weights.dtype, weights.spec(f"block.{weights.n_layer - 1}").sha256, computing.dtype,
         computing.kv_dtype, computing.quantize, options.quantize_head, options.wire_dtype, max_length,

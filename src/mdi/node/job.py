@@ -17,11 +17,11 @@ from mdi.node.cache_budget import CacheReport
 if TYPE_CHECKING:
     from mdi.node.stage_slots import Slot
 
-LEASE_S = 10.0  # a starter that is heard nothing of for so long, before the ring is closed, is gone
+LEASE_S = 10.0  # before the ring is closed, a starter that is silent for so long is gone
 
 
 class Abandoned(MdiError):
-    """The ring ended before it began, or this node does not go on with it."""
+    """The ring ended before it began, or this node does not take part any more."""
 
     def __init__(self, message: str, code: str = "run") -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Job:
     Args:
         computing: what this node will do it with.
         slot: where its stage is, or will be.
-        has_caches: whether the caches of the run's last ring are there, and stay.
+        has_caches: whether the caches of the run's last ring still exist.
 
     Attributes:
         state: LOADING, READY (everything is here, the ring is open) or RUNNING; and when it is over, READY again if it ended in
@@ -49,8 +49,8 @@ class Job:
         n_looked_for: parts that were looked for on this machine, of those in the request.
         is_loading, n_loaded: whether the stage is being loaded, and parts that it has taken in, of those in the request.
         report_caches: while READY, tells how much cache this node can hold.
-        measure: while RUNNING, what was measured so far.
-        metrics: what was measured, once the run is over.
+        measure: the measurements so far, while RUNNING.
+        metrics: the measurements, once the run is over.
     """
 
     def __init__(self, request: InitRequest, computing: Computing, slot: Slot, has_caches: bool = False) -> None:
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """Whether the ring is closed: from here on it tells by itself whether the starter is alive."""
+        """Whether the ring is closed: from then on the ring itself shows whether the starter is alive."""
         return self.ring is not None
 
     @property
@@ -136,7 +136,7 @@ class Job:
             self.changed.wait_for(lambda: self.state != "LOADING" or bool(self.missing), timeout_s)
 
     def begin(self, ring: TcpRing) -> None:
-        """The ring is closed; one that was ended meanwhile is ended at once, and for the others with the same reason."""
+        """The ring is closed. If it was ended meanwhile, it is ended at once for all nodes, with the same reason."""
         with self.changed:
             self.ring, self.state = ring, "RUNNING"
             self.has_begun = True

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def kernel_weights(
     source: WeightSource, part: str, packing: Packing, placer: WeightPlacer, check: Callable[[], None] = lambda: None
 ) -> PartWeights:
-    """The weights of a part in memory, where they lie in a file if that holds them so.
+    """The weights of a part in memory, or in their file if that has the right form.
 
     Args:
         placer: decides whether mapped weights are copied and kept in memory.
-        check: called again and again while pages come from the disk; what it raises goes through.
+        check: called repeatedly while pages come from the disk; its exceptions pass through.
 
     Raises:
         CheckpointError: the source cannot be read, or does not have the part.

@@ -23,8 +23,8 @@ from mdi.errors import NodeLostError, UsageError
 from mdi.machine.neighbours import fair_threads
 from mdi.node.temporary import RingFolder
 
-END_S = 5.0  # for what the children still have to tidy up
-STOPPED_S = 6.0  # a child that was stopped (by SIGSTOP, say) for so long is lost
+END_S = 5.0  # time for the children to clean up
+STOPPED_S = 6.0  # a child that was stopped (for example by SIGSTOP) for so long is lost
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that ends again and again
 
 logger = logging.getLogger("mdi")
@@ -150,7 +150,7 @@ class LocalRing:
             logger.warning("%s has ended by itself (status %s): it is started again", name, child.returncode)
             try:
                 started = self.spawn(self._path, index)
-            except OSError as e:  # no memory, say: it may be there after the next pause
+            except OSError as e:  # for example no memory: there may be some after the next pause
                 logger.warning("%s cannot be started: %s", name, e)
                 continue
             self.children[index] = started
@@ -202,7 +202,7 @@ class LocalRing:
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads_of_starter)}
-        # A group of its own: Ctrl-C is for the starter, which ends the run on all nodes in good order.
+        # A process group of its own: Ctrl-C goes only to the starter, which ends the run on all nodes.
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=env, start_new_session=os.name == "posix", creationflags=flags
@@ -217,7 +217,7 @@ class Pause:
     length_s: float = FIRST_PAUSE_S
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the child may be started now; if so, it is taken for started."""
+        """Whether the child may be started now; if so, it counts as started."""
         if now_s < self.next_s:
             return False
         if now_s > self.next_s + LAST_PAUSE_S:

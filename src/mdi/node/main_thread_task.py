@@ -13,7 +13,7 @@ class MainThreadTask:
     """One piece of work: `run` does it on one thread, while another waits in `result`.
 
     Args:
-        work: gives the answer as a JSON object; it is handed a function that raises when nobody waits for it any more.
+        work: gives the answer as a JSON object; its argument is a function that raises when nobody waits any more.
     """
 
     def __init__(self, work: Callable[[Callable[[], None]], dict[str, Any]]) -> None:
@@ -23,12 +23,12 @@ class MainThreadTask:
         self._error: MdiError | None = None
 
     def run(self) -> None:
-        """Do it; whatever goes wrong is for the one who waits."""
+        """Do the work; its errors go to the thread that waits."""
         try:
             self._answer = self._work(self._check)
         except MdiError as e:
             self._error = e
-        except Exception as e:  # out of memory, a kernel that is missing: this node goes on
+        except Exception as e:  # for example out of memory, or a missing kernel: this node continues
             self._error = ControlError(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}", 500)
         finally:
             self._done.set()

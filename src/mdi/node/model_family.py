@@ -32,7 +32,7 @@ class ModelFamily:
     """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
 
     Attributes:
-        is_placed: whether nodes can measure themselves with such a model, and a placement decide who holds what.
+        is_placed: whether nodes can measure themselves with such a model, so that a placement can be computed.
     """
 
     is_placed = True
@@ -57,7 +57,7 @@ class ModelFamily:
         return TextCodec.from_checkpoint(directory, prompt_style)
 
     def config(self, fields: dict[str, Any]) -> Config:
-        """The model's config from its plain form, as it stands in a checkpoint and in /init."""
+        """The model's config from its plain form in a checkpoint or in /init."""
         made: Config = litgpt_module("config").Config(**fields)
         return made
 

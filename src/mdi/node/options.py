@@ -20,7 +20,7 @@ class ParallelOptions:
             is faster, or groups of near nodes.
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
         algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
-        is_head_shared: the head is shared out as well; else the starter has it.
+        is_head_shared: whether the nodes share the head; else the starter has it.
     """
 
     mode: str = "ring"

@@ -54,7 +54,7 @@ class OwnStage:
     Args:
         name: of the starter.
         family, config: of the model.
-        options: what the user chose.
+        options: the user's choices.
         caches: of all runs of this process.
 
     Attributes:
@@ -94,7 +94,7 @@ class OwnStage:
         """Called before a ring is closed."""
 
     def over(self, ring: LoopbackRing | TcpRing) -> LoopbackRing | TcpRing:
-        """A closed ring as the engine is to see it. Raises RingError if nodes cannot do what they are to do in it."""
+        """A closed ring for the engine. Raises RingError if nodes cannot do their part in it."""
         return ring
 
     def leave(self) -> None:
@@ -119,7 +119,7 @@ class OwnStage:
         Args:
             weights: with the cut.
             n_nodes: of the ring; n_sequences: at the same time.
-            kv_memory: what the caches may take; None is what is free.
+            kv_memory: limit for the caches; None: the free memory.
             check: called before each part, for loading may take long.
 
         Raises:
@@ -129,7 +129,7 @@ class OwnStage:
         key = self._key_of(weights, computing, parts)
         if key != self._key:
             shared = self._shared(parts, computing)
-            self.drop()  # what is not shared gives its memory back before the next one takes it
+            self.drop()  # frees what is not shared before the next stage takes memory
             run = RunLimits(max_length, n_sequences, kv_memory)
             self._load(weights, computing, n_nodes, parts, shared, run, check)
             self._key, self._computing = key, computing
@@ -160,7 +160,7 @@ class OwnStage:
             )
 
     def close(self) -> None:
-        """Give its memory back, but for what there is to know of it."""
+        """Free its memory, but keep its description."""
         if self.is_loaded:
             self._caches.give_back(self.loaded)
             self.loaded.close()

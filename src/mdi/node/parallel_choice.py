@@ -34,7 +34,7 @@ def chosen_stages(
 ) -> tuple[RingStage, ...] | None:  # fmt: skip
     """The stages of the ring, if some are groups, one of all nodes with `--parallel tensor`; None if each node is its own.
 
-    With `--parallel auto` these are the groups of the nodes file, all nodes as one, or groups by what was measured.
+    With `--parallel auto` these are the groups of the nodes file, one group of all nodes, or groups by measurement.
 
     Args:
         config: litgpt's Config as a plain dict; None of a model that is none of litgpt's.

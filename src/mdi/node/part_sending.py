@@ -15,7 +15,7 @@ from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.errors import ControlError, NodeLostError
 from mdi.node.patience import STALL_S
 
-AGAIN_S = 0.2  # before a part is tried again that somebody else sends
+AGAIN_S = 0.2  # before a part that another node sends is tried again
 N_BROKEN = 3  # connections that break one after the other without a byte that arrives
 
 
@@ -53,7 +53,7 @@ class _Tries:
         self._n_broken, self._deadline = 0, time.monotonic() + STALL_S
 
     def begin_again(self) -> None:
-        """Bytes of the part have arrived, whoever sent them."""
+        """Counts bytes of the part that have arrived from any node."""
         self._n_broken, self._deadline = 0, time.monotonic() + STALL_S
 
     def add(self, error: ControlError) -> None:
@@ -73,9 +73,9 @@ class PartSending:
     Args:
         client: of the node.
         weights: where parts come from that no other node has.
-        holders: who else may have parts. Where none has one, or sending it fails, this node sends it.
-        check: called before each piece; what it raises goes through.
-        missing: asks the node what it lacks, and how many bytes of each it has.
+        holders: other nodes that may have parts. If none has a part, or sending it fails, this node sends it.
+        check: called before each piece; its exceptions pass through.
+        missing: asks the node which parts it lacks, and how many bytes of each it has.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PartSending:
         self._n_sent: dict[str, int] = {}  # by holder
 
     def send(self, part: PartSpec, have: int) -> None:
-        """Have a part sent from byte `have` on; done when the node has it, whoever sent it.
+        """Have a part sent from byte `have` on. Returns when the node has it.
 
         Raises:
             NodeLostError: the node is not there any more; ControlError: it does not take it.

@@ -15,8 +15,8 @@ class Patience:
 
     Args:
         name: of the node.
-        n_parts: that it looks for and loads: what it says beyond that is no progress.
-        limit_s: how long it may stand still.
+        n_parts: number of parts that it looks for and loads; a larger count is no progress.
+        limit_s: how long it may be without progress.
         now_s: any clock's time.
     """
 
@@ -28,7 +28,7 @@ class Patience:
         self._done = 0
 
     def look(self, status: Mapping[str, Any], now_s: float) -> None:
-        """Take in what the node says of itself. Raises NodeLostError if it has stood still for too long."""
+        """Take the node's status. Raises NodeLostError if it was without progress for too long."""
         done = self._count(status.get("looking")) + self._count(status.get("loading"))
         if done > self._done:
             self._done, self._since_s = done, now_s

@@ -40,7 +40,7 @@ def measured_cluster(
         cluster: with the ports that the starter really has.
         computing: what the starter computes with.
         run: id of the run that is to be placed.
-        check: called again and again meanwhile; what it raises ends the waiting.
+        check: called repeatedly meanwhile; its exceptions end the waiting.
 
     Raises:
         MdiError: a node is not there or cannot measure itself.
@@ -93,7 +93,7 @@ def divide(
     stages: tuple[RingStage, ...], weights: StarterWeights, options: StarterOptions, computing: Computing,
     names: Sequence[str], workload: Workload, measured: Callable[[], ClusterProfile],
 ) -> Division:  # fmt: skip
-    """Who gets which share of which blocks in the first ring.
+    """Which node gets which share of which blocks in the first ring.
 
     Args:
         stages: some of them groups.

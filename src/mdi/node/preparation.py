@@ -42,14 +42,14 @@ class Preparation:
     Args:
         family, config: of the model.
         cluster: the nodes that take part; `clients` are its secondaries.
-        options: what the user chose, and `computing` what has become of it.
-        weights: what the starter has to load and send, and the cut.
+        options: the user's choices; `computing` is what follows from them.
+        weights: the weights that the starter loads and sends, and the cut.
         ids: of the run and of the ring, each as 16 hex digits.
         ring_port: the one on which the last secondary connects; None in a ring of one node.
         max_length: tokens that a sequence of the run may reach.
         n_sequences: at the same time, at most.
         before: of the ring before.
-        own: the starter's own stage: what it has of the ring before is used again, as far as it is the same.
+        own: the starter's own stage; parts of the last ring's stage are used again if they are the same.
         holders: nodes that may have parts already.
         replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
@@ -59,10 +59,10 @@ class Preparation:
         placement: hash of model, cut and ring; "" in a ring of one node.
         sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
             sent on and can send again.
-        parts: by name of each secondary, what it needs.
+        parts: the parts that each secondary needs, by its name.
         processes: by name of each secondary that was reached, the number that its process drew.
         failed: name of the node that could not get ready; None if it was none of them.
-        has_begun: whether secondaries have been told of the run: then they are to be told of its end, too.
+        has_begun: whether secondaries know the run, so that they must also be told its end.
     """
 
     memory: CacheMemory  # from the end of `run` on
@@ -110,7 +110,7 @@ class Preparation:
         self._has_loaded = False
 
     def run(self, check: Callable[[], None]) -> None:
-        """Do it; `check` is called again and again meanwhile, and what it raises ends the waiting.
+        """Do it; `check` is called repeatedly meanwhile; its exceptions end the waiting.
 
         Raises:
             MdiError: a node is not there or cannot.
@@ -253,7 +253,7 @@ class Preparation:
 
     @property
     def _kv_memory(self) -> int | None:
-        """What the user lets the starter's own caches take; None is what is free."""
+        """The user's limit for the starter's own caches; None: the free memory."""
         by_hand = self._options.kv_memory
         return self._cluster.starter.kv_memory if by_hand is None else by_hand
 

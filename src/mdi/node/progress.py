@@ -6,16 +6,16 @@ from collections import deque
 
 from mdi.units import duration, size
 
-WINDOW_S = 10.0  # the rate is that of the last seconds: what a slow start took says nothing about the rest
+WINDOW_S = 10.0  # the rate is that of the last seconds, because a slow start says nothing about the rest
 
 
 class Progress:
-    """One transfer, by what the receiver says it has.
+    """One transfer, as the receiver reports it.
 
     Args:
         name: of the receiving node.
         total_bytes: of all parts that it lacked.
-        had_bytes: that were there already, from a transfer that was cut off.
+        had_bytes: bytes that an interrupted transfer left.
         now_s: any clock's time.
     """
 

@@ -32,7 +32,7 @@ class ReplayRoles:
     Attributes:
         by_name: of each secondary that has a part in it, what it does with replays (engine.secondary_loop).
         is_by_starter: whether the starter's own rows are replayed.
-        has_lost: whether a node has lost its caches; else there is nothing to restore.
+        has_lost: whether a node has lost its caches, so that there is something to restore.
     """
 
     by_name: Mapping[str, str]
@@ -43,8 +43,8 @@ class ReplayRoles:
         """By the rows that all nodes have that send some; None if no text can be restored so.
 
         Args:
-            own: what the starter has.
-            told: what each secondary says.
+            own: the rows that the starter has.
+            told: what each secondary reports.
         """
         senders = [told.get(name, {}) for name, role in self.by_name.items() if role == FILL]
         if self.is_by_starter:

@@ -28,7 +28,7 @@ class RingFormer:
         check: what it raises ends the forming of the first ring.
 
     Attributes:
-        engine: that goes on over the rings; None before the first one is closed.
+        engine: continues over the rings; None before the first one is closed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RingFormer:
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         secondaries = tuple(self._nodes[name] for name in following.names[1:])
         cluster = ClusterConfig(self._cluster.starter, secondaries, self._cluster.keys)
-        if not self._rings.is_shared:  # else all nodes get a share of all blocks, and compute their caches again
+        if not self._rings.is_shared:  # otherwise all nodes get a share of all blocks, and compute their caches again
             self._weights.cut_anew(following.counts)
         plan, fresh, preparation = self._prepare(cluster, following)
         ring = self._rings.form() if self.engine is not None else self.form_first()
@@ -86,7 +86,7 @@ class RingFormer:
         except NodeLostError as e:
             process = self.processes.get(e.node, "")
             self._unreached[process] += 1
-            if self._unreached[process] > 1:  # it is not lost: nobody reaches its ring port
+            if self._unreached[process] > 1:  # the node is not lost, but its ring port cannot be reached
                 raise RingError(str(e)) from None
             raise
 
@@ -105,12 +105,12 @@ class RingFormer:
                     return plan, fresh, preparation
                 break
             fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
-        self._has_caches = False  # should this ring not be closed, the next one cannot go on with them
+        self._has_caches = False  # if this ring is not closed, the next one cannot use them
         return None, fresh, self._rings.prepare_another(cluster, self.check, None, beside)
 
     def _may_replay(self, following: Next) -> bool:
         if self.engine is None or self.engine.is_isolating or not self.engine.sent.counts:
-            return False  # where the starter keeps no rows, nobody does
+            return False  # if the starter keeps no rows, no node does
         return not following.is_moved and self._has_caches and not self._rings.is_shared
 
     def check(self) -> None:

@@ -32,9 +32,9 @@ class RingRecovery:
     Args:
         rings: of the run, before the first.
         nodes: all secondaries that may take part.
-        profile: what was measured of nodes and links; None if nothing was.
+        profile: measurements of nodes and links; None if there are none.
         check: called again and again until the first ring is closed; what it raises ends the waiting.
-        newcomers: nodes that are heard of while the run goes on.
+        newcomers: nodes that are found during the run.
 
     Attributes:
         keeper: what replaces lost nodes.
@@ -61,17 +61,17 @@ class RingRecovery:
         self.keeper = RingKeeper(former, self._clients, self._spares, _cut_of(rings, self._cut), options.silence_s)
 
     def prepare(self, check: Callable[[], None]) -> None:
-        """Get the first ring ready; a node that is lost meanwhile is replaced, and the ring closed in one go.
+        """Prepare the first ring; if a node is lost meanwhile, replace it and close the ring at once.
 
         Raises:
-            MdiError: a node was never there, nor is a spare; or it cannot do what it is to, or was lost and cannot be replaced.
+            MdiError: a node never answered, nor does a spare; or a node cannot do its part, or was lost and cannot be replaced.
         """
         try:
             self._rings.prepare(check)
         except NodeLostError as e:
             is_known = self._is_measured or e.node in self._rings.processes
             if not is_known and not free_nodes([one for one in self._clients if one.node.is_spare]):
-                raise  # nobody has heard of it: it was not started, or has another address
+                raise  # it has never answered: it was not started, or has another address
             self._first = self.keeper.after_loss(e)
 
     def form(self) -> LoopbackRing | TcpRing:
@@ -86,7 +86,7 @@ class RingRecovery:
     def begin(self, engine: StarterEngine) -> None:
         """From here on the ring is the engine's, and blocks may move without a loss."""
         self._former.engine = self.keeper.texts = engine
-        if not self._rings.is_shared:  # else all nodes have shares of all blocks
+        if not self._rings.is_shared:  # otherwise all nodes have shares of all blocks
             clients = {client.node.name: client for client in self._clients}
             measure = self._measure if self._is_measured else None
             joins = Joins(self.keeper, self._cut, clients, frozenset(self._spares), self._newcomers, measure)

@@ -63,7 +63,7 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.turns: list[Turn] = []  # who was served last is the last
+        self.turns: list[Turn] = []  # the ring that was served last goes to the end
         self._tasks: deque[MainThreadTask] = deque()
         self._closed = self.is_running = False
         self._n_threads: int | None = None
@@ -78,7 +78,7 @@ class RoundRobin:
         turn.end(_ended())
 
     def post(self, task: MainThreadTask) -> None:
-        """Have something else done on the thread, before the next frame."""
+        """Run something else on the thread, before the next frame."""
         with self.changed:
             if not self._closed:
                 self._tasks.append(task)
@@ -116,7 +116,7 @@ class RoundRobin:
         return work is not None
 
     def _end_all(self) -> None:
-        """Not before the last frame was computed: who waits for a ring's end takes its caches away."""
+        """Returns only after the last frame was computed, because the caller then frees the caches."""
         with self.changed:
             turns, self.turns = self.turns, []
             tasks, self._tasks = self._tasks, deque()
@@ -162,7 +162,7 @@ class RoundRobin:
             return turn.loop.step()
         except RingEndedError:
             pass
-        except Exception as e:  # of the stage, or of the ring: the others go on
+        except Exception as e:  # an error of this stage or ring; the others continue
             error = e
         with self.changed:
             if turn in self.turns:

@@ -33,7 +33,7 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
 
 REACH_S = 2.0  # a node that takes another's place has just answered
-# Why a node cannot take its place in the first ring, where others may take it; what is wrong otherwise is the user's to mend.
+# Errors for which other nodes may replace a node in the first ring; the user must mend all others.
 ENDED = ("left", "leaving", "disk")
 
 logger = logging.getLogger("mdi")
@@ -88,7 +88,7 @@ class RunRings:
         self.ring: LoopbackRing | TcpRing | None = None
         self.preparation: Preparation | None = None
         self.processes: Mapping[str, str] = {}
-        self._have: dict[str, set[str]] = {}  # by name of each node, the sha256 of parts that it has had
+        self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
         self._is_configured = False
         self._is_first = True
         self._closed: list[LoopbackRing | TcpRing] = []
@@ -126,7 +126,7 @@ class RunRings:
 
     @property
     def is_open(self) -> bool:
-        """Whether nodes have been told of the run and not of its end."""
+        """Whether nodes know the run but not its end."""
         return self.ring is not None or self._is_configured
 
     @property
@@ -151,7 +151,7 @@ class RunRings:
         port = None if basis.listener is None else basis.listener.port
         self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
         own = self.own
-        if basis.make_own is not None:  # shares are others with every other set of nodes
+        if basis.make_own is not None:  # every set of nodes has different shares
             self.cluster, own = basis.make_own(self.cluster, self._ask_processes(options.wait_s, check))
             self.clients = [ControlClient(node, self.cluster.keys) for node in self.cluster.secondaries]
             if self.own not in (None, own):
@@ -200,7 +200,7 @@ class RunRings:
         }
 
     def _named(self, error: MdiError, failed: str | None) -> MdiError:
-        """The error with the node that it is about, for who forms another ring without it."""
+        """The error with the node that it is about, so that another ring can be formed without it."""
         if isinstance(error, NodeLostError) or (self._is_first and error.code not in ENDED):
             return error
         if failed is None and isinstance(error, UsageError):  # this node's own memory
@@ -274,11 +274,11 @@ class RunRings:
 
     @property
     def own(self) -> OwnStage | None:
-        """The starter's own stage; None before it is there."""
+        """The starter's own stage; None before it exists."""
         return None if self.preparation is None else self.preparation.own
 
     def close(self) -> None:
-        """Give back what the starter's own stage holds."""
+        """Free the starter's own stage."""
         if self.own is not None:
             self.own.close()
 

@@ -19,8 +19,8 @@ class RunTexts:
     """See the module. Made when the run is ready: times count from here.
 
     Attributes:
-        samples: all that were submitted.
-        reader: of those that nobody else reads.
+        samples: all submitted samples.
+        reader: reads the samples without a reader of their own.
     """
 
     def __init__(self, engine: StarterEngine, codec: TextCodec, max_length: int) -> None:
@@ -43,8 +43,8 @@ class RunTexts:
 
         Args:
             stop: strings that end the text and are not part of it.
-            reader: who reads it, in this thread; None leaves that to `read`.
-            before: tokens that an earlier run has generated of it, which ended it if there is a `finish_reason`.
+            reader: reads it in this thread; None leaves that to `read`.
+            before: its tokens from an earlier run, which also ended it if there is a `finish_reason`.
 
         Raises:
             UsageError: the nodes could never hold the text.
@@ -58,7 +58,7 @@ class RunTexts:
             eos_ids=self._codec.eos_ids,
             stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
         )
-        # What follows a bare prompt goes on in mid-text; an answer in a prompt style begins one.
+        # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
         streams = [TextStream(self._codec, stop, self._codec.prompt_style is None) for _ in range(2)]
         sample = Sample(index, prompt, prompt_ids, streams[0], self._begin, on_text)
         ends = stops_at(streams[1], before) if stop else None

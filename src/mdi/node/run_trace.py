@@ -15,7 +15,7 @@ from mdi.tracing.recorder import SERVE_SPANS, Recorder
 from mdi.tracing.spans import unpack, ways_ns
 from mdi.tracing.trace import NodeTrace, Trace
 
-ANSWER_S = 2.0  # a node that says nothing for so long may be lost
+ANSWER_S = 2.0  # a node that is silent for so long may be lost
 
 logger = logging.getLogger("mdi")
 
@@ -52,7 +52,7 @@ class RunTrace:
 
         Args:
             configs, blocks: of all nodes, the starter first.
-            measured: what each secondary handed over; one that did not has no spans.
+            measured: the metrics of each secondary; one without has no spans.
         """
         own, starter = self.recorder.buffer, configs[0]
         nodes = [NodeTrace(starter.name, blocks[0], tuple(own.last()), is_cut=own.is_full, addr=starter.addr)]

@@ -8,7 +8,7 @@ from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
 from mdi.node.job import Job
 
-N_REMEMBERED = 16  # runs that are over: their starters ask what they measured
+N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
 
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def latest(self) -> Job | None:
-        """The one that is nearest to computing, of those that are not over; else the last one."""
+        """Of the runs that are not over, the one nearest to computing; else the last one."""
         ranks = {"RUNNING": 2, "LOADING": 1}
         if active := self.active:
             return max(active, key=lambda job: ranks.get(job.state, 0))
@@ -58,7 +58,7 @@ class Runs:
             return next(reversed(self.jobs.values()), None)
 
     def replace(self, request: InitRequest) -> bool:
-        """End what is in the way of a new ring: the ring that its run has now, and runs whose starter is gone.
+        """End what blocks a new ring: its run's present ring, and runs whose starter is gone.
 
         Returns:
             False if this very ring is being formed already: its request came twice.

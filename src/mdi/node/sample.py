@@ -59,7 +59,7 @@ class Sample:
     def take(self, event: Event) -> None:
         for token in event.tokens:
             if self._stream.is_stopped:
-                break  # the engine stops at the same token; what was computed beside it is not shown
+                break  # the engine stops at the same token; further tokens are not shown
             self.token_ids.append(token)
             self.token_times_s.append(event.time_s - self._begin)
             self._show(self._stream.push([token]))
@@ -81,7 +81,7 @@ class Sample:
             whether it goes on.
         """
         self.take(Event(-1, tuple(token_ids), None, self._begin))
-        if finish_reason is None:  # its end was not written down, but follows from what was
+        if finish_reason is None:  # its end was not recorded, but follows from its tokens
             finish_reason = "stop" if self._stream.is_stopped else "length" if len(token_ids) >= n_tokens else None
         if finish_reason is not None:
             self.take(Event(-1, (), finish_reason, self._begin))
@@ -100,16 +100,16 @@ class Sample:
 
 
 class SampleReader:
-    """Reads any number of samples in one thread, each piece as it comes. Left early, it cancels those that go on.
+    """Reads any number of samples in one thread, each piece as it comes. If left early, it cancels unfinished ones.
 
     Attributes:
-        record: told of what each sample has gained.
+        record: called with the new tokens of each sample.
     """
 
     def __init__(self) -> None:
         self.events: Events = queue.SimpleQueue()
         self.record: Record | None = None
-        self._samples: dict[int, Sample] = {}  # those that go on, by seq_id
+        self._samples: dict[int, Sample] = {}  # unfinished ones, by seq_id
 
     def add(self, sample: Sample, request: Request) -> None:
         """A sample whose request puts its events into `events`; from the thread that reads."""
@@ -117,7 +117,7 @@ class SampleReader:
         self._samples[request.seq_id] = sample
 
     def read(self) -> None:
-        """Return when all samples have ended. What one's `on_text` raises passes through; reading can go on after it."""
+        """Return when all samples have ended. Exceptions of `on_text` pass through; reading can be continued after them."""
         while self._samples:
             event = wait_for_event(self.events)
             sample = self._samples[event.seq_id]

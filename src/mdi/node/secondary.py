@@ -44,7 +44,7 @@ from mdi.node.stage_holder import StageHolder
 from mdi.node.stage_slots import StageSlots
 from mdi.security.keys import KeyFile
 
-HAND_OVER_S = 30.0  # for others to take over the blocks of a node that is to leave
+HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
 
@@ -56,12 +56,12 @@ class SecondaryNode:
 
     Args:
         config: this node's entry of the nodes file.
-        weights: a chunk or checkpoint on this machine, or None; what it lacks comes from the starter.
-        cache_dir: where parts that were received are kept; with `cache_bytes`, no more than so many bytes of them.
-        asked: what the user wants it to compute with; what is left open the nodes file says, then the starter.
-        kv_memory: bytes that caches may take, in the same way; else it is what is free.
+        weights: a chunk or checkpoint on this machine, or None; the starter sends missing parts.
+        cache_dir: folder for received parts; `cache_bytes` is its limit.
+        asked: the user's choice of what to compute with; next comes the nodes file, then the starter.
+        kv_memory: limit for caches in bytes, in the same order; else the free memory.
         family: of the models that it can run; None is litgpt's.
-        keys: of the cluster; without, whoever reaches the ports can use the node.
+        keys: of the cluster; without them, anybody who reaches the ports can use the node.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SecondaryNode:
         kv_memory = config.kv_memory if kv_memory is None else kv_memory
         self._kv_memory = kv_memory
         self._begin_s = time.monotonic()
-        self.process = secrets.token_hex(8)  # with the name, who this is: addresses change
+        self.process = secrets.token_hex(8)  # identifies the node, with its name: addresses change
         self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.slots.in_use_bytes(device))
         self.slots = StageSlots(
             config.name, self._stages, lambda device: self.profiler.available_bytes(device), kv_memory
@@ -161,7 +161,7 @@ class SecondaryNode:
         return not self.is_leaving and any(job.is_running and job.request.hand_over for job in self.runs.active)
 
     def leave(self) -> None:
-        """Have the blocks taken over by others, and let `run` return then, or after HAND_OVER_S."""
+        """Move the blocks to other nodes, and let `run` return then, or after HAND_OVER_S."""
         with self._admission:
             if not self.may_hand_over:
                 return
@@ -184,7 +184,7 @@ class SecondaryNode:
             job.abort(Fault(self.config.name, reason, self.config.name, "left"))
 
     def _leave_if_idle(self) -> None:
-        """Called whenever a ring is over, or the node was told to leave."""
+        """Called after the end of each ring, and when the node was told to leave."""
         if self.is_leaving and not self.runs.active:
             self.turns.close()
 
@@ -289,7 +289,7 @@ class SecondaryNode:
             if e.code == COMING:
                 if self.store.has(sha256):
                     self._tell_of_part(job, sha256)
-            elif not self.store.partial_bytes(sha256):  # nothing is left to go on with: a full disk, or wrong bytes
+            elif not self.store.partial_bytes(sha256):  # nothing to resume: a full disk, or wrong bytes
                 with job.changed:
                     job.failure = e
                     job.changed.notify_all()

@@ -11,10 +11,10 @@ from mdi.node.stage_slots import Slot
 
 
 def run_status(job: Job | None, is_known: bool, store: BlockStore) -> dict[str, Any]:
-    """Of the run that was asked for; else of the one that says in which state the node is.
+    """The requested run; else the one that decides the node's state.
 
     Args:
-        is_known: whether who asks knows its id.
+        is_known: whether the caller knows its id.
     """
     active = job if job is not None and not job.is_over else None
     return {
@@ -50,7 +50,7 @@ def _sent_rows(job: Job) -> dict[str, int]:
 
 
 def missing_of(job: Job, store: BlockStore) -> list[dict[str, Any]] | None:
-    """What the starter has to send, and how much of it is here from an earlier try; None until it is known."""
+    """The parts that the starter must send, with the bytes of an earlier try; None until this is known."""
     missing = job.missing
     if missing is None:
         return None

@@ -42,12 +42,12 @@ class Service:
 
     Args:
         name, process: of the node, see Seat.
-        job: what is to be done; it also keeps how far that is.
+        job: the task, and its progress.
         holder: the weights, here before and to come.
         slots: where the stage goes.
         turns: computes the ring's frames.
         listener: the ring port.
-        kv_memory: bytes that all caches of the node may take; None is what is free.
+        kv_memory: limit for all caches of the node in bytes; None: the free memory.
         on_over: called from the thread when the ring is over.
     """
 
@@ -114,7 +114,7 @@ class Service:
             logger.error("%s: %s", self._name, error, exc_info=logger.isEnabledFor(logging.DEBUG))
 
     def _may_come_back(self, error: Exception | None) -> bool:
-        """Whether the run may go on with the caches that are here: neither the starter nor this node failed."""
+        """Whether the run may use these caches again: neither the starter nor this node failed."""
         job = self._job
         if not (job.has_begun or job.has_caches):
             return False
@@ -150,7 +150,7 @@ class Service:
             group.close()
 
     def _wait_for_parts(self) -> None:
-        """Find out what is missing, and wait until it has come."""
+        """Find the missing parts, and wait until they have come."""
         job, holder = self._job, self._holder
         missing = holder.missing(self._request, job.slot.loaded, job.check, self._part_looked_for)
         holder.check_disk(self._request, missing)
@@ -207,7 +207,7 @@ class Service:
         return ring, seat
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
-        is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # who wants only the rows for logits
+        is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
         rows: FrameRows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)

@@ -33,7 +33,7 @@ class SecondarySetup:
 
     Args:
         client: of the node.
-        request: what it is to do.
+        request: its task.
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
@@ -55,12 +55,12 @@ class SecondarySetup:
         self._wait_s = wait_s
         self._is_known = is_known
         self._holders = holders or Holders()
-        self._answer: dict[str, Any] = {}  # what it said last of itself
+        self._answer: dict[str, Any] = {}  # its last status
         self.is_ready_at_once = False
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self.error: MdiError | None = None
-        self.ring_port: Any = None  # what the node says of itself, once it has answered
+        self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
         self.sent_rows: dict[int, int] | None = None
         self._progress: Progress | None = None  # of the weights that are being sent
@@ -223,7 +223,7 @@ class SecondarySetup:
     def _watch_node(self) -> None:
         """Ask for a sign of life, and give one, until all nodes are ready: this needs no answer from sender or disk.
 
-        A node that is ready before the others must not take its starter for dead while those still load.
+        Renews the lease: a node that is ready must not count its starter as dead while the others still load.
         """
         report = Periodic()
         while not self._cancelled.wait(SIGN_S) and self.error is None:

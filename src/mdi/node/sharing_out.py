@@ -41,7 +41,7 @@ class Division:
 def division_by_hand(
     stages: tuple[RingStage, ...], weights: StarterWeights, options: ParallelOptions, names: Sequence[str]
 ) -> Division:
-    """Blocks as they are cut already, else evenly; shares by hand (--shares), else alike.
+    """Blocks as already cut, else evenly; shares by hand (--shares), else equal.
 
     Args:
         names: of all nodes, as they are listed.
@@ -58,7 +58,7 @@ def division_by_hand(
 
 
 class SharingOut:
-    """Makes the starter's stage for the nodes of a ring, all of them at first, fewer or others later.
+    """Makes the starter's stage for the nodes of a ring: at first all of them, later fewer or others.
 
     Args:
         family, config: of the model.
@@ -140,9 +140,9 @@ class SharingOut:
 
 
 def in_common_order(cluster: ClusterConfig, stages: Sequence[RingStage], processes: Mapping[str, str]) -> ClusterConfig:
-    """The nodes of each group in an order that all runs have in common, whatever their nodes files say.
+    """The nodes of each group in the same order for all runs, whatever their nodes files say.
 
-    A node takes a frame, passes it on and then computes it, and no other frame meanwhile. So two groups that have nodes in
+    A node takes a frame, passes it on and computes it before it takes another one. So two groups that have nodes in
     common wait for each other at the first of these, and can never hold one each that the other needs.
     """
     nodes = {node.name: node for node in cluster.nodes}

@@ -51,9 +51,9 @@ class StageHolder:
         name: of the node.
         weights: a chunk or checkpoint on this machine, or None.
         store: parts that were received.
-        own: what the node was started with, which goes before what a starter asks for.
+        own: what the node was started with, which overrides the starter's request.
         family: of the models.
-        weight_memory: where weights that lie in files are read from.
+        weight_memory: how weights in files are read.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class StageHolder:
         self._weight_memory = weight_memory
         self.family = family
         check_format(own.quantize, self.device)
-        choose_dtype(own.dtype, "float32", self.device)  # what cannot be is told before anything is bound
+        choose_dtype(own.dtype, "float32", self.device)  # reports mistakes before any port is bound
         self._reading = threading.Lock()  # of weights: a source is for one reader at a time
         self._shards: tuple[str, WeightSource | None] | None = None  # of the latest group's run, by its placement
 
     def check_folder(self) -> None:
-        """A place for weights that cannot be written to is told now, not in the middle of the first run: UsageError."""
+        """Raises UsageError if the folder for weights cannot be written, instead of failing in the first run."""
         try:
             self.store.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.store.directory):
@@ -90,10 +90,10 @@ class StageHolder:
             ) from None
 
     def computing(self, request: InitRequest | ProfileRequest) -> Computing:
-        """What this node computes with: what it was started with goes before what the starter asks for.
+        """What this node computes with: what it was started with overrides the starter's request.
 
         Raises:
-            UsageError: there is no such device here, or it cannot do that, or it takes torch, which is not here.
+            UsageError: the device does not exist here or does not support the request, or torch is needed and missing.
         """
         asked = self.own.over(request)
         device = choose_device(asked.device)
@@ -114,7 +114,7 @@ class StageHolder:
     def refuse_misfit_chunk(self, request: InitRequest) -> None:
         """A chunk that was named on the command line is a promise for its own weights. ControlError if it has other blocks.
 
-        In a run of other weights it is only of no use, as a checkpoint or a cache is: what is missing will be sent.
+        In a run of other weights it is ignored, like a checkpoint or a cache that does not fit: missing parts are sent.
         """
         chunk = self._weights
         if not isinstance(chunk, ChunkFile) or chunk.config_hash != request.config_hash:
@@ -163,7 +163,7 @@ class StageHolder:
         return own.pieces(part.name)
 
     def check_disk(self, request: InitRequest, missing: list[PartSpec]) -> None:
-        """Make room for what is to come. Raises ControlError if there is too little."""
+        """Free disk space for the parts that will come. Raises ControlError if there is too little."""
         needed = sum(part.n_bytes - self.store.partial_bytes(part.sha256) for part in missing)
         if needed:
             removed = self.store.free_space(needed, {part.sha256 for part in request.parts})
@@ -207,7 +207,7 @@ class StageHolder:
 
         Args:
             loaded: weights of parts that are in memory already, as the kernels have them.
-            check: called again and again meanwhile; what it raises goes through.
+            check: called repeatedly meanwhile; its exceptions pass through.
             on_part: called before each part that is loaded.
         """
         with self._alone(check):
@@ -215,7 +215,7 @@ class StageHolder:
 
     @contextlib.contextmanager
     def _alone(self, check: Callable[[], None]) -> Iterator[None]:
-        """Let no other thread read weights meanwhile; `check` is called while one does."""
+        """Prevents other threads from reading weights meanwhile; `check` is called while waiting for one."""
         while not self._reading.acquire(timeout=0.2):
             check()
         try:
@@ -288,7 +288,7 @@ class StageHolder:
         return WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
 
     def source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:
-        """Where a part is read from: this machine's own weights if it is there, else what was received."""
+        """The source of a part: this machine's own weights if they have it, else the received part."""
         source = self._own_weights(request)
         if source is not None:
             source.release()  # parts are needed one after the other

@@ -29,7 +29,7 @@ from mdi.window.window_stage import WindowStage
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage
 
-KEPT_S = 15.0  # so long a run whose ring broke has its stage and its caches to itself
+KEPT_S = 15.0  # how long a run whose ring broke keeps its stage and caches
 
 logger = logging.getLogger("mdi")
 
@@ -43,7 +43,7 @@ class Slot:
         use: USED (by a ring, or one that is being formed), KEPT (for the next ring of its run) or UNUSED.
         weights: bytes of its weights, by what they are: slots share those that are the same. While it is built, of all that
             it takes.
-        cache_bytes: what its caches may come to take.
+        cache_bytes: the most that its caches may take.
         loaded: weights for it that were in memory already, by part.
         sent: rows that its ring has sent to the next node, as long as its caches are there; replay_bytes: that they may take.
     """
@@ -94,9 +94,9 @@ class StageSlots:
 
     Args:
         name: of the node.
-        holder: says what a stage takes.
+        holder: gives the memory that a stage needs.
         available: memory of a device that is free, or would be if slots that are not in use were dropped.
-        kv_memory: what all caches may take together; None is what is free.
+        kv_memory: limit for all caches together; None: the free memory.
     """
 
     def __init__(self, name: str, holder: StageHolder, available: Callable[[str], int], kv_memory: int | None) -> None:
@@ -108,13 +108,13 @@ class StageSlots:
         self._slots: list[Slot] = []  # the latest last
 
     def reserve(self, request: InitRequest, computing: Computing) -> tuple[Slot, bool]:
-        """A slot for a ring: one whose stage is the same, if it is not in use, else memory for a new one.
+        """A slot for a ring: an unused one with the same stage, else memory for a new one.
 
         Returns:
             The slot, and whether it has the caches of the run's last ring, which are to stay.
 
         Raises:
-            ControlError: `memory` or, if there will be enough when a kept stage is let go, `busy`.
+            ControlError: `memory`, or `busy` if there will be enough once a kept stage is freed.
         """
         with self._lock:
             self._let_go(request.run)
@@ -138,7 +138,7 @@ class StageSlots:
             return slot, False
 
     def fill(self, slot: Slot, stage: NodeStage, max_length: int) -> None:
-        """The stage of a slot is there, prepared; its caches will hold one sequence at least."""
+        """The stage of a slot is prepared; its caches will hold at least one sequence."""
         with self._lock:
             slot.stage = stage
             slot.loaded = {}
@@ -171,7 +171,7 @@ class StageSlots:
             return report
 
     def release(self, slot: Slot, owner: str, is_kept: bool = False) -> None:
-        """The ring that used it is over, or nobody comes back for what was kept; does nothing if another one uses it now.
+        """The ring that used it is over, or its kept stage is not needed; does nothing if another ring uses it now.
 
         Args:
             is_kept: its run may come back for it.
@@ -221,7 +221,7 @@ class StageSlots:
         return [slot for slot in self._slots if slot.device == device]
 
     def _let_go(self, run: str) -> None:
-        """Stages that were kept for long enough, or that nobody but this run may come back for, are not kept any more."""
+        """Stages that were kept for long enough, or that only this run could use again, are not kept any more."""
         now = time.monotonic()
         for slot in self._slots:
             if slot.use == "KEPT" and slot.run != run and now - slot.since > KEPT_S:
@@ -304,7 +304,7 @@ def _replay_bytes(request: InitRequest) -> int:
 
 
 def _bytes_of(slots: Sequence[Slot]) -> int:
-    """What these take together: weights that several have are there once."""
+    """The memory of these slots together; weights that several of them have count once."""
     weights: dict[Any, int] = {}
     for slot in slots:
         weights.update(slot.weights)

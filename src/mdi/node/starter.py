@@ -40,7 +40,7 @@ class StarterNode(StarterPlacing):
     """See the module.
 
     Args:
-        newcomers: nodes that have been heard of, beside those of the cluster.
+        newcomers: nodes that were found besides those of the cluster.
         ports: open ones that it shares with other runs of this process; None opens its own.
     """
 
@@ -66,7 +66,7 @@ class StarterNode(StarterPlacing):
         self.close()
 
     def open(self) -> None:
-        """Bind the ports, if there are none, and find the weights; everything wrong with them is told here.
+        """Bind the ports, if there are none, and find the weights. Reports every mistake in them.
 
         Raises:
             MdiError
@@ -95,10 +95,10 @@ class StarterNode(StarterPlacing):
 
         Args:
             max_length: tokens that the longest sequence of the run can reach.
-            check: called again and again meanwhile; what it raises ends the waiting.
+            check: called repeatedly meanwhile; its exceptions end the waiting.
 
         Raises:
-            MdiError: a node is not there or cannot; those that are have been told that the run is off.
+            MdiError: a node does not answer or cannot take part; the others have been told that the run is over.
         """
         self._state = "LOADING"
         if self.cluster.secondaries:
@@ -154,7 +154,7 @@ class StarterNode(StarterPlacing):
         return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason)
 
     def record_to(self, record: Record) -> None:
-        """Have somebody told of what each sample gains that `generate` reads; after `start`."""
+        """Set a listener for the new tokens of each sample that `generate` reads; after `start`."""
         assert self._texts is not None
         self._texts.reader.record = record
 
@@ -170,7 +170,7 @@ class StarterNode(StarterPlacing):
 
     @property
     def failed(self) -> bool:
-        """Whether the engine has ended by an error: no text goes on, and none begins."""
+        """Whether an error has ended the engine, so that no text continues or begins."""
         return self._driver is not None and self._driver.failure is not None
 
     def raise_failure(self) -> None:

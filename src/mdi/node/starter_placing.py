@@ -62,11 +62,11 @@ class StarterPlacing(StarterReport):
 
     @property
     def context_length(self) -> int:
-        """Tokens that a sequence may have: what the user asked for, else what the model was made for."""
+        """Most tokens of a sequence: the user's choice, else the model's context."""
         return context_length(self.config, self._family.max_length(self.config), self._options.sequence_length)
 
     def place(self, n_sequences: int, max_length: int, check: Callable[[], None] = lambda: None) -> None:
-        """Decide who holds which blocks, by what the nodes measure of themselves; between `open` and `prepare`.
+        """Decide which node gets which blocks, as the nodes measure themselves; between `open` and `prepare`.
 
         Blocks given by hand, an even placement and chunks that are there stay as they are, and nothing is measured. A node
         that is lost while it measures itself is left out, or a spare takes its place, unless options.fixed.
@@ -74,7 +74,7 @@ class StarterPlacing(StarterReport):
         Args:
             n_sequences: of the run, at the same time.
             max_length: tokens that the longest can reach.
-            check: called again and again meanwhile; what it raises ends the waiting.
+            check: called repeatedly meanwhile; its exceptions end the waiting.
 
         Raises:
             PlacementError: the model does not fit; MdiError: a node was never there or cannot measure itself.
@@ -97,7 +97,7 @@ class StarterPlacing(StarterReport):
         if (stages := self._chosen_stages(work, check)) is not None:
             return self._share_out(stages, work, check)
         formats = formats_to_try(weights) if self._is_auto else [options.quantize]
-        has_window = window_of(options.weight_memory) is not None  # then memory does not limit who holds what
+        has_window = window_of(options.weight_memory) is not None  # then memory does not limit the placement
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
         if (
             not self.cluster.secondaries

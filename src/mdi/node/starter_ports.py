@@ -43,7 +43,7 @@ class StarterPorts(StatusOnly):
             self._runs.remove(run)
 
     def status(self, run: str | None) -> dict[str, Any]:
-        """That of the run which is asked for, else of the latest."""
+        """The status of the requested run, else of the latest one."""
         if not self._runs:
             raise ControlError("this starter has no run yet", 503, code="starting")
         return next((one for one in self._runs if one.run_id == run), self._runs[-1]).status(run)

@@ -127,7 +127,7 @@ class StarterReport(StatusOnly):
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
-        """Of the blocks and of the head: what was asked for, or, with "auto", what was chosen."""
+        """Formats of the blocks and of the head: as requested or, with "auto", as chosen."""
         return self._options.quantize, self._options.quantize_head
 
     def metrics(self) -> RunMetrics:
@@ -175,7 +175,7 @@ class StarterReport(StatusOnly):
 
     @property
     def n_recoveries(self) -> int:
-        """How often the run has gone on over another ring."""
+        """How often the run has moved to another ring."""
         return 0 if self.recovery is None else len(self.recovery.keeper.recoveries)
 
     def trace(self) -> Trace | None:

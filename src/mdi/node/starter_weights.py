@@ -32,10 +32,10 @@ class StarterWeights:
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
         quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.
-        will_be_cut: another cut will follow (`cut_anew`): a checkpoint is opened though chunks are there.
+        will_be_cut: another cut will follow (`cut_anew`), so a checkpoint is opened even if there are chunks.
 
     Raises:
-        UsageError, CheckpointError, SplitError: what was given does not exist or does not fit together.
+        UsageError, CheckpointError, SplitError: files are missing or do not fit together.
     """
 
     directory: Path
@@ -85,7 +85,7 @@ class StarterWeights:
         self.config_hash, self.dtype = first.config_hash, first.dtype
         self.stored_format = first.packing.blocks if first.packing else None
         packing = first.packing or own_packing(first.dtype)
-        lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # a run chooses by itself what it computes them in
+        lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
         self.quantize, self.quantize_head = (
             None if form in lossless else form for form in (packing.blocks, packing.head)
         )
@@ -132,13 +132,13 @@ class StarterWeights:
                     self._chunks[node] = source
 
     def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
-        """Use the chunks beside a checkpoint if they are there, whole, and not older than it."""
+        """Use the chunks of a checkpoint if they are complete and not older than it."""
         path = find_chunk(ckpt, n_nodes, "starter", self._wanted)
         if not path.is_file():
             path = find_chunk(ckpt, n_nodes, "starter")
         if not path.is_file():
             return
-        # Each of them: where prepare_model.py was broken off, new chunks lie beside old ones, of other weights.
+        # Check each: if prepare_model.py was interrupted, new chunks are beside old ones of other weights.
         oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
         if any(file.stat().st_mtime > oldest for name in WEIGHT_FILES if (file := ckpt / name).is_file()):
             logger.info("the chunks in %s are older than the checkpoint and are not used", path.parent)
@@ -199,7 +199,7 @@ class StarterWeights:
     def source_of(self, part: str) -> WeightSource:
         """Where a part is read from. CheckpointError if it is in none of the starter's files."""
         source = self._source_of(part)
-        source.release()  # what is mapped counts as this process' memory; parts are needed one after the other
+        source.release()  # mapped pages count as this process's memory; parts are needed one after the other
         return source
 
     def verify(self, parts: Sequence[str], check: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ def dismiss(clients: Sequence[ControlClient], run: str, leave: bool, patient: bo
     Args:
         run: the id of the run that has ended.
         leave: end their processes as well.
-        patient: wait until they have noticed the end by themselves; else they are told, and not waited for.
+        patient: wait until they have noticed the end themselves; else tell them, and do not wait.
     """
     asked = FanOut({client.node.name: partial(_dismiss, client, run, leave, patient) for client in clients})
     asked.join(METRICS_DEADLINE_S * 3)
@@ -63,7 +63,7 @@ def metrics_of(
         fields = {"name": name, "layers": list(layers)}
         try:
             nodes.append(NodeMetrics.from_json({**_ZERO, **values, **fields}))
-        except (ControlError, TypeError) as e:  # a run is not lost for what a node says of it
+        except (ControlError, TypeError) as e:  # wrong metrics of a node must not spoil the run
             logger.warning("the measurements of %s cannot be read: %s", name, e)
             nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
     return nodes

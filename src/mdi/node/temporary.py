@@ -39,7 +39,7 @@ def sweep() -> None:
     if sys.platform == "win32":
         return
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):  # somebody else's, or in use
+        with contextlib.suppress(OSError):  # another user's, or in use
             file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 _lock(file)
@@ -49,7 +49,7 @@ def sweep() -> None:
 
 
 def _lock(file: int) -> None:
-    """Raises OSError if somebody else has it."""
+    """Raises OSError if another process has it."""
     if sys.platform != "win32":
         import fcntl
 

@@ -18,7 +18,7 @@ from mdi.recovery.roll_call import GRACE_S, Answer, call_roll
 
 JOIN_GAIN = 1.1  # a node is taken in if a round then takes so much less
 
-# Nodes that have been heard of, by the numbers that their processes drew.
+# Nodes that were found, by the numbers of their processes.
 Newcomers = Callable[[], Mapping[str, NodeConfig]]
 Measure = Callable[[ControlClient], NodeProfile]
 
@@ -33,11 +33,11 @@ class Joins:
     """See the module. Not for several threads.
 
     Args:
-        keeper: knows the ring, and is told of nodes that have come.
+        keeper: knows the ring, and gets new nodes.
         cut: how the model is cut over nodes.
         clients: of all nodes that may take part, by name.
         spares: those that are not taken in: they wait for a loss.
-        newcomers: who else is there.
+        newcomers: nodes that were found besides.
         measure: asks a node that has come how fast it is, which takes seconds; None where no node was measured.
     """
 
@@ -54,7 +54,7 @@ class Joins:
         self._measuring: dict[str, FanOut[NodeProfile]] = {}
 
     def best(self, ring: Sequence[Stage]) -> Next | None:
-        """The best ring with one node more that is there, if it gains enough."""
+        """The best ring with one more present node, if it gains enough."""
         used = {stage.name for stage in ring}
         outside = [client for name, client in self._clients.items() if name not in used]
         answers = call_roll(outside, frozenset(), GRACE_S).answers if outside else {}
@@ -67,7 +67,7 @@ class Joins:
         return None
 
     def _admit(self, outside: set[str]) -> dict[str, Answer]:
-        """Take up nodes that have come; what they answer."""
+        """Admit new nodes; returns their answers."""
         heard = self._newcomers()
         known = {*outside, *self._keeper.processes.values()}
         places = {(client.node.addr, client.node.port) for client in self._clients.values()}

@@ -32,7 +32,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass
 class JournalText:
-    """One text: its prompt, the ids that were generated so far, and why it has ended; None if it goes on."""
+    """One text: its prompt, the ids so far, and why it has ended; None if it has not."""
 
     prompt: str
     prompt_ids: list[int]
@@ -87,7 +87,7 @@ class Journal:
 
     @classmethod
     def new(cls, path: Path, record: RunRecord) -> Journal:
-        """Make the file, with what is known before the first token."""
+        """Make the file, with everything that is known before the first token."""
         first = [{"version": VERSION, "flags": record.flags, "identity": record.identity}]
         texts = [{"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts]
         return cls(path, _opened(path, os.O_CREAT | os.O_EXCL), 0, [*first, *texts])
@@ -112,7 +112,7 @@ class Journal:
                 self._ended[index] = finish_reason
 
     def close(self) -> None:
-        """Write what is left; harmless if repeated."""
+        """Write the rest; harmless if repeated."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -131,7 +131,7 @@ class Journal:
         self._lines.append(b"%08x %s\n" % (zlib.crc32(data), data))
 
     def _sync(self) -> None:
-        """Write what has come since the last time. A disk that is full is told once; the run goes on, and so do the tries."""
+        """Write the new tokens. A full disk is reported once; the run goes on, and writing is tried again."""
         with self._lock:
             tokens, self._tokens = self._tokens, {}
             ended, self._ended = self._ended, {}
@@ -156,7 +156,7 @@ class Journal:
 
 
 def read_record(path: Path) -> RunRecord:
-    """What a journal holds, up to the first line that is damaged. Raises UsageError if it is no journal."""
+    """The records of a journal, up to the first damaged line. Raises UsageError if it is not a journal."""
     try:
         if path.stat().st_size > N_BYTES_LIMIT:
             raise UsageError(f"{path} is too large for a journal")
@@ -236,7 +236,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock, which ends with the process; False if somebody has it."""
+    """Take the lock, which ends with the process; False if another process has it."""
     if sys.platform == "win32":
         return True
     import fcntl

@@ -24,7 +24,7 @@ from mdi.recovery.waiting_texts import NoTexts, Texts
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
-# What a node says when it is there, but cannot hold the blocks that it was to have.
+# Error codes of a node that lives but cannot hold its blocks.
 UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
 NOT_YET = "others may take its place"
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
@@ -70,12 +70,12 @@ class RingKeeper:
 
     Args:
         clients: of all nodes that may take part, those of the ring among them; spares best first.
-        spares: names of those that get blocks only in the place of others.
+        spares: names of nodes that get blocks only in the place of lost ones.
         cut: how the model is cut over nodes that are left.
-        silence_s: a node that is not heard of for so long is lost.
+        silence_s: a node that is silent for so long is lost.
 
     Attributes:
-        texts: that go on over the rings, once there are some.
+        texts: continue over the rings, once there are some.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class RingKeeper:
         return ring
 
     def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
-        """Another ring for the texts to go on over.
+        """Another ring for the texts.
 
         Raises:
-            NodeLostError, RingError: the model does not fit those that are left; it names who was lost.
+            NodeLostError, RingError: the model does not fit the remaining nodes; the error names the lost node.
         """
         search = Search(error, time.monotonic())
         self._is_busy = True
@@ -199,7 +199,7 @@ class RingKeeper:
             self.texts.isolate(common)
 
     def _at_once(self, search: Search) -> Next | None:
-        """The same ring again, nobody being asked, if a node has said that it failed: it lives, and so may all others."""
+        """The same ring again, without asking the nodes, if a node reported its failure: it lives, and so may all others."""
         error = search.error
         has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code == MdiError.code
         if not has_failed or not all(self.may_use(name) for name in search.failed):
@@ -207,7 +207,7 @@ class RingKeeper:
         return Next(tuple(self._former.stages), is_moved=False)
 
     def _lose(self, search: Search, error: NodeLostError) -> None:
-        """A node was said to be lost: it may be there all the same, if only a connection broke."""
+        """A node was reported lost. It may still live, if only a connection broke."""
         search.error = error
         if error.node != self._former.stages[0].name:
             search.suspected.add(error.node)
@@ -234,10 +234,10 @@ class RingKeeper:
         search.since = time.monotonic()
 
     def _find(self, search: Search) -> Next | None:
-        """Who takes whose place; None if that has to wait.
+        """Which nodes replace the lost ones; None if this must wait.
 
         Raises:
-            RingError: nobody can, and nobody is waited for any more.
+            RingError: no node can, and there is no node to wait for.
         """
         ring = self._former.stages
         awaited = frozenset(stage.name for stage in ring[1:]) - search.suspected
@@ -261,11 +261,11 @@ class RingKeeper:
         if (found := with_the_rest(ring, present, spares, search.most, self._cut)) is not None:
             return found
         if any(name not in search.unfit and not self._absences.is_over(name, now) for name in roll.answers):
-            return None  # somebody is there who may be used again later
+            return None  # a node is present that may be used again later
         raise self._refusal(search, [stage.name for stage in lost])
 
     def _is_present(self, stage: Stage, roll: Roll, search: Search, now: float) -> bool:
-        """Whether a node of the ring can have its place again: it lives, or was started anew."""
+        """Whether a node of the ring can take its place again: it lives, or was started again."""
         if stage.name == self._former.stages[0].name:
             return True
         answer = roll.answers.get(stage.name)
@@ -276,7 +276,7 @@ class RingKeeper:
         return self._absences.is_over(stage.name, now)
 
     def _may_live(self, name: str, roll: Roll, search: Search, now: float) -> bool:
-        """Whether a node that does not answer may only be slow to: nobody has said that it is lost."""
+        """Whether a node that does not answer may only be slow, because no node reported it lost."""
         is_silent = name not in roll.answers and name not in roll.gone
         return is_silent and name not in search.suspected and now < search.since + self._silence_s
 

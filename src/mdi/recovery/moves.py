@@ -58,7 +58,7 @@ class Moves:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     self._look()
-                except Exception:  # texts go on as they are
+                except Exception:  # texts continue in the present ring
                     logger.debug("looking for a better ring failed", exc_info=True)
 
     def _look(self) -> None:

@@ -22,7 +22,7 @@ class MovingCut:
 
     Args:
         shape: the model, in the format that it runs in.
-        profile: what was measured of nodes and links; None if nothing was.
+        profile: measurements of nodes and links; None if there are none.
         workload: texts at the same time, and their lengths.
         part_bytes: of a block, as it is sent.
         n_rounds: how many rounds the texts still need.
@@ -47,7 +47,7 @@ class MovingCut:
             self._cost = CostModel(self._profile, self._shape, self._workload)
 
     def expected_s(self, ring: Sequence[Stage]) -> dict[str, float]:
-        """Seconds of a frame on each node of a ring, by what was measured before it ran."""
+        """Seconds of a frame on each node of a ring, by the measurements before it ran."""
         found = {}
         for place, stage in enumerate(ring):
             block_s, base_s, _ = self._times(place, stage.name, len(ring))
@@ -55,11 +55,11 @@ class MovingCut:
         return found
 
     def set_pace(self, name: str, factor: float) -> None:
-        """A node was seen to take `factor` times as long as it was measured to."""
+        """A node takes `factor` times as long as it was measured."""
         self._speeds[name] = factor
 
     def __call__(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
-        """Blocks of each of these nodes, whose stages are what they hold now; None if the model does not fit them.
+        """Blocks of each of these nodes, whose stages are their present ones; None if the model does not fit them.
 
         Args:
             most: blocks that a node can hold at most, where it has said so.
@@ -68,7 +68,7 @@ class MovingCut:
         return cut(self.holders(stages, most), self._block_bytes, n_frames)
 
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
-        """How long a round of these nodes takes, with so many blocks each; where nothing was measured, a frame.
+        """Seconds of a round of these nodes with `counts` blocks; without measurements, of a frame.
 
         What more nodes bring without smaller frames is guessed in no other way than by an even placement: the slowest node
         gets as little as possible.

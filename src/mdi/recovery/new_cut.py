@@ -21,7 +21,7 @@ class Holder:
     Attributes:
         has: blocks in its memory, half-open; (0, 0) if there are none.
         block_s: of one block and a frame.
-        base_s: of what it computes beside blocks for a frame.
+        base_s: seconds per frame for everything but blocks.
         move_s: of getting one more block: over its link, or from its disk.
         most_bytes: of weights and caches of blocks.
         least, most: blocks that it must hold (none for a starter), and can hold; None is any number.
@@ -60,7 +60,7 @@ def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_frames: float
 
 
 def slowest_s(holders: Sequence[Holder], counts: Sequence[int]) -> float:
-    """What the slowest node takes for a frame; the others wait for it."""
+    """Seconds of the slowest node for a frame; the others wait for it."""
     return max(h.base_s + h.block_s * n for h, n in zip(holders, counts, strict=True))
 
 

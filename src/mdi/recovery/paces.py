@@ -18,22 +18,22 @@ class _Seen:
     counts: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=N_PIECES + 1))
     paces: list[float] = field(default_factory=list)  # in the pieces of the last whole minute
     best: float | None = None
-    before: float = 1.0  # how slow it was when that was forgotten
+    before: float = 1.0  # how slow it was when its counts were dropped
 
 
 class Paces:
-    """Pure: what each node has counted goes in, at some moments; how much slower it is than at its best comes out.
+    """Pure: from each node's counts at some moments to how much slower it is than at its best.
 
-    A pace is the time per frame, of that which is expected for its blocks: so it means the same with other blocks. Who is slow
-    in all pieces of a minute is slow. Frames take longer with more texts in them, on all nodes alike: so a node is slow by what
-    it has lost against the others, since the minute in which all of them came together.
+    A pace is the time per frame divided by the expected time for its blocks, so it does not depend on the blocks. A node is slow
+    if it is slow in all pieces of a minute. More texts in a frame slow down all nodes alike. So a node's slowness is what
+    it has lost compared with the others, since the minute in which all of them were there.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def add(self, name: str, now: float, compute_s: float, n_frames: int, expected_s: float) -> None:
-        """Node `name` has computed for so long, for so many frames, since its ring was closed.
+        """Take a node's compute time and number of frames since its ring was closed.
 
         Args:
             expected_s: for a frame, with the blocks that it has.
@@ -51,7 +51,7 @@ class Paces:
             seen.best = lowest / seen.before if seen.best is None else min(seen.best, lowest)
 
     def begin_again(self, names: Sequence[str]) -> None:
-        """Another ring: what nodes have counted begins anew; what is known of them stays until there is a minute of it."""
+        """Another ring: the nodes' counts begin again; known paces stay until there is a new minute."""
         for seen in self._seen.values():
             seen.counts.clear()
         if set(names) != self._seen.keys():  # one that has come has seen no times with fewer texts

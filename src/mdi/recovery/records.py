@@ -15,7 +15,7 @@ class Recovery:
 
     Attributes:
         node: that was lost.
-        replaced_by: who has its blocks now, starter first.
+        replaced_by: nodes that have its blocks now, starter first.
         restored_by: TOKENS or REPLAY.
         seconds: from the last token before to the first one after; None if none came.
     """
@@ -54,7 +54,7 @@ class Records:
         self._open += [_Open(node, (), TOKENS, last_s) for node in nodes if node not in known]
 
     def replace(self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS) -> None:
-        """Who has the blocks of a node that was lost."""
+        """Which nodes have the blocks of a lost one."""
         for one in self._open:
             if one.node == node:
                 one.replaced_by, one.restored_by = tuple(replaced_by), restored_by

@@ -25,9 +25,9 @@ class Next:
 
     Attributes:
         stages: starter first.
-        is_moved: whether nodes that were there before get other blocks.
-        fresh: nodes that are not in the ring before, or were started anew: they have no caches.
-        beside: nodes that are there and not in it: they may have weights that others need.
+        is_moved: whether nodes of the old ring get other blocks.
+        fresh: nodes that were not in the old ring, or were started again: they have no caches.
+        beside: present nodes that are not in the ring; they may have weights that others need.
     """
 
     stages: tuple[Stage, ...]
@@ -48,7 +48,7 @@ def in_place(ring: Sequence[Stage], present: frozenset[str], spares: Sequence[st
     """The same cut, where spares take the places of nodes that are not present; None if there are too few of them.
 
     Args:
-        present: nodes of the ring that are there, in memory or started anew.
+        present: nodes of the ring that live, with their memory or started again.
         spares: best first.
     """
     free = [name for name in spares if name not in {stage.name for stage in ring}]
@@ -89,7 +89,7 @@ def cut_over(holders: Sequence[Stage], most: Mapping[str, int], cut: Cut) -> Nex
 
 
 def takers(lost: Stage, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Who holds the blocks of a lost node now."""
+    """Which nodes have the blocks of a lost one now."""
     if lost.start == lost.stop:
         return ()
     return tuple(s.name for s in stages if max(s.start, lost.start) < min(s.stop, lost.stop))

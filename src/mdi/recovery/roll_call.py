@@ -13,7 +13,7 @@ from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 
-# Where nobody listens on a port, the process is gone: the machine itself says so.
+# If nothing listens on a port, the process is gone; the machine itself reports that.
 GONE = ("refused",)
 GRACE_S = 0.5
 
@@ -27,7 +27,7 @@ class Answer:
     Attributes:
         process: a number that its process drew: another one than before means that it was started again.
         available_bytes: memory for weights and caches.
-        is_leaving: whether it was told to end, and waits for its blocks to be taken over.
+        is_leaving: whether it was told to end, and waits until other nodes have its blocks.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Roll:
-    """Who answered, by name, and whose process is gone for certain; all others are silent."""
+    """The nodes that answered, by name, and those whose process is certainly gone; all others are silent."""
 
     answers: dict[str, Answer]
     gone: frozenset[str]
@@ -62,7 +62,7 @@ def call_roll(clients: Sequence[ControlClient], awaited: frozenset[str], timeout
     """Ask all nodes at the same time.
 
     Args:
-        awaited: nodes that get `timeout_s` for their answers; the others are silent if they do not answer in GRACE_S.
+        awaited: nodes that get `timeout_s` to answer; the others get GRACE_S.
     """
     begin = time.monotonic()
     gone: set[str] = set()

@@ -62,7 +62,7 @@ def find_run(folder: Path, name: str) -> Path:
 
 
 def told_runs(folder: Path) -> list[str]:
-    """A line for each run that can go on."""
+    """A line for each run that can be resumed."""
     lines = []
     for run in runs_in(folder):
         with contextlib.suppress(UsageError):
@@ -79,7 +79,7 @@ def _told(record: RunRecord) -> str:
 
 
 def remove_run(path: Path) -> None:
-    """A run that is not to be gone on with; `path` is its journal."""
+    """Removes a run that will not be resumed; `path` is its journal."""
     with contextlib.suppress(OSError):
         path.unlink()
         path.parent.rmdir()

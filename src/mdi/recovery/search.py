@@ -15,11 +15,11 @@ class Search:
         before, processes_before: the stages of the ring that broke, and the processes of its secondaries.
         processes: what nodes have answered since.
         answering: nodes that answered when they were asked last.
-        suspected: nodes that somebody said were lost.
+        suspected: nodes that were reported lost.
         unfit: nodes that said they cannot take part.
         gone: nodes whose processes have ended.
         is_judged: whether texts were suspected for it.
-        failed, left: nodes that said they had failed, and those of them that were told to end.
+        failed, left: nodes that reported their failure, and those of them that were told to end.
         most: blocks that nodes have said they can hold at most.
         n_failures: rings that could not be formed.
     """

@@ -28,7 +28,7 @@ class SlowNodes:
     """Not for several threads.
 
     Args:
-        cut: how the model is cut over nodes; it is told how slow they are, for whatever is cut next.
+        cut: cuts the model over nodes; it gets their slowness for the next cuts.
         ask: what nodes of the ring have computed so far, those that answer.
     """
 
@@ -66,7 +66,7 @@ class SlowNodes:
 
 
 def computed_in(status: Mapping[str, Any]) -> Computed | None:
-    """What a secondary's status of a run says of it; None if it says nothing yet."""
+    """Compute time and frames in a secondary's status; None if there are none yet."""
     measured = status.get("measured")
     if not isinstance(measured, dict):
         return None

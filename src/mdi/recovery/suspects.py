@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 
 class Suspects:
-    """Pure: what was in flight goes in, who is to run alone and who is to be ended comes out."""
+    """Pure: from the texts in flight to those that must run alone and those that must end."""
 
     def __init__(self) -> None:
         self._before: dict[int, Span] = {}
