@@ -255,7 +255,7 @@ class Scheduler:
             self._use.count(sequence)
 
     def _admit(self) -> None:
-        """Admit sequences that fit. After one that continues from a kept cache, stop: another could need the memory of that cache."""
+        """Admit sequences that fit; stop after one that continues from a kept cache, whose memory another might need."""
         while self._waiting and not self._copies:
             sequence = self._waiting[0]
             if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):

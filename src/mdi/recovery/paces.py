@@ -24,7 +24,7 @@ class _Seen:
 class Paces:
     """Pure: from each node's counts at some moments to how much slower it is than at its best.
 
-    A pace is the time per frame divided by the expected time for its blocks, so it does not depend on the blocks. A node is slow
+    A pace is the time per frame over the expected time for its blocks, so it does not depend on the blocks. A node is slow
     if it is slow in all pieces of a minute. More texts in a frame slow down all nodes alike. So a node's slowness is what
     it has lost compared with the others, since the minute in which all of them were there.
     """
