@@ -160,7 +160,7 @@ def one_run(
         faulthandler.dump_traceback(all_threads=True)
         raise SystemExit("a run hangs; its threads are above")
     saboteur.join()
-    what = complaint(found[0], expected, may_be_lost=args.fixed and saboteur.loses_a_node)
+    what = complaint(found[0], expected, args.fixed and saboteur.loses_a_node, saboteur.done)
     judge(what, found[0], saboteur, tally)
     if args.verb or what:
         told = ", ".join(map(str, saboteur.done))

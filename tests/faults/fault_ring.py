@@ -47,6 +47,7 @@ class Outcome:
         ids: of each text, as far as it came.
         is_whole: which texts have ended by themselves.
         is_ended_alone: which were taken for what brought two nodes down, one after the other (mdi.recovery.suspects).
+        losses: what was under way when nodes were lost, in order: of each text its positions, and the tokens that it had.
         error: what ended the run, if it did not end by itself.
         seconds: from the first text's submission to the end.
         gap_s: the longest time between two tokens of a text.
@@ -56,6 +57,7 @@ class Outcome:
     ids: list[list[int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     is_ended_alone: list[bool] = field(default_factory=list)
+    losses: list[dict[int, tuple[int, int, int]]] = field(default_factory=list)
     error: MdiError | None = None
     seconds: float = 0.0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -250,6 +252,7 @@ def run(
         node.place(len(wanted), longest)
         node.prepare(longest)
         node.start()
+        _note_losses(node, outcome)
         begin = time.perf_counter()
         for one, ids in zip(wanted, prompts, strict=True):
             node.submit(one.prompt, ids, one.params)
@@ -270,6 +273,20 @@ def run(
     outcome.is_whole = [sample.finish_reason is not None for sample in node.samples]
     outcome.is_ended_alone = [sample.finish_reason == BROUGHT_DOWN for sample in node.samples]
     return outcome
+
+
+def _note_losses(node: StarterNode, outcome: Outcome) -> None:
+    if node.recovery is None:
+        return
+    keeper, engine = node.recovery.keeper, node.engine
+    after_loss = keeper.after_loss
+
+    def note(error: Any) -> Any:
+        n_known = engine.n_known
+        outcome.losses.append({i: (*span, n_known[i]) for i, span in engine.in_flight.items() if i in n_known})
+        return after_loss(error)
+
+    keeper.after_loss = note  # type: ignore[method-assign]
 
 
 def texts(n: int, n_tokens: int, seed: int) -> list[Wanted]:

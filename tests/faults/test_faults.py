@@ -171,6 +171,16 @@ def test_whatever_breaks_every_text_is_whole(nodes: FaultRing, checkpoint: Path,
     faults = schedule(seed, n_nodes, 2)
     wanted = texts(4, N_TOKENS, seed % 4)
     outcome, saboteur = broken_run(nodes, checkpoint, form, faults, wanted, n_nodes, SHORT_SILENCE_S)
-    assert complaint(outcome, undisturbed(checkpoint, form, 4, seed % 4), may_be_lost=False) == "", saboteur.done
+    assert complaint(outcome, undisturbed(checkpoint, form, 4, seed % 4), False, saboteur.done) == "", saboteur.done
     nodes.let_go_on()
     nodes.wait_waiting()
+
+
+def test_a_text_that_was_ended_alone_must_have_been_there_twice() -> None:
+    kill = Fault("kill", 1, "decode", 0.5, 0.0)
+    alone = Outcome(ids=[[1]], is_whole=[True], is_ended_alone=[True], losses=[{0: (3, 4, 4)}, {0: (0, 4, 4)}])
+    assert complaint(alone, [[1, 2]], False, [kill, kill]) == ""
+    assert complaint(alone, [[1, 2]], False, [kill, replace(kill, action="halt")]) != "", "one node ended"
+    for second in ({0: (0, 5, 5)}, {0: (4, 5, 4)}, {1: (0, 4, 4)}):
+        other = replace(alone, losses=[alone.losses[0], second])
+        assert complaint(other, [[1, 2]], False, [kill, kill]) != "", second

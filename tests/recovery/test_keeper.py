@@ -41,6 +41,7 @@ class World:
         self.last_token_s: float | None = 5.0
         self.first_token_s: float | None = None
         self.in_flight: dict[int, tuple[int, int]] = {}
+        self.n_known: dict[int, int] = {}
         self.isolated: list[frozenset[int]] = []
         self.cancelled: list[tuple[int, str]] = []
         monkeypatch.setattr(mdi.recovery.keeper, "call_roll", self.roll)
@@ -228,6 +229,18 @@ def test_a_text_that_brings_down_two_nodes_is_ended_alone(monkeypatch: pytest.Mo
     world.keeper.after_loss(world.lose("x"))
     assert world.cancelled == [(4, BROUGHT_DOWN)] and not world.isolated
     world.in_flight = {5: (0, 64)}
+
+
+def test_a_text_that_has_got_tokens_since_has_brought_no_node_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss that nobody is suspected for it is a prompt again, and so is what was under way at the loss before."""
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight, world.n_known = {4: (10, 11)}, {4: 11}
+    world.keeper.after_loss(world.lose("a"))
+    world.in_flight, world.n_known = {4: (0, 16)}, {4: 16}
+    world.keeper.after_loss(world.lose("x"))
+    assert not world.cancelled and not world.isolated
+    world.keeper.after_loss(world.lose("y"))
+    assert world.cancelled == [(4, BROUGHT_DOWN)]
 
 
 def test_a_halted_node_was_not_brought_down_by_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

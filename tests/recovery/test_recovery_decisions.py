@@ -124,28 +124,28 @@ def test_a_node_that_comes_and_goes_waits_longer_each_time() -> None:
 
 def test_one_text_under_way_at_two_losses_in_a_row_is_found() -> None:
     suspects = Suspects()
-    assert suspects.take({1: (7, 8), 2: (9, 10)}) == frozenset()
-    assert suspects.take({1: (0, 64), 3: (0, 5)}) == {1}
+    assert suspects.take({1: (7, 8), 2: (9, 10)}, {}) == frozenset()
+    assert suspects.take({1: (0, 64), 3: (0, 5)}, {}) == {1}
 
 
 def test_a_text_that_went_on_in_between_is_innocent() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8)})
-    assert suspects.take({1: (8, 9)}) == frozenset()
+    suspects.take({1: (7, 8)}, {})
+    assert suspects.take({1: (8, 9)}, {}) == frozenset()
 
 
 def test_a_loss_before_the_ring_began_says_nothing() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8)})
-    assert suspects.take({}) == frozenset()
-    assert suspects.take({1: (0, 9)}) == {1}
+    suspects.take({1: (7, 8)}, {})
+    assert suspects.take({}, {}) == frozenset()
+    assert suspects.take({1: (0, 9)}, {}) == {1}
 
 
 def test_of_several_suspects_the_next_loss_finds_the_one() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8), 2: (9, 10)})
-    assert suspects.take({1: (0, 64), 2: (0, 64), 4: (0, 3)}) == {1, 2}
-    assert suspects.take({2: (0, 64), 4: (0, 3)}) == {2}, "4 was not suspected"
+    suspects.take({1: (7, 8), 2: (9, 10)}, {})
+    assert suspects.take({1: (0, 64), 2: (0, 64), 4: (0, 3)}, {}) == {1, 2}
+    assert suspects.take({2: (0, 64), 4: (0, 3)}, {}) == {2}, "4 was not suspected"
 
 
 # Records

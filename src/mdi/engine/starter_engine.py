@@ -151,6 +151,11 @@ class StarterEngine:
         return self.scheduler.in_flight
 
     @property
+    def n_known(self) -> dict[int, int]:
+        """Tokens that each sequence has so far, those of its prompt included; between two runs."""
+        return {seq_id: len(request.sequence.ids) for seq_id, request in self._live.items()}
+
+    @property
     def n_rounds_left(self) -> int:
         """Tokens that the longest text may still get; between two runs."""
         sequences = [request.sequence for request in self._live.values()]

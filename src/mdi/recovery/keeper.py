@@ -190,7 +190,7 @@ class RingKeeper:
         if search.is_judged or not ended & search.suspected:
             return
         search.is_judged = True
-        common = self._suspects.take(self.texts.in_flight)
+        common = self._suspects.take(self.texts.in_flight, self.texts.n_known)
         if len(common) == 1:
             (seq_id,) = common
             logger.warning("warning: a text is ended, because two nodes in a row were lost while they computed it")

@@ -17,21 +17,27 @@ class Suspects:
 
     def __init__(self) -> None:
         self._before: dict[int, Span] = {}
+        self._n_before: dict[int, int] = {}
         self._found: frozenset[int] = frozenset()
 
-    def take(self, in_flight: Mapping[int, Span]) -> frozenset[int]:
-        """Texts that were under way with the same positions at this loss and at the one before.
+    def take(self, in_flight: Mapping[int, Span], n_known: Mapping[int, int]) -> frozenset[int]:
+        """Texts that were under way with the same positions at this loss and at the one before, and got no token meanwhile.
 
         One alone has brought two nodes down. Among several nobody knows which it was: they are to run one by one, and the
         next loss tells more.
 
         Args:
             in_flight: positions of each text in the frames that were lost; empty where the ring had not begun.
+            n_known: tokens that each text has. One that has got some since has had its positions computed without harm.
         """
         if not in_flight:
             return frozenset()  # nothing was computed
-        common = {seq_id for seq_id, span in in_flight.items() if _overlap(span, self._before.get(seq_id, (0, 0)))}
-        self._before = dict(in_flight)
+        common = {
+            seq_id
+            for seq_id, span in in_flight.items()
+            if _overlap(span, self._before.get(seq_id, (0, 0))) and self._n_before.get(seq_id) == n_known.get(seq_id)
+        }
+        self._before, self._n_before = dict(in_flight), dict(n_known)
         self._found = frozenset(common & self._found or common)
         return self._found
 

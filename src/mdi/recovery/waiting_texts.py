@@ -20,6 +20,9 @@ class Texts(Protocol):
     @property
     def in_flight(self) -> Mapping[int, Span]: ...
 
+    @property
+    def n_known(self) -> Mapping[int, int]: ...
+
     def isolate(self, seq_ids: frozenset[int]) -> None: ...
 
     def cancel(self, seq_id: int, reason: str) -> None: ...
@@ -30,6 +33,7 @@ class NoTexts:
 
     last_token_s = first_token_s = None
     in_flight: Mapping[int, Span] = {}
+    n_known: Mapping[int, int] = {}
 
     def isolate(self, seq_ids: frozenset[int]) -> None: ...
 
