@@ -51,14 +51,13 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from mdi.kernels.kernel_stage import KernelStage
     from mdi.measure.random_weights import random_weights
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.array_stage import ArrayStage
     from mdi.model.stage import Stage
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
     plain = Stage(Config(**config_of(width)), 0, n_blocks)
-    stage: Stage | ArrayStage = plain
+    stage: Stage | KernelStage = plain
     shapes = {name: t.shape for name, t in plain.state_dict().items()}
 
     def tensors(part: str) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     parts = [f"block.{i}" for i in range(n_blocks)]
     if fmt == "int8":
-        stage = ArrayStage(KernelStage(config_of(width), 0, n_blocks))
+        stage = KernelStage(config_of(width), 0, n_blocks)
         own = {
             part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
             for part in parts
@@ -80,7 +79,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     def rows_of(n: int) -> Any:
         rows = torch.randn(n, width)
-        return rows.numpy() if isinstance(stage, ArrayStage) else rows
+        return rows.numpy() if isinstance(stage, KernelStage) else rows
 
     for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
         for seq_id in range(SEQUENCES):

@@ -104,7 +104,7 @@ def judge(stage: KernelStarterStage, ids: Sequence[int]) -> tuple[float, torch.T
     total, best = 0.0, []
     for number, start in enumerate(range(0, len(ids) - length, length)):
         window = np.array(ids[start : start + length + 1])
-        rows = stage.forward(stage.embed(window[:-1]), [(number, 0, length)])
+        rows = stage(stage.embed(window[:-1]), [(number, 0, length)])
         stage.caches.free(number)
         logits = torch.from_numpy(stage.head(rows))
         total += F.cross_entropy(logits, torch.from_numpy(window[1:]), reduction="sum").item()

@@ -136,7 +136,7 @@ def test_shares_by_what_nodes_measure(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_node_that_fails_ends_the_run_with_its_name(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward: Callable[..., np.ndarray] = ShardStage.forward
+    forward: Callable[..., np.ndarray] = ShardStage.__call__
     n_frames = threading.local()
 
     def failing(self: ShardStage, *args: Any) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_a_node_that_fails_ends_the_run_with_its_name(
             raise ArithmeticError("a broken board")
         return forward(self, *args)
 
-    monkeypatch.setattr(ShardStage, "forward", failing)
+    monkeypatch.setattr(ShardStage, "__call__", failing)
     with secondaries(2, tmp_path) as nodes, pytest.raises(MdiError) as failure:
         run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), fixed=True)
     assert getattr(failure.value, "node", "") == "secondary1"
@@ -153,7 +153,7 @@ def test_a_node_that_fails_ends_the_run_with_its_name(
 
 def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let the first secondary be gone after so many sums; set when it is."""
-    forward: Callable[..., np.ndarray] = ShardStage.forward
+    forward: Callable[..., np.ndarray] = ShardStage.__call__
     lost = threading.Event()
 
     def losing(self: ShardStage, *args: Any) -> np.ndarray:
@@ -164,7 +164,7 @@ def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch
             raise RingError("the connections of a process that ended")
         return forward(self, *args)
 
-    monkeypatch.setattr(ShardStage, "forward", losing)
+    monkeypatch.setattr(ShardStage, "__call__", losing)
     return lost
 
 

@@ -73,10 +73,10 @@ def test_several_texts_in_one_frame_are_one_pass(tmp_path: Path) -> None:
     try:
         ids = np.arange(24)
         slices = [(i, 0, 3) for i in range(8)]
-        assert np.array_equal(stage.forward(stage.embed(ids), slices), reference.forward(reference.embed(ids), slices))
+        assert np.array_equal(stage(stage.embed(ids), slices), reference(reference.embed(ids), slices))
         rows = stage.embed(ids[:8])
         steps = [(i, 3, 1) for i in range(8)]
-        found, expected = stage.forward(rows, steps), reference.forward(rows, steps)
+        found, expected = stage(rows, steps), reference(rows, steps)
         assert np.array_equal(stage.head(found), reference.head(expected))
     finally:
         stage.close()
@@ -90,8 +90,8 @@ def test_halves_in_another_order_than_expected_are_read_when_they_are_asked_for(
         position = 0
         for n_rows in FRAMES:
             x = reference.embed(np.arange(n_rows))
-            y = stage.forward(x, [(0, position, n_rows)])
-            assert np.array_equal(y, reference.forward(x, [(0, position, n_rows)]))
+            y = stage(x, [(0, position, n_rows)])
+            assert np.array_equal(y, reference(x, [(0, position, n_rows)]))
             position += n_rows
         assert np.array_equal(stage.head(y), reference.head(y))
         assert np.array_equal(stage.head(y), reference.head(y))

@@ -76,7 +76,7 @@ def rows_of(chunk: ChunkFile, shares: Shares, options: WindowOptions | None, fol
         for n_rows in FRAMES:
             x = generator.standard_normal((n_rows, chunk.config_dict["n_embd"]), dtype=np.float32)
             slices = [(0, position, n_rows)]
-            results = on_all(len(stages), lambda rank, x=x, at=slices: stages[rank].forward(x, at))
+            results = on_all(len(stages), lambda rank, x=x, at=slices: stages[rank](x, at))
             found.append(results[0].tobytes())
             position += n_rows
         for stage in stages:

@@ -75,7 +75,7 @@ def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
         else:
             generator = np.random.default_rng(position)
             x = generator.standard_normal((n_rows, stage.n_embd), dtype=np.float32)
-        y = stage.forward(x, [(0, position, n_rows)])
+        y = stage(x, [(0, position, n_rows)])
         position += n_rows
         found.append(y)
         if isinstance(stage, KernelStarterStage):

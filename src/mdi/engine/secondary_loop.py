@@ -20,7 +20,7 @@ class Caches(Protocol):
 
 
 class FrameStage(Protocol):
-    """Blocks that compute the rows of a frame: model.stage.Stage, or model.kernel_stage.ArrayStage."""
+    """Blocks that compute the rows of a frame: model.stage.Stage, or kernels.kernel_stage.KernelStage."""
 
     n_embd: int
 

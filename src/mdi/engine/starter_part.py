@@ -21,7 +21,7 @@ class StarterRows(FrameRows, Protocol):
 
 
 class StarterFrameStage(FrameStage, Protocol):
-    """The starter's part: model.stage.StarterStage, or model.array_stage.ArrayStarterStage."""
+    """The starter's part: model.stage.StarterStage, or kernels.kernel_stage.KernelStarterStage."""
 
     @property
     def returned_width(self) -> int: ...

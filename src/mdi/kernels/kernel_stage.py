@@ -57,7 +57,7 @@ class KernelStage:
     ) -> None:  # fmt: skip
         self.config = config
         self.start, self.stop = start, stop
-        self.n_embd = int(config["n_embd"])
+        self.n_embd = self.returned_width = int(config["n_embd"])
         self.cache_type = cache_type
         self.max_length = 0
         self._n_threads = n_threads
@@ -108,10 +108,18 @@ class KernelStage:
         return WeightUse(self.weight_bytes, self.weight_bytes, 0.0)
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether the weights of the blocks lie in a file."""
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file, which the system counts as free memory, but which must stay."""
         weights = [w for part in self._weights.values() for w in part.values() if isinstance(w, Matrix)]
-        return bool(weights) and all(not w.data.flags.writeable for w in weights)
+        return self.weight_bytes if weights and all(not w.data.flags.writeable for w in weights) else 0
+
+    @property
+    def gathered_share(self) -> float:
+        """The kernels read keys and values where they lie."""
+        return 0.0
+
+    def compile(self) -> None:
+        """The kernels are compiled already."""
 
     @property
     def n_blocks(self) -> int:
@@ -139,7 +147,7 @@ class KernelStage:
     def caches(self) -> CachePages:
         return self._blocks.caches
 
-    def forward(self, x: np.ndarray, slices: Slices) -> np.ndarray:
+    def __call__(self, x: np.ndarray, slices: Slices) -> np.ndarray:
         """Run the blocks.
 
         Args:

@@ -13,7 +13,6 @@ from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
 from mdi.machine.threads import n_threads
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights
-from mdi.model.array_stage import ArrayStage
 from mdi.weight_formats import weight_format
 
 
@@ -26,8 +25,8 @@ class KernelBench(Bench):
         self._packing = self._subject.computing.packing
         self._random = np.random.default_rng(1)
 
-    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> ArrayStage:
-        stage = ArrayStage(KernelStage(self._subject.config, start, stop, n_threads()))
+    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> KernelStage:
+        stage = KernelStage(self._subject.config, start, stop, n_threads())
 
         def weights(part: str) -> PartWeights:
             check()

@@ -15,7 +15,6 @@ from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
-from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import check_capacity
@@ -43,8 +42,8 @@ class GroupLeader(RingOfGroups):
     Args: see RingOfGroups.
     """
 
-    stage: ArrayStarterStage
-    loaded: ArrayStage
+    stage: KernelStarterStage
+    loaded: ShardStage
 
     def __init__(
         self, name: str, family: ModelFamily, config: Any, options: StarterOptions, groups: Sequence[Group | None],
@@ -109,16 +108,16 @@ class GroupLeader(RingOfGroups):
             both = leader_stages(self.group.share(self._fields), blocks, n_threads(), kv_dtype, self._mesh)
             folder, parts = self._options.cache_dir or default_cache_dir(), stage_parts(*blocks, starter=True)
             with_window(both, self._name, self._window, parts, source, packing, folder, *run, check)
-            self.loaded, self.stage = ArrayStage(both.share), ArrayStarterStage(both.ends)
+            self.loaded, self.stage = both.share, both.ends
             return
 
         def of_part(part: str) -> Any:
             return kernel_weights(source(part), part, packing, placer, check)
 
         share = self.group.share(self._fields)
-        self.loaded = ArrayStage(ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype))
+        self.loaded = ShardStage(share, *weights.blocks[0], n_threads(), computing.kv_dtype)
         self.loaded.load(stage_parts(*weights.blocks[0], starter=False), of_part)
-        self.stage = ArrayStarterStage(self._engine_stage(computing.kv_dtype))
+        self.stage = self._engine_stage(computing.kv_dtype)
         self.stage.load(["embedding", "head"], of_part)
 
     def _engine_stage(self, kv_dtype: str) -> KernelStarterStage:
@@ -128,13 +127,8 @@ class GroupLeader(RingOfGroups):
         share = self.group.share(self._fields)
         return SharedHeadStage(self._fields, share, self._mesh, n_threads(), kv_dtype)
 
-    @property
-    def _own_share(self) -> ShardStage:
-        assert isinstance(self.loaded.inner, ShardStage)
-        return self.loaded.inner
-
     def _mesh(self) -> Mesh:
-        group = self._own_share.group
+        group = self.loaded.group
         if group is None:
             raise EngineError("the nodes of the group are not connected")
         return group.mesh
@@ -149,7 +143,7 @@ class GroupLeader(RingOfGroups):
         assert self._links is not None and isinstance(ring, TcpRing)
         try:
             is_busy = may_look_busily(self.group.n_neighbours)
-            self._own_share.join(self.group.name, self._links.connect(run_check(ring), is_busy))
+            self.loaded.join(self.group.name, self._links.connect(run_check(ring), is_busy))
         finally:
             self._links.close()
         self._ring = LeaderRing(ring, self.loaded, self._is_whole)
@@ -167,7 +161,7 @@ class GroupLeader(RingOfGroups):
         if self._links is not None:
             self._links.close()
         if self._is_loaded:
-            self._own_share.leave()
+            self.loaded.leave()
 
     @property
     def compute_s(self) -> float:

@@ -14,7 +14,6 @@ from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
 from mdi.machine.torch_use import has_torch
 from mdi.metrics import ShareMetrics
-from mdi.model.array_stage import ArrayStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
 from mdi.tensor.allreduce import TORCH_SUMS
@@ -23,7 +22,6 @@ from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage
-from mdi.tensor.window_shards import WindowShardStage
 
 AnyShardStage = TypeVar("AnyShardStage", bound=ShardStage)
 
@@ -33,17 +31,10 @@ def group_in(request: InitRequest) -> Group | None:
     return group_of(request.extensions, request.config)
 
 
-def shard_stage(group: Group, request: InitRequest, computing: Computing) -> ArrayStage:
+def share_stage(
+    stage_class: type[AnyShardStage], group: Group, request: InitRequest, computing: Computing
+) -> AnyShardStage:
     """A stage for a share, without weights. UsageError if this node computes in torch."""
-    return ArrayStage(_made(ShardStage, group, request, computing))
-
-
-def window_shard_stage(group: Group, request: InitRequest, computing: Computing) -> WindowShardStage:
-    """One whose weights a window will hold. UsageError as `shard_stage`."""
-    return _made(WindowShardStage, group, request, computing)
-
-
-def _made(stage_class: type[AnyShardStage], group: Group, request: InitRequest, computing: Computing) -> AnyShardStage:
     if computing.packing is None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
     check_torch_sums(group.algorithm)
@@ -95,13 +86,12 @@ def may_look_busily(n_on_machine: int) -> bool:
 
 def share_metrics(stage: object) -> ShareMetrics | None:
     """A node's report of its share; None if it has blocks of its own."""
-    inner = stage.inner if isinstance(stage, ArrayStage) else None
-    if not isinstance(inner, ShardStage):
+    if not isinstance(stage, ShardStage):
         return None
-    share, tally = inner.share, inner.tally
+    share, tally = stage.share, stage.tally
     first, last = share.shares.columns[share.rank : share.rank + 2]
     return ShareMetrics(
-        inner.group_name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        stage.group_name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
         tally.bytes_sent, tally.median_s,
     )  # fmt: skip
 
@@ -130,8 +120,8 @@ class GroupPart:
         """Once the ring is closed. Raises RingError if another node of the group is not there."""
         if self._links is None:
             return
-        assert isinstance(stage, ArrayStage) and isinstance(stage.inner, ShardStage) and self._group is not None
-        self._stage = stage.inner
+        assert isinstance(stage, ShardStage) and self._group is not None
+        self._stage = stage
         self._stage.join(
             self._group.name, self._links.connect(run_check(ring), may_look_busily(self._group.n_neighbours))
         )

@@ -13,12 +13,11 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import NoMemoryError
-from mdi.kernels.kernel_stage import KernelStarterStage, Weights, WeightUse
+from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, Weights, WeightUse
 from mdi.machine.computing import Computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
-from mdi.model.array_stage import ArrayStage, ArrayStarterStage
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import CacheReport, SharedCaches, check_capacity
@@ -63,7 +62,7 @@ class OwnStage:
     """
 
     stage: StarterFrameStage
-    loaded: TorchStage | ArrayStage
+    loaded: TorchStage | KernelStage
     is_shared = False  # whether the other nodes compute the same blocks, each a share of them
 
     def __init__(
@@ -183,11 +182,11 @@ class OwnStage:
     def _shared(self, parts: Sequence[str], computing: Computing) -> dict[str, Weights]:
         """Weights that the stage of another cut has in memory."""
         is_alike = self._key is not None and self._computing == computing and self._window is None
-        if not is_alike or not isinstance(self.loaded, ArrayStarterStage):
+        if not is_alike or not isinstance(self.loaded, KernelStarterStage):
             return {}
         assert self._key is not None
         had: tuple[str, ...] = self._key[2]
-        return {part: self.loaded.inner.weights_of(part) for part in parts if part in had}
+        return {part: self.loaded.weights_of(part) for part in parts if part in had}
 
     @property
     def is_loaded(self) -> bool:
@@ -200,7 +199,7 @@ class OwnStage:
     @property
     def rows(self) -> StarterRows:
         """As `stage` has them."""
-        return ArrayRows() if isinstance(self.loaded, ArrayStage) else self.loaded.rows
+        return ArrayRows() if isinstance(self.loaded, KernelStage) else self.loaded.rows
 
     def _load(
         self, weights: StarterWeights, computing: Computing, n_nodes: int, parts: list[str], shared: dict[str, Weights],
@@ -220,16 +219,13 @@ class OwnStage:
         weights.verify(parts, check)
         if computing.packing is not None and self._window is not None:
             empty = WindowStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
-            self.stage = self.loaded = ArrayStarterStage(
-                with_window(
-                    empty, self._name, self._window, parts, source, computing.packing,
-                    options.cache_dir or default_cache_dir(), *run, check,
-                )
+            self.stage = self.loaded = with_window(
+                empty, self._name, self._window, parts, source, computing.packing,
+                options.cache_dir or default_cache_dir(), *run, check,
             )  # fmt: skip
         elif computing.packing is not None:
             packing, placer = computing.packing, WeightPlacer(options.weight_memory)
-            inner = KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
-            stage = ArrayStarterStage(inner)
+            stage = KernelStarterStage(weights.config, stop, n_threads(), computing.kv_dtype)
             stage.load(
                 parts, lambda part: shared.get(part) or kernel_weights(source(part), part, packing, placer, check)
             )

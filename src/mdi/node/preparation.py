@@ -16,8 +16,8 @@ from mdi.control.requested import Requested
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sent_rows import COMPUTE
 from mdi.engine.starter_part import StarterFrameStage
+from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing
-from mdi.model.array_stage import ArrayStage
 from mdi.node.cache_budget import share_extensions, share_out
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
@@ -228,7 +228,7 @@ class Preparation:
         return self.own.stage
 
     @property
-    def loaded(self) -> TorchStage | ArrayStage | None:
+    def loaded(self) -> TorchStage | KernelStage | None:
         """The same as a node has it; None before."""
         return self.own.loaded if self.own.is_loaded else None
 

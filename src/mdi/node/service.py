@@ -12,9 +12,9 @@ from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
 from mdi.engine.sent_rows import SentRows
 from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
-from mdi.model.array_stage import ArrayStage
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
@@ -197,7 +197,7 @@ class Service:
         finally:
             job.report_caches = None
             self._listener.forget(expectation)
-        widest = stage.n_embd if isinstance(stage, ArrayStage) else self._holder.family.widest_row(stage.config)
+        widest = stage.n_embd if isinstance(stage, KernelStage) else self._holder.family.widest_row(stage.config)
         limits = ring_limits(widest)
         buffers, n_frames = receive_buffers(device), request.n_frames or seat.n_nodes
         ring = join_ring(
@@ -208,7 +208,7 @@ class Service:
 
     def _compute(self, stage: NodeStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
-        rows: FrameRows = ArrayRows() if isinstance(stage, ArrayStage) else stage.rows
+        rows: FrameRows = ArrayRows() if isinstance(stage, KernelStage) else stage.rows
         recorder = recorder_of(self._request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
         loop = SecondaryLoop(

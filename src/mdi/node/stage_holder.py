@@ -26,11 +26,12 @@ from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
 from mdi.machine.threads import n_threads
 from mdi.machine.torch_use import load_torch
-from mdi.model.array_stage import ArrayStage
-from mdi.node.group_member import group_in, own_shards, sent_shard, shard_stage, window_shard_stage
+from mdi.node.group_member import group_in, own_shards, sent_shard, share_stage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.windowed import refuse_torch, with_window
+from mdi.tensor.shard_stage import ShardStage
+from mdi.tensor.window_shards import WindowShardStage
 from mdi.units import size
 from mdi.weight_formats import held_bytes
 from mdi.window.window_options import window_of
@@ -39,7 +40,7 @@ from mdi.window.window_stage import WindowStage
 if TYPE_CHECKING:
     from mdi.node.torch_stage import TorchStage
 
-    NodeStage = ArrayStage | TorchStage
+    NodeStage = KernelStage | TorchStage
 
 logger = logging.getLogger("mdi")
 
@@ -249,11 +250,9 @@ class StageHolder:
             inner, packing = self._window_stage(request, computing), computing.packing
             if (group := group_in(request)) is not None:
                 packing = group.packing  # a node's own wish for another format does not count
-            stage = ArrayStage(
-                with_window(
-                    inner, self._name, window, list(parts), source, packing, self.store.directory,
-                    request.max_length, request.n_sequences, None, check,
-                )
+            stage = with_window(
+                inner, self._name, window, list(parts), source, packing, self.store.directory, request.max_length,
+                request.n_sequences, None, check,
             )  # fmt: skip
         elif computing.packing is not None:
             packing = computing.packing
@@ -275,16 +274,16 @@ class StageHolder:
         self.device = computing.device
         return stage
 
-    def _kernel_stage(self, request: InitRequest, computing: Computing) -> ArrayStage:
+    def _kernel_stage(self, request: InitRequest, computing: Computing) -> KernelStage:
         """A stage for the kernels, without weights."""
         if (group := group_in(request)) is not None:
-            return shard_stage(group, request, computing)
-        return ArrayStage(KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype))
+            return share_stage(ShardStage, group, request, computing)
+        return KernelStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
 
     def _window_stage(self, request: InitRequest, computing: Computing) -> WindowStage:
         """A stage whose weights a window will hold."""
         if (group := group_in(request)) is not None:
-            return window_shard_stage(group, request, computing)
+            return share_stage(WindowShardStage, group, request, computing)
         return WindowStage(request.config, *request.blocks, n_threads(), computing.kv_dtype)
 
     def source_of(self, part: PartSpec, request: InitRequest) -> WeightSource:

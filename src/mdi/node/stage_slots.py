@@ -17,9 +17,8 @@ from mdi.block_ranges import block_span
 from mdi.control.messages import InitRequest
 from mdi.engine.sent_rows import SentRows
 from mdi.errors import ControlError
-from mdi.kernels.kernel_stage import Weights
+from mdi.kernels.kernel_stage import KernelStage, Weights
 from mdi.machine.computing import Computing
-from mdi.model.array_stage import ArrayStage
 from mdi.node.cache_budget import CacheReport, report_caches, share_in
 from mdi.node.stage_holder import StageHolder
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
@@ -143,11 +142,11 @@ class StageSlots:
             slot.stage = stage
             slot.loaded = {}
             slot.cache_bytes = stage.run_bytes(max_length)
-            if isinstance(stage, ArrayStage) and isinstance(stage.inner, WindowStage):
-                slot.weights = {slot.owner: stage.inner.weight_bytes}
-            elif isinstance(stage, ArrayStage):
+            if isinstance(stage, WindowStage):
+                slot.weights = {slot.owner: stage.weight_bytes}
+            elif isinstance(stage, KernelStage):
                 packing = slot.computing.packing
-                slot.weights = {(sha, packing): stage.inner.part_bytes(part) for part, sha in slot.shas.items()}
+                slot.weights = {(sha, packing): stage.part_bytes(part) for part, sha in slot.shas.items()}
 
     def grant(self, slot: Slot, request: InitRequest) -> CacheReport:
         """What the caches of a ring may take, that is about to be closed.
@@ -246,13 +245,13 @@ class StageSlots:
             if slot.use == "KEPT" and slot.run == request.run:
                 self._free_caches(slot)
             is_alike = slot.device == computing.device and slot.computing.packing == computing.packing
-            is_plain = isinstance(slot.stage, ArrayStage) and not isinstance(slot.stage.inner, WindowStage)
-            if computing.packing is None or not is_alike or not is_plain:
+            if computing.packing is None or not is_alike:
                 continue
-            assert isinstance(slot.stage, ArrayStage)
+            if not isinstance(slot.stage, KernelStage) or isinstance(slot.stage, WindowStage):
+                continue
             for part in request.parts:
                 if slot.shas.get(part.name) == part.sha256:
-                    found[part.name] = slot.stage.inner.weights_of(part.name)
+                    found[part.name] = slot.stage.weights_of(part.name)
         return found
 
     def _remove(self, slot: Slot) -> None:

@@ -17,7 +17,7 @@ from mdi.slices import Slices
 
 
 class TorchStage:
-    """See the module; the same methods as model.kernel_stage.ArrayStage.
+    """See the module; the same methods as kernels.kernel_stage.KernelStage.
 
     Args:
         inner: the stage itself.
