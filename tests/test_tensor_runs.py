@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mdi.checkpoint.shapes
+import mdi.checkpoint.weights
 from cluster_keys import key_file
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.partfile import PartFile
+from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
@@ -209,6 +213,21 @@ def test_shards_of_a_checkpoint_and_of_its_chunks_are_the_same(form: str, checkp
                 else:
                     np.testing.assert_array_equal(weight, expected)
     source.close()
+
+
+def test_a_shard_does_not_look_through_the_whole_model_for_each_tensor(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of experts that would take minutes."""
+    looks = []
+    with contextlib.closing(open_source(checkpoint)) as source:
+        packing = Packing("int8", "int8")
+        packed = PackedSource(source, packing)
+        shard = ShardSource(packed, Share(share_out(source.config_dict, (1, 1)), 0, source.config_dict), packing)
+        for module in (mdi.checkpoint.weights, mdi.checkpoint.shapes):
+            monkeypatch.setattr(module, "part_of", lambda name: looks.append(name) or part_of(name))
+        found = shard.weights("block.0")
+    assert len(found) > 5 and not looks
 
 
 @pytest.mark.parametrize("change", [

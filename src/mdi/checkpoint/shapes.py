@@ -85,6 +85,18 @@ def model_shapes(config: dict[str, Any], where: str) -> dict[str, Shape]:
     Raises:
         CheckpointError: litgpt cannot build it.
     """
+    return _known(config, where)[0]
+
+
+def part_shapes(config: dict[str, Any], where: str, part: str) -> dict[str, Shape]:
+    """As `model_shapes`, of the tensors of one part; nothing for a part that the model does not have."""
+    return _known(config, where)[1].get(part, {})
+
+
+_Known = tuple[dict[str, Shape], dict[str, dict[str, Shape]]]
+
+
+def _known(config: dict[str, Any], where: str) -> _Known:
     try:
         return _model_shapes(json.dumps(config, sort_keys=True))
     except (ValueError, KeyError, TypeError, ArithmeticError) as e:
@@ -92,8 +104,13 @@ def model_shapes(config: dict[str, Any], where: str) -> dict[str, Shape]:
 
 
 @functools.lru_cache(maxsize=4)
-def _model_shapes(config_json: str) -> dict[str, Shape]:
+def _model_shapes(config_json: str) -> _Known:
+    """All shapes, and by part: with many experts, to look through all names for each part takes seconds."""
     config = json.loads(config_json)
     if too_much := excess(config):
         raise ValueError(too_much)
-    return shapes_of(config)
+    shapes = shapes_of(config)
+    parts: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        parts.setdefault(part_of(name), {})[name] = shape
+    return shapes, parts

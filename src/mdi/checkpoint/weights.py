@@ -17,7 +17,7 @@ from mdi.checkpoint.hashes import PartHashes
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.safetensors_layout import TensorSpec
-from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
 from mdi.weight_formats import OWN_FORMAT
@@ -145,8 +145,7 @@ class WeightSource(ABC):
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that the model has in a part."""
-        shapes = model_shapes(self.config_dict, str(self))
-        return {name: shape for name, shape in shapes.items() if part_of(name) == part}
+        return dict(part_shapes(self.config_dict, str(self), part))
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part for torch, on the CPU: plain ones in the memory of `array`, packed ones as float32.

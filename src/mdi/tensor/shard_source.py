@@ -17,9 +17,9 @@ from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.packed import packed_form
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, stored_bytes
 from mdi.checkpoint.partfile import PartFile
-from mdi.checkpoint.parts import Part, part_of
+from mdi.checkpoint.parts import Part
 from mdi.checkpoint.safetensors_layout import TensorSpec
-from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes
 from mdi.kernels.matrix_cut import cut, skipped
@@ -41,8 +41,8 @@ def shard_name(share: Share) -> str:
 def shard_shapes(share: Share, packing: Packing, part: str) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of a shard, as it is packed."""
     found = {}
-    for name, shape in model_shapes(dict(share.config), "this model").items():
-        if part_of(name) == part and (piece := piece_of(name, share)) is not None:
+    for name, shape in part_shapes(dict(share.config), "this model", part).items():
+        if (piece := piece_of(name, share)) is not None:
             found[name] = piece.shape(shape, packing.format_of(name, shape))
     return found
 
@@ -64,15 +64,14 @@ class ShardSource(DerivedSource):
         self._table: tuple[str, PartWeights] | None = None
         self.specs = {}
         self._owner: dict[str, str] = {}
-        whole = model_shapes(dict(share.config), str(source))
         plain_types = {name: spec.dtype for name, spec in source.specs.items()}
-        parts = set(source.part_names())
-        for part in parts:
+        self._whole: dict[str, tuple[int, ...]] = {}
+        for part in source.part_names():
+            self._whole |= part_shapes(dict(share.config), str(source), part)
             for name, shape in shard_shapes(share, packing, part).items():
                 stored = packing.stored(name, TensorSpec(plain_types.get(name, "F32"), shape))
                 self.specs.update(stored)
                 self._owner.update(dict.fromkeys(stored, name))
-        self._whole = {name: shape for name, shape in whole.items() if part_of(name) in parts}
 
     def __str__(self) -> str:
         return f"{shard_name(self.share)} of {self._source}"
@@ -110,7 +109,7 @@ class ShardSource(DerivedSource):
         source = self._source
         if source.packing is None:
             return source.packed(name, self.packing)
-        return source.packing.read(name, shape, source.array, source.part_specs(part_of(name)), str(source))
+        return source.packing.read(name, shape, source.array, source.specs, str(source))
 
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
         """Of a plain tensor: only what is needed is packed, and the result is as if all had been packed first."""
