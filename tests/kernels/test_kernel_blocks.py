@@ -261,7 +261,9 @@ def test_a_half_is_what_forward_adds() -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"n_head": 7}, {"n_query_groups": 0}, {"rotary_percentage": 2.0}, {"rope_indices": [0, 5]},
-     {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 3}],
+     {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 3}, {"n_head": None}, {"mlp_class_name": [2, 1]},
+     {"norm_class_name": ["RMSNorm"]}, {"rotary_percentage": "all"}, {"rope_indices": 1e308}, {"rope_indices": [0]},
+     {"sliding_window_indices": [1]}],
 )  # fmt: skip
 def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dict[str, Any]) -> None:
     """A config may come from another node, and the kernels would read beyond their memory."""

@@ -33,7 +33,7 @@ from mdi.slices import Slices
 # fmt: off
 _SETTINGS = {
     "attention_logit_softcapping", "attention_scores_scalar", "first_k_dense_replace", "gelu_approximate",
-    "head_size", "intermediate_size", "latent_attention", "mlp_class_name", "moe_intermediate_size", "n_embd",
+    "head_size", "intermediate_size", "latent_attention", "mlp_class_name", "moe_intermediate_size", "n_embd", "n_layer",
     "n_expert", "n_expert_groups", "n_expert_per_token", "n_head", "n_query_groups", "n_shared_expert", "name",
     "norm_1", "norm_2", "norm_class_name", "norm_eps", "norm_qk", "norm_qk_type", "parallel_residual",
     "post_attention_norm", "post_mlp_norm", "rope_adjustments", "rope_base", "rope_condense_ratio",
@@ -46,6 +46,13 @@ MOST_ROPE = 1024  # csrc/rotary.h
 
 def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
     """What of a model (litgpt's Config as a plain dict) the kernels do not know; None if they compute all of its blocks."""
+    try:
+        return _unknown(config)
+    except (TypeError, ValueError, AttributeError, OverflowError) as e:  # it may come from another node
+        return f"a config with a setting of the wrong kind ({e})"
+
+
+def _unknown(config: Mapping[str, Any]) -> str | None:
     if missing := sorted(_SETTINGS - config.keys()):
         return f"a config without {missing[0]}"
     if config["latent_attention"]:
@@ -72,6 +79,9 @@ def _contradiction(config: Mapping[str, Any]) -> str | None:
         return f"{config['n_expert_per_token']} of {config['n_expert']} experts"
     if any(table not in range(n_tables(config)) for table in config["rope_indices"] or ()):
         return f"tables of rotary positions {config['rope_indices']}"
+    for name in ("rope_indices", "sliding_window_indices"):
+        if config[name] and len(config[name]) < config["n_layer"]:
+            return f"{name} of {len(config[name])} blocks, where there are {config['n_layer']}"
     return None
 
 
