@@ -30,6 +30,7 @@ from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
+from mdi.node.local import free_ports
 from mdi.node.model_family import ModelFamily
 from waiting import until_gone
 
@@ -701,8 +702,7 @@ def test_a_server_that_is_not_ours_is_told(answer: bytes, problem: str, status: 
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
     with pytest.raises(ControlError, match=f"^secondary0 at 127.0.0.1:{port} ") as caught:
         client_of(port).status()
     assert caught.value.problem == "refused"

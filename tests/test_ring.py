@@ -24,6 +24,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.node.local import free_ports
 
 EPOCH = 11
 SILENCE_S = 3.0  # of a ring that is being closed
@@ -273,7 +274,7 @@ def test_two_nodes_that_die_at_once_are_known_on_either_side() -> None:
 def test_a_next_node_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen: it takes what the system buffers for it, and says nothing."""
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.1)
-    seat = replace(seats_of([free_port(), free_port()], EPOCH)[0], silence_s=0.5)
+    seat = replace(seats_of(free_ports(2), EPOCH)[0], silence_s=0.5)
     with contextlib.ExitStack() as stack:
         ends = []
         for _ in range(2):
@@ -356,12 +357,6 @@ def fake_node(behave: Callable[[socket.socket], object]) -> Iterator[int]:
             thread.join(DEADLINE_S)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def refuse(sock: socket.socket) -> None:
     frame = read_frame(sock, HANDSHAKE)
     assert frame is not None
@@ -399,14 +394,14 @@ BAD_NEIGHBOURS: list[tuple[Callable[[socket.socket], object], str]] = [
 def test_a_next_node_that_spoils_the_handshake_is_named(
     behave: Callable[[socket.socket], object], message: str
 ) -> None:
-    with fake_node(behave) as port, starting([port, free_port()]) as starter:
+    with fake_node(behave) as port, starting([port, free_ports(1)[0]]) as starter:
         error = starter.error()
         assert error.node == "secondary0" and message in str(error)
 
 
 def test_a_next_node_that_is_not_there_is_named() -> None:
-    port = free_port()
-    with starting([port, free_port()]) as starter:
+    port = free_ports(1)[0]
+    with starting([port, free_ports(1)[0]]) as starter:
         error = starter.error()
         assert error.node == "secondary0"
         assert f"starter cannot reach the ring port of secondary0 at 127.0.0.1:{port}" in str(error)
@@ -423,7 +418,7 @@ def test_a_next_node_whose_name_is_unknown_is_named() -> None:
 
 
 def test_a_next_node_that_stays_silent_is_named() -> None:
-    with fake_node(wait_for_the_end) as port, starting([port, free_port()], timeout_s=0.2) as starter:
+    with fake_node(wait_for_the_end) as port, starting([port, free_ports(1)[0]], timeout_s=0.2) as starter:
         error = starter.error()
         assert error.node == "secondary0" and "did not answer within" in str(error)
 
@@ -434,7 +429,7 @@ def ring_up_to(behave: Callable[[socket.socket], object]) -> Iterator[Starting]:
     middle = listener("secondary0")
     try:
         with fake_node(behave) as port:
-            seat = seats_of([free_port(), middle.port, port], EPOCH)[1]
+            seat = seats_of([free_ports(1)[0], middle.port, port], EPOCH)[1]
             joining = Joining(middle, replace(seat, silence_s=SILENCE_S))
             try:
                 with starting([middle.port, port]) as starter:  # not before it is expected
@@ -490,7 +485,7 @@ def test_a_last_node_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) 
         send_frame(sock, frame)
         wait_for_the_end(sock)
 
-    with fake_node(lie) as port, starting([port, free_port()]) as starter:
+    with fake_node(lie) as port, starting([port, free_ports(1)[0]]) as starter:
         error = starter.error()
         assert error.node == "secondary1" and "secondary1 did not connect to starter" in str(error)
 
@@ -532,11 +527,11 @@ def test_what_is_wrong_far_away_is_told_to_the_starter(
 ) -> None:
     """A ring of four whose third secondary is no good: the two in between pass on who it is."""
     timeout_s = 4.0 if behave is wait_for_the_end else DEADLINE_S
-    bad = fake_node(behave) if behave else contextlib.nullcontext(free_port())
+    bad = fake_node(behave) if behave else contextlib.nullcontext(free_ports(1)[0])
     middle = [listener("secondary0"), listener("secondary1")]
     with bad as port:
         ports = [middle[0].port, middle[1].port, port]
-        seats = seats_of([free_port(), *ports], EPOCH)
+        seats = seats_of([free_ports(1)[0], *ports], EPOCH)
         joining = [Joining(one, seats[i + 1], timeout_s) for i, one in enumerate(middle)]
         with starting(ports, timeout_s) as starter:
             error = starter.error()
@@ -550,7 +545,7 @@ def test_what_is_wrong_far_away_is_told_to_the_starter(
 
 def test_nodes_that_disagree_say_so_in_words() -> None:
     one = listener("secondary0")
-    seats = seats_of([free_port(), one.port], EPOCH)
+    seats = seats_of([free_ports(1)[0], one.port], EPOCH)
     odd = one.expect(EPOCH, Seat(EPOCH, 1, names_of(2), "b" * 64, "127.0.0.1", seats[1].next_port).prev_hello)
     with starting([one.port]) as starter:
         error = starter.error()
@@ -581,7 +576,7 @@ def test_frames_come_and_go_while_a_node_computes() -> None:
 @pytest.mark.parametrize(("starters", "secondarys"), [("int8", "auto"), ("auto", "fp16"), ("fp16", "int8")])
 def test_nodes_that_disagree_about_the_wire_say_so_at_once(starters: str, secondarys: str) -> None:
     one = listener("secondary0")
-    seat = replace(seats_of([free_port(), one.port], EPOCH)[0], wire=starters)
+    seat = replace(seats_of([free_ports(1)[0], one.port], EPOCH)[0], wire=starters)
     one.expect(EPOCH, replace(seat, index=1, wire=secondarys).prev_hello)
     starter = listener()
     with pytest.raises(NodeLostError, match=f"expects rows in the wire format '{secondarys}'.*sends '{starters}'"):
@@ -592,7 +587,7 @@ def test_nodes_that_disagree_about_the_wire_say_so_at_once(starters: str, second
 
 def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer cannot be sent to who has called."""
-    seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", free_port())
+    seat = Seat(EPOCH, 1, names_of(2), PLACEMENT, "127.0.0.1", free_ports(1)[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
         caller = socket.create_connection(server.getsockname())
         sock, _ = server.accept()

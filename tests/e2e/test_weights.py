@@ -7,7 +7,6 @@ import json
 import resource
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import requests
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
+from mdi.node.local import free_ports
 from processes import SOON_S, Cluster, Spawn, Starter, meanwhile
 from tiny_checkpoint import reference, write_checkpoint
 
@@ -182,8 +182,7 @@ def test_beside_another_run(ring: Cluster, endless: Path, spawn: Spawn, starter:
     process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--n-tokens", 60000, "--n-samples", 1)
     process.wait_bytes(100)
     nodes = json.loads(ring.path.read_text(encoding="utf-8"))
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        ports = one.getsockname()[1], two.getsockname()[1]
+    ports = free_ports(2)
     nodes["nodes"]["starter"].update(communication={"port": ports[0]}, inference={"port_in": ports[1]})
     second = ring.folder / "second.json"
     second.write_text(json.dumps(nodes), encoding="utf-8")

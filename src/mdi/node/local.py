@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,9 @@ from mdi.node.temporary import RingFolder
 END_S = 5.0  # time for the children to clean up
 STOPPED_S = 6.0  # a child that was stopped (for example by SIGSTOP) for so long is lost
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that ends again and again
+# Below those that systems give out by themselves: from 32768 on in Linux, from 49152 on elsewhere.
+_PORTS = range(20_000, 32_000)
+_number = itertools.count(int(os.getpid() * 0.618034 % 1 * len(_PORTS)))  # processes that begin together are far apart
 
 logger = logging.getLogger("mdi")
 
@@ -260,9 +264,11 @@ def cores_of_node(cores: Sequence[int], index: int, n_nodes: int) -> Sequence[in
 
 
 def free_ports(n: int) -> list[int]:
-    """`n` different ports that are free on loopback at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    """`n` different ports that are free on loopback at this moment. Nobody gets one of them without naming it."""
+    found: list[int] = []
+    while len(found) < n:
+        port = _PORTS[next(_number) % len(_PORTS)]
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
