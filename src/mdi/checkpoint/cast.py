@@ -37,7 +37,7 @@ class CastSource(DerivedSource):
 
 
 def cast(array: np.ndarray, spec: TensorSpec, code: str) -> np.ndarray:
-    """Numbers in another type, rounded to the nearest; what is too large for it becomes infinite.
+    """Numbers in another type, rounded to the nearest; too large ones become infinite.
 
     Args:
         spec: of `array`.

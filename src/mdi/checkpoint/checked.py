@@ -22,8 +22,8 @@ Stamp = tuple[int, ...]
 
 
 class CheckedFiles:
-    """A JSON file, from keys to what was seen. Safe for threads; of several processes the last one to write wins, and what the
-    others lose is hashed again.
+    """A JSON file from keys to stamps. Safe for threads. Of several processes the last one to write wins; the entries of the
+    others are hashed again.
 
     Args:
         path: of the file; its folder need not exist yet.
@@ -75,7 +75,7 @@ def stamp_of(file: int | Path) -> Stamp:
 
 
 def in_threads(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """The results of some calls that hash, a few of which run at a time; what one raises ends the others before they begin."""
+    """The results of some calls that hash; a few run at a time. An exception of one prevents those that have not begun."""
     with ThreadPoolExecutor(min(N_THREADS, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
         futures = [pool.submit(call) for call in calls]
         try:

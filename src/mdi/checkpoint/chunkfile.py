@@ -58,10 +58,10 @@ class ChunkFile(FileSource):
 
         Args:
             checked: where it is kept that they are.
-            check: called between parts; what it raises goes through.
+            check: called between parts; its exceptions pass through.
 
         Raises:
-            CheckpointError: a part is not what the manifest says.
+            CheckpointError: a part differs from the manifest.
         """
         where, stamp = self.path.absolute(), stamp_of(self.path)
 
@@ -84,7 +84,7 @@ class ChunkFile(FileSource):
             )
 
     def _hashed(self, name: str) -> PartInfo:
-        """A part with the sha256 of what the file holds. It is read, not mapped: a node may have little memory."""
+        """A part with the sha256 of its bytes in the file. They are read, not mapped, because a node may have little memory."""
         specs, metadata = self.part_specs(name), self.metadata(name)
         order = ordered(specs, bool(metadata))
         digest = hashlib.sha256(header_bytes(specs, order, metadata))
@@ -124,7 +124,7 @@ def _chunk_path(path: Path) -> Path:
 
 
 def _remedy(path: Path) -> str:
-    """The command that makes a good chunk: the number of nodes, and often the model, stand in the path."""
+    """The command that makes a valid chunk; the path has the number of nodes, and often the model."""
     folder = path.absolute().parent
     match = re.fullmatch(r"(\d+)nodes(?:-(\w+))?", folder.name)
     model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"

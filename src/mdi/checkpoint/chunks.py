@@ -50,19 +50,19 @@ def siblings(chunk_path: str | Path) -> dict[str, Path]:
 def write_chunks(
     source: WeightSource, ckpt_dir: str | Path, counts: Sequence[int], progress: Progress | None = None
 ) -> list[Path]:
-    """Cut a model. Chunks that are there already and are known to hold just these weights are kept.
+    """Cut a model. Existing chunks that are known to have exactly these weights are kept.
 
     Args:
         source: the whole model.
         ckpt_dir: where the directory chunks/ is or will be.
         counts: blocks per node, starter first; they must add up to the model's.
-        progress: told after each piece.
+        progress: called after each piece.
 
     Returns:
         The files, in ring order.
 
     Raises:
-        CheckpointError: the disk is too small, or a file cannot be read or written. Each chunk is there whole or not.
+        CheckpointError: the disk is too small, or a file cannot be read or written. No chunk is half-written.
     """
     plans = [_plan(source, counts, node) for node in range(len(counts))]
     paths = [find_chunk(ckpt_dir, len(counts), plan.node, _label(plan)) for plan in plans]
@@ -81,7 +81,7 @@ def write_chunks(
 
 
 def _label(manifest: Manifest) -> str | None:
-    """The format, if it is to stand in the name of the folder: not the one that loses nothing of the checkpoint."""
+    """The format, if the folder's name needs it: not the one that keeps the checkpoint's numbers."""
     return None if manifest.format in (PLAIN, OWN_FORMAT.get(manifest.dtype)) else manifest.format
 
 

@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
-# (embedding, head) as the families name them; where one is missing, the other stands in
+# (embedding, head) as the families name them; if one is missing, the other is used
 _TIED = (
     ("model.embed_tokens.weight", "lm_head.weight"),
     ("gpt_neox.embed_in.weight", "embed_out.weight"),
@@ -60,7 +60,7 @@ def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with weights: by an index, else by their names; safetensors go first. Some may be missing.
+    """The files with weights: by an index, else by their names; safetensors are preferred. Some may be missing.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -90,9 +90,9 @@ def convert(
     Args:
         path: its directory.
         model_name: the name of a Config of litgpt; None takes the directory's name, or derives one from config.json.
-        dtype: to store the weights in; None keeps what they are in.
+        dtype: to store the weights in; None keeps their type.
         progress: draw a bar on stderr, if it takes long.
-        target: the directory to write to, which is there; None is the checkpoint's.
+        target: an existing directory to write to; None is the checkpoint's.
 
     Returns:
         That directory.
@@ -156,7 +156,7 @@ class _Reader:
         return _own(as_tensor(file.array(stored), file.specs[stored]))
 
     def groups(self) -> Iterator[_Group]:
-        """Embedding, head and the like, then one block after the other, whole even where it lies in two files."""
+        """Embedding, head and the like, then one block after the other, complete even if it is in two files."""
         groups: dict[int, list[str]] = {-1: []}
         for name in self._files:
             match = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
@@ -228,7 +228,7 @@ def _copy_function(config: dict[str, Any], model_type: str | None) -> Callable[.
 
     name = config["name"] if model_type is None else litgpt_family(model_type, config)
     lit_config, name = Config(**{**config, "name": name}), name.lower()
-    qkv: dict[Any, Any] = {}  # halves of what is joined, between two calls
+    qkv: dict[Any, Any] = {}  # halves of joined tensors, between two calls
     if "falcon" in name:
         return functools.partial(litgpt.copy_weights_falcon, lit_config)
     if name.startswith("gemma-2"):

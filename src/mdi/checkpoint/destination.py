@@ -26,7 +26,7 @@ def ready(
     """A directory in Hugging Face's or LitGPT's form, converted if need be; arguments as of `destination` and `convert`.
 
     Returns:
-        The folder of the LitGPT checkpoint, and the one that chunks of it belong into.
+        The folder of the LitGPT checkpoint, and the folder for its chunks.
 
     Raises:
         CheckpointError, UsageError: as `destination` and `convert`.
@@ -44,7 +44,7 @@ def destination(directory: Path, home: Path, out: Path | None = None) -> Path:
     """The folder for the converted model and for its chunks.
 
     Args:
-        directory: what the user gave, in Hugging Face's or LitGPT's form.
+        directory: the user's directory, in Hugging Face's or LitGPT's form.
         home: where checkpoints are kept.
         out: what the user chose; None is the directory itself if it has LitGPT's form or lies in `home`, else a folder of its
             name in `home`.
@@ -62,7 +62,7 @@ def destination(directory: Path, home: Path, out: Path | None = None) -> Path:
 
 
 def make_ready(target: Path, directory: Path) -> None:
-    """Bring what a model needs besides its weights into `target`; harmless if it is `directory` itself.
+    """Copy the files that a model needs besides its weights to `target`; harmless if it is `directory` itself.
 
     Raises:
         CheckpointError: the disk refuses.

@@ -31,19 +31,19 @@ def download(
     revision: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Fetch a model's configuration, tokenizer and weights; what is there already is not fetched again.
+    """Download a model's configuration, tokenizer and weights. Existing files are not downloaded again.
 
     Args:
         repo_id: "org/name".
         ckpt_folder: the model goes into <ckpt_folder>/<org>/<name>.
         token, progress: see `hub_files.fetch`.
-        revision: a branch, tag or commit; None takes what is there, else the main branch.
+        revision: a branch, tag or commit; None takes the existing one, else the main branch.
 
     Returns:
         The model's directory.
 
     Raises:
-        DownloadError: no such model or revision, no access to it, no connection, no room, or another revision is there.
+        DownloadError: no such model or revision, no access, no connection, no disk space, or another revision is there.
     """
     if not is_repo_id(repo_id):
         raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name")
@@ -82,13 +82,13 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
 
 
 def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
-    """Whether nothing need be fetched. Raises DownloadError if another revision than the one wished is there."""
+    """Whether everything is there. Raises DownloadError if there is another revision."""
     try:
         marker = parse_json((directory / MARKER).read_text(encoding="utf-8"))
         held = {marker["revision"], marker["commit"]}
         files = dict(marker["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        # not downloaded by this program; then only what is there can be judged
+        # not downloaded by this program, so only the files themselves can be checked
         if revision is not None or not directory.is_dir():
             return False
         return is_lit_dir(directory) or is_hf_dir(directory) and all(f.is_file() for f in weight_files(directory))

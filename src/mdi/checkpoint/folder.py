@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     CHAT_TEMPLATE,
 )  # fmt: skip
-GGUF_NOTE = "gguf.json"  # says where the GGUF file is that the folder stands for
+GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _N_LISTED = 8
@@ -32,7 +32,7 @@ def is_repo_id(text: str) -> bool:
 
 
 def find_folder(name: Path, home: Path) -> Path:
-    """The folder that a user means: as it stands, else below `home`, where prepare_model.py puts checkpoints.
+    """The folder that a user means: the path itself, else one below `home`, where prepare_model.py puts checkpoints.
 
     Raises:
         UsageError: there is none, or it is a file; the message lists what there is in `home`.
@@ -50,7 +50,7 @@ def find_folder(name: Path, home: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder has neither a LitGPT checkpoint nor chunks of one, nor stands for a GGUF file."""
+    """Raises UsageError if the folder has neither a LitGPT checkpoint nor its chunks nor the note of a GGUF file."""
     if not is_usable(folder):
         raise UsageError(no_checkpoint(folder))
 
@@ -86,7 +86,7 @@ def no_checkpoint(folder: Path) -> str:
 def stated_blocks(folder: Path) -> int | None:
     """Blocks of the model by its settings, in LitGPT's or Hugging Face's form.
 
-    None where they do not say it; what is wrong with them is told by who reads all of them.
+    None if they do not say it; the code that reads all of them reports mistakes.
     """
     settings: dict[str, Any]
     try:

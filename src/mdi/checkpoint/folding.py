@@ -22,7 +22,7 @@ from mdi.kernels.layout import floats
 FOLDED_FORMATS = (
     "int8",
     "int4",
-)  # in formats that round to a few bits only; the others stay as the checkpoint has them
+)  # only in formats of a few bits; in others, weights stay as in the checkpoint
 
 _BLOCK = re.compile(r"(transformer\.h\.\d+\.)(.*)\.weight")
 _ATTENTION = ("attn.qkv", "attn.q_a_proj", "attn.kv_a_proj_with_mqa")
@@ -55,7 +55,7 @@ def folded(
 
 
 def norm_before(name: str, config: Mapping[str, Any]) -> str | None:
-    """The norm whose results are the inputs of a linear layer; None if it reads something else."""
+    """The norm before a linear layer; None if the layer has another input."""
     if name == "lm_head.weight":
         return "transformer.ln_f.weight"
     match = _BLOCK.fullmatch(name)

@@ -49,13 +49,13 @@ def gguf_directory(path: Path, folder: Path) -> Path:
     write_tokenizer(header.fields, directory, path)
     with replacing(directory / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(source.config_dict).encode())
-    with replacing(directory / GGUF_NOTE) as file:  # last: it says that the others are there
+    with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
         file.write(json.dumps({"file": str(path)}).encode())
     return directory
 
 
 def open_gguf_directory(directory: Path) -> GgufSource | None:
-    """The source that a directory stands for; None if it is none of a GGUF file. Raises CheckpointError."""
+    """The GGUF file of a directory as a source; None if it has none. Raises CheckpointError."""
     note = directory / GGUF_NOTE
     if not note.is_file():
         return None

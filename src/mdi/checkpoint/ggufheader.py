@@ -177,7 +177,7 @@ class _Parser:
         return [self._value(item, is_nested=True) for _ in range(n_items)]
 
     def _count(self, least_bytes: int) -> int:
-        """A number of things that take so many bytes each at least, which must be there."""
+        """A count of things of at least so many bytes each, which the file must have."""
         count = int(self._number("Q"))
         if count > COUNT_LIMIT or count * least_bytes > self._limit - self._at:
             raise ValueError(f"it announces {count} entries, which do not fit into its {self._size} bytes")

@@ -70,7 +70,7 @@ def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[st
         tied = stem == "lm_head" and ending == "weight" and found not in tensors
         return [GgufPiece(f"{_TOP['transformer.wte']}.weight" if tied else found)]
     match = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", stem)
-    assert match is not None  # litgpt's models have no others
+    assert match is not None  # the only ones in litgpt's models
     prefix, part = f"blk.{match[1]}.", match[2]
     if part == "attn.qkv":
         return _qkv(prefix, ending, config, arch, tensors)

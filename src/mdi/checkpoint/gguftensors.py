@@ -13,7 +13,7 @@ _QUANTIZED = "F16"  # a scale of 11 bits times a few: what half precision rounds
 
 
 def read_tensor(tensor: GgufTensor) -> np.ndarray:
-    """The numbers of a tensor, as `spec_of` says: plain ones as they are, others in half precision.
+    """The numbers of a tensor, as `spec_of` says: plain ones unchanged, others in half precision.
 
     Raises:
         CheckpointError: the format cannot be read, or the file has changed.

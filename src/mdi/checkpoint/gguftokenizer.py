@@ -21,7 +21,7 @@ logger = logging.getLogger("mdi")
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"  # what sentencepiece writes for a space
-_MAX_PIECE = 256  # characters; a longer one is no word, and would take long to take apart
+_MAX_PIECE = 256  # characters; a longer one is not a word, and splitting it would take long
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How texts are cut before pairs are merged, by tokenizer.ggml.pre; those not here are cut as by GPT-2.

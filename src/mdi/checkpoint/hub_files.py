@@ -19,7 +19,7 @@ def fetch(
     repo_id: str, folder: Path, choose: Callable[[list[str]], Sequence[str]], *, token: str | None, revision: str | None,
     advice: str, repo_type: str = "model", progress: bool = True,
 ) -> tuple[str, dict[str, int]]:  # fmt: skip
-    """Fetch the files that `choose` picks by their names; what is there already is not fetched again.
+    """Download the files that `choose` picks by their names. Existing files are not downloaded again.
 
     The hub is the one of the environment variable HF_ENDPOINT, if that is set.
 
@@ -80,7 +80,7 @@ def _missing_bytes(folder: Path, wanted: dict[str, int]) -> int:
 
 
 def _literal(name: str) -> str:
-    """The name as a pattern that matches nothing else."""
+    """The name as a pattern that matches only this name."""
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
@@ -88,7 +88,7 @@ def _literal(name: str) -> str:
 def _explained(
     repo_id: str, revision: str | None, endpoint: str | None, token: str | None, what: str
 ) -> Iterator[None]:
-    """Turns what the hub's client raises into a DownloadError, one line that says what to do."""
+    """Turns exceptions of the hub's client into a DownloadError that says what to do."""
     from huggingface_hub import errors
 
     hub = endpoint or "https://huggingface.co"

@@ -46,7 +46,7 @@ class KeptPacked:
         Args:
             source: has the part.
             keep: sha256 of parts that are not removed for it; this one is added to them.
-            check: called again and again; what it raises goes through.
+            check: called repeatedly; its exceptions pass through.
 
         Raises:
             CheckpointError: the source cannot be read.
@@ -61,7 +61,7 @@ class KeptPacked:
                 return source
             try:
                 info = self._make(packed, part.name, key, check)
-            except CheckpointError as e:  # the source may be to blame: then whoever reads it finds that out
+            except CheckpointError as e:  # the source may be damaged; reading it reports that
                 logger.warning("packed weights are not kept: %s", e)
                 return source
         keep.add(info.sha256)
@@ -108,7 +108,7 @@ class KeptPacked:
 
 
 def _key(source: WeightSource, part: Part, packing: Packing) -> str:
-    """Of all that the packed bytes depend on."""
+    """A hash of everything that the packed bytes depend on."""
     form = packing.metadata(part.name)
     made_of = [part.sha256, source.config_hash, part.name, form, source.folds_gains, mdi.__version__, LAYOUT_VERSION]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()

@@ -36,13 +36,13 @@ class Manifest:
     Attributes:
         model: name of the model, as in its litgpt Config.
         config: litgpt Config as a plain dict; `config_hash` is its hash.
-        dtype: what the weights are stored in, e.g. "bfloat16".
+        dtype: stored number type of the weights, e.g. "bfloat16".
         n_nodes: length of the ring that the model was cut for.
         node: "starter" or "secondary<i>".
         blocks: (start, stop), global and half-open.
         parts: in the order of `stage_parts`.
         format, format_head: of the blocks, and of head and embedding: PLAIN, or of packed weights (checkpoint.packing).
-        layout_version: how packed weights lie.
+        layout_version: version of the layout of packed weights.
     """
 
     model: str

@@ -17,11 +17,11 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
     """Bytes [start, stop) of a file, (stop - start) of uint8; the mapping goes with the last array that looks into it.
 
     Args:
-        is_writable: what is written stays in memory and never gets to the file; for those that know no read-only memory.
+        is_writable: writes stay in memory and never reach the file; for code that cannot use read-only memory.
 
     Raises:
         CheckpointError: the file cannot be opened, or is shorter.
-        MemoryShortError: there is no memory for it.
+        MemoryShortError: there is not enough memory.
     """
     if start == stop:
         return np.empty(0, dtype=np.uint8)

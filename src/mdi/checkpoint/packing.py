@@ -25,7 +25,7 @@ BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
 
 _TABLE_TYPES = ("F32", "BF16", "F16")
 _FORMAT_KEY, _VERSION_KEY = "format", "layout_version"
-_ROWS_AT_ONCE = 1024  # of an embedding, so that what is computed meanwhile stays small
+_ROWS_AT_ONCE = 1024  # rows of an embedding at a time, so that temporary memory stays small
 _TINY = 1e-12  # the smallest scale
 
 # A packed weight; else float32 in its own shape; of the embedding (vocabulary, n_embd) float32, float16, uint16 (the bits of
@@ -89,7 +89,7 @@ class Packing:
         return {name: values}
 
     def check(self, name: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec], where: str) -> set[str]:
-        """Compare what a file holds for a tensor of the model with what it must hold, and return the names there.
+        """Compare a file's entries for a tensor of the model with the expected ones, and return their names.
 
         Raises:
             CheckpointError: something is missing, or of another type or length.
@@ -151,12 +151,12 @@ def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
 
 
 def arrays_of(weights: PartWeights) -> list[np.ndarray]:
-    """The memory that weights lie in, see checkpoint.resident."""
+    """The memory of the weights, see checkpoint.resident."""
     return [weight.data if isinstance(weight, Matrix) else weight for weight in weights.values()]
 
 
 def plain(weights: PartWeights) -> dict[str, np.ndarray]:
-    """The float32 tensors that weights stand for, in their own shapes; for torch, and to be packed anew."""
+    """The weights as float32 tensors in their own shapes; for torch, and for packing them again."""
     found = {}
     for name, weight in weights.items():
         if isinstance(weight, Matrix):

@@ -37,10 +37,10 @@ class FileSource(WeightSource):
 
 
 class PartFile(FileSource):
-    """See the module. The bytes are not hashed here: that is for whoever keeps the file.
+    """See the module. Does not hash the bytes; the owner of the file does.
 
     Args:
-        info: what the file holds.
+        info: the part in the file.
         config, config_hash: of the model.
 
     Raises:

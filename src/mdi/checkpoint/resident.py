@@ -15,18 +15,18 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 
-POPULATE_BYTES = 64 << 20  # brought into memory between two calls of whoever waits
+POPULATE_BYTES = 64 << 20  # bytes that are loaded between two calls of `on_bytes`
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later; elsewhere a byte of each page is read
 _BAD = (errno.EFAULT, errno.EIO, getattr(errno, "EHWPOISON", errno.EIO))
 
 
 def populate(arrays: Iterable[np.ndarray], where: str, on_bytes: Callable[[int], None] = lambda n: None) -> None:
-    """Bring what is mapped into memory now, so that no first token waits for it, and find out whether it can be read.
+    """Load mapped pages now, so that the first token does not wait for them, and find out whether they can be read.
 
     Args:
         where: the file, for the error.
-        on_bytes: told the size of each piece that is there; what it raises goes through.
+        on_bytes: called with the size of each loaded piece; its exceptions pass through.
 
     Raises:
         CheckpointError: the file was cut short since it was mapped, or the disk cannot read it.
@@ -40,7 +40,7 @@ def populate(arrays: Iterable[np.ndarray], where: str, on_bytes: Callable[[int],
 
 
 def _populate(data: np.ndarray, where: str) -> None:
-    """Bring the pages that some bytes lie on."""
+    """Load the pages of some bytes."""
     start = data.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     error = ask_for(start, data.ctypes.data + data.size - start)
     if error in _BAD:
@@ -80,7 +80,7 @@ def name_in_faults(library: Any, arrays: Iterable[np.ndarray], where: str) -> No
 
     Args:
         library: of kernels; what it does not know is left out.
-        arrays: views of mappings; what is no mapping is passed over.
+        arrays: views of mappings; others are ignored.
     """
     if not hasattr(library, "mdi_watch_mapping"):
         return

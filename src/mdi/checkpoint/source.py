@@ -26,7 +26,7 @@ from mdi.errors import CheckpointError
 class LitCheckpoint(WeightSource):
     """A directory with model_config.yaml and lit_model.pth or lit_model.safetensors.
 
-    Where the embedding or the head is missing, the other stands in for it (tied weights).
+    If the embedding or the head is missing, the other is used for it (tied weights).
 
     Raises:
         CheckpointError: something is missing, cut short, damaged, or of another shape than the config says.

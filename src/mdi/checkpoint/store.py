@@ -22,7 +22,7 @@ from mdi.errors import CheckpointError
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20
-COMING = "busy"  # code of an error after which the sender is to ask again what is missing
+COMING = "busy"  # code of an error after which the sender must ask again which parts are missing
 
 logger = logging.getLogger("mdi")
 
@@ -39,11 +39,11 @@ def _coming(message: str) -> CheckpointError:
 class BlockStore:
     """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
-    A file under its final name was what it should be when it came; `has` looks whether it still is. Several parts can be
+    A file under its final name was correct when it came; `has` checks whether it still is. Several parts can be
     received at a time, in as many threads. The directory is made when the first part comes.
 
     Args:
-        limit_bytes: what all files together may take, see `free_space`; None is no limit.
+        limit_bytes: limit for all files together, see `free_space`; None is no limit.
     """
 
     def __init__(self, directory: str | Path, limit_bytes: int | None = None) -> None:
@@ -59,7 +59,7 @@ class BlockStore:
         A file is hashed again when it looks otherwise than it did then, and when that was long ago.
 
         Args:
-            check: called again and again while a file is hashed; what it raises goes through.
+            check: called again and again while a file is hashed; its exceptions pass through.
         """
         path = self.path(sha256)
         digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
@@ -102,7 +102,7 @@ class BlockStore:
         return {sha256 for sha256, is_here in zip(shas, found, strict=True) if is_here}
 
     def path(self, sha256: str) -> Path:
-        """Where the part is, or will be. Raises CheckpointError if this is no sha256 (it may come from the network)."""
+        """The path of the part. Raises CheckpointError if this is not a sha256 (it may come from the network)."""
         if not _SHA256.fullmatch(sha256):
             raise CheckpointError(f"{sha256!r} is not a sha256 (64 hexadecimal digits)")
         return self.directory / f"{sha256}.safetensors"
@@ -114,7 +114,7 @@ class BlockStore:
                 yield piece
 
     def partial_bytes(self, sha256: str) -> int:
-        """How many bytes of a part are there from a transfer that was cut off."""
+        """How many bytes of a part an interrupted transfer left."""
         try:
             return self._partial(sha256).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -131,7 +131,7 @@ class BlockStore:
         return free_bytes(self.directory)
 
     def free_space(self, n_bytes: int, keep: Collection[str]) -> int:
-        """Let `n_bytes` more fit under the limit: remove what was used longest ago.
+        """Free space for `n_bytes` more within the limit: remove the least recently used files.
 
         Args:
             keep: sha256 of parts, whole or not, that are not removed in any case.
@@ -140,7 +140,7 @@ class BlockStore:
             How many bytes were removed.
 
         Raises:
-            CheckpointError: what must be kept and what is to come is more than the limit; nothing was removed.
+            CheckpointError: the files to keep and the new ones exceed the limit; nothing was removed.
         """
         if self.limit_bytes is None:
             return 0
@@ -157,7 +157,7 @@ class BlockStore:
             if removed >= excess:
                 break
             if path.stem not in keep:
-                with contextlib.suppress(OSError):  # Windows keeps what is mapped
+                with contextlib.suppress(OSError):  # Windows cannot remove mapped files
                     path.unlink()
                     removed += n
         return removed
@@ -179,14 +179,14 @@ class BlockStore:
         """Stream the bytes of a part from `offset` on to the disk, and check them.
 
         Args:
-            info: what is to come.
+            info: the expected part.
             offset: where in the part the bytes start; at most `partial_bytes`.
-            read: gives at most so many bytes, b"" at the end. What it raises goes through; what came is kept.
-            on_bytes: told the size of each piece written.
+            read: gives at most so many bytes, b"" at the end. Its exceptions pass through; received bytes are kept.
+            on_bytes: called with the size of each written piece.
 
         Raises:
-            CheckpointError: bytes are missing (what came is kept), are others than the sha256 says, or the disk is full
-                (what came is removed); code COMING if somebody else sends the part, or has just sent or lost it.
+            CheckpointError: bytes are missing (received ones are kept), do not match the sha256, or the disk is full
+                (received bytes are removed); code COMING if another node sends the part, or has just sent or lost it.
         """
         with self._alone(info):
             if self.has(info.sha256):
@@ -248,7 +248,7 @@ class BlockStore:
             raise CheckpointError(f"{path} is missing or was damaged: start the run again, and it is sent")
         file = PartFile(path, info, config, config_hash)
         with contextlib.suppress(OSError):
-            os.utime(path)  # so that what is used stays; times of access are switched off on many systems
+            os.utime(path)  # so that used files stay; many systems do not record access times
             self.checked.follow(info.sha256, stamp_of(path))
         return file
 
@@ -285,7 +285,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _disk(self, info: Part) -> Iterator[None]:
-        """Turns what the disk refuses, and only that, into an error of ours."""
+        """Turns errors of the disk, and only those, into errors of ours."""
         try:
             yield
         except OSError as e:

@@ -15,7 +15,7 @@ from mdi.kernels.layout import Matrix, aligned_bytes
 
 logger = logging.getLogger("mdi")
 
-SLOWER = 1.1  # so many times slower than a copy, a mapping is given up
+SLOWER = 1.1  # a mapping that is so many times slower than a copy is not used
 _SAMPLE_BYTES = 32 << 20  # of a weight that is read to compare
 
 

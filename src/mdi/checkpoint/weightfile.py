@@ -36,14 +36,14 @@ class WeightFile(Protocol):
         """A tensor as it is stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
 
     def release(self) -> None:
-        """Let go of what is mapped as a whole, so that pages read so far do not count as ours; `array` maps it anew."""
+        """Unmap the file, so that its pages do not count as ours; `array` maps it again."""
 
 
 def open_weight_file(path: Path) -> WeightFile:
     """Open by suffix.
 
     Raises:
-        CheckpointError: the file is missing, cut short, damaged, or holds anything else than tensors.
+        CheckpointError: the file is missing, cut short or damaged, or has something else than tensors.
     """
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
@@ -58,18 +58,18 @@ class SafetensorsFile:
         self._whole: weakref.ref[np.ndarray] | None = None
 
     def array(self, name: str) -> np.ndarray:
-        """Mapped by itself: its memory goes when it goes."""
+        """A tensor in a mapping of its own, which is freed with it."""
         spec = self.specs[name]
         data = map_bytes(self.path, *self._offsets[name], is_writable=True)
         return data.view(TYPES[spec.dtype].numpy).reshape(spec.shape)
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor in a mapping of the whole file that nobody can write to; it goes with the last view."""
+        """A tensor in a read-only mapping of the whole file, which is freed with the last view."""
         spec, (start, stop) = self.specs[name], self._offsets[name]
         return self._mapped()[start:stop].view(TYPES[spec.dtype].numpy).reshape(spec.shape)
 
     def extent(self, name: str) -> tuple[int, int]:
-        """Where a tensor lies in the file, [start, stop) in bytes."""
+        """The bytes [start, stop) of a tensor in the file."""
         return self._offsets[name]
 
     def pieces(self, name: str) -> Iterator[memoryview]:
@@ -152,7 +152,7 @@ def _torch_load(path: Path) -> Any:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except MemoryError:
         raise MemoryShortError(f"there is too little memory to read {path}") from None
-    except Exception as e:  # what torch raises for a file that is no checkpoint is not documented: of many kinds
+    except Exception as e:  # torch raises many undocumented types for a file that is not a checkpoint
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         if type(e).__name__ == "UnpicklingError":  # torch's own words advise to read it without the restriction
             raise CheckpointError(

@@ -32,7 +32,7 @@ class WeightSource(ABC):
     Attributes:
         model: its name.
         config_dict: its litgpt Config as a plain dict; `config_hash` is the hash of that.
-        dtype: what most of the weights of the model are in, e.g. "bfloat16"; where they are packed, what they were in.
+        dtype: number type of most weights, e.g. "bfloat16"; for packed ones, their type before.
         specs: type and shape of every tensor that can be had, as it is stored.
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
@@ -63,16 +63,16 @@ class WeightSource(ABC):
         return None if self.hashes is None else self.hashes.get(self.form, part)
 
     def remember(self, info: PartInfo) -> None:
-        """Take a hash that was computed while the part was read for something else."""
+        """Take a hash that was computed while the part was read for another purpose."""
         if self.hashes is not None:
             self.hashes.put(self.form, info)
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of what is mapped; it is mapped again when needed."""
+        """Unmap the files; they are mapped again when needed."""
 
     def extent(self, name: str) -> tuple[Path, int, int] | None:
-        """The file in which a tensor lies as `array` gives it, and the bytes [start, stop) there; None if it is in none."""
+        """The file that has a tensor in the form of `array`, and its bytes [start, stop) there; None if there is none."""
         return None
 
     def read_bytes(self, name: str) -> int:
@@ -110,13 +110,13 @@ class WeightSource(ABC):
         return {} if self.packing is None else self.packing.metadata(part)
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
-        """A part as the kernels read it: where it lies in its file if that holds it so, else packed in memory.
+        """A part as the kernels read it: from its file if that has the right form, else packed in memory.
 
         Args:
             packing: the formats wanted; None takes those of the file, or for plain weights those that lose nothing.
 
         Raises:
-            CheckpointError: the source does not have the part, or what it has does not fit the model's config.
+            CheckpointError: the source does not have the part, or it does not fit the model's config.
         """
         specs = self.part_specs(part)
         if self.packing is None:
@@ -175,7 +175,7 @@ class DerivedSource(WeightSource):
 
     Args:
         form: names it among the hashes of parts.
-        hashes: where they are kept; None is where the other source keeps its own, else in memory.
+        hashes: where to keep them; None: where the other source keeps its own, else in memory.
     """
 
     def __init__(self, source: WeightSource, form: str, hashes: PartHashes | None = None) -> None:

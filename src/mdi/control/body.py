@@ -19,7 +19,7 @@ class BodyBrokenError(Exception):
 
 
 def number_of(text: str) -> int | None:
-    """A count as it stands in a header or a query; None if it is none, or has more digits than any size here."""
+    """A count in a header or a query; None if it is not a number, or has more digits than any size here."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 

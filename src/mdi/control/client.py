@@ -76,7 +76,7 @@ class ControlClient:
         self._ask("PUT", "/stop", {"run": run, "leave": leave}, timeout_s)
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """`POST /profile`: what the node measured of itself; takes as long as that takes."""
+        """`POST /profile`: the node measures itself; returns when that is done."""
         return self._ask("POST", "/profile", request.to_json(), PROFILE_ANSWER_S)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ControlClient:
             return signature, self._exchange(method, target, timeout_s, body, n_bytes, headers)
 
         signature, found = ask(self.nonces.take() or self._fetch_nonce(timeout_s))
-        if self._is_stale(found) and isinstance(body, bytes):  # the node was started anew, say
+        if self._is_stale(found) and isinstance(body, bytes):  # for example, the node was started again
             signature, found = ask(self._fetch_nonce(timeout_s))
         answered, nonce = found.headers.get(SIGNATURE_HEADER, ""), found.headers.get(NONCE_HEADER, "")
         if not is_answer(answered, secret, signature, found.status, found.body, nonce):

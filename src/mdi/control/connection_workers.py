@@ -89,7 +89,7 @@ class ConnectionWorkers:
         self._owner = addr
 
     def heard(self) -> None:
-        """Called in the thread of a request that has come, or that this node wants to take its time."""
+        """Called in the thread of a complete request, or of one that may take its time."""
         worker = threading.current_thread()
         if isinstance(worker, _Worker):
             worker.is_heard = True
@@ -101,7 +101,7 @@ class ConnectionWorkers:
             self._workers.pop(worker, None)
 
     def stop(self, timeout_s: float) -> None:
-        """Let what is being answered come to its end; nobody else is waited for."""
+        """Wait for answers that are being sent, and for no other connection."""
         with self._lock:
             workers = list(self._workers)
         for worker in workers:
@@ -116,7 +116,7 @@ class ConnectionWorkers:
                 worker.join(0.1)
 
     def _to_drop(self, new: _Worker) -> _Worker | None:
-        """Who makes room for a new connection; None if there is enough."""
+        """The connection to drop for a new one; None if there is space."""
         from_there = [w for w in self._workers if w.addr == new.addr]
         if len(from_there) >= N_PER_ADDRESS and not _is_here(new.addr):
             return next((w for w in from_there if not w.is_heard), new)

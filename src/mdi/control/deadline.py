@@ -19,11 +19,11 @@ class DeadlineSocket(socket.socket):
         return cls(fileno=sock.detach())
 
     def read_within(self, seconds: float) -> None:
-        """From now on, so long for all reads together; TimeoutError comes after that."""
+        """Set a deadline for all reads together; after it, reads raise TimeoutError."""
         self._deadline = time.monotonic() + seconds
 
     def read_each_within(self, seconds: float) -> None:
-        """From now on, so long for each read."""
+        """Set a timeout for each single read."""
         self._deadline = None
         self.settimeout(seconds)
 

@@ -18,7 +18,7 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EINVAL,
 
 
 class ExchangeError(Exception):
-    """There is no answer that can be used.
+    """There is no usable answer.
 
     Attributes:
         problem: why, as a key of `mdi.control.reach.PROBLEMS`.
@@ -54,7 +54,7 @@ def exchange(
 
     Args:
         target: path and query.
-        body, n_bytes: what is sent, and how much that is; an error of the iterable goes through.
+        body, n_bytes: the bytes to send, and their number; an error of the iterable passes through.
         connect_s: for the connection.
         answer_s: for each piece of the body to leave, and then for the whole answer.
         headers: to be sent beside those of every exchange.

@@ -62,7 +62,7 @@ class FanOut(Generic[T]):
             check: called repeatedly meanwhile; its exceptions end the waiting.
 
         Raises:
-            Exception: the first that a call raised; the others are not waited for.
+            Exception: the first that a call raised, without waiting for the other calls.
             ControlError: some were not done in time.
         """
         deadline = time.monotonic() + timeout_s

@@ -22,7 +22,7 @@ from mdi.control.signing import (
 from mdi.errors import AccessError, ControlError
 from mdi.security.keys import KeyFile
 
-QUIET_S = 60.0  # strangers are told of once in so long
+QUIET_S = 60.0  # strangers are reported once in this time
 PUBLIC = ("name", "version", "state")
 
 logger = logging.getLogger("mdi")
@@ -46,7 +46,7 @@ class Gate:
     """Checks requests and signs answers.
 
     Args:
-        keys: of the cluster; None lets everybody in.
+        keys: of the cluster; None accepts everybody.
         name: of the node.
     """
 
@@ -63,10 +63,10 @@ class Gate:
         return self._keys is None
 
     def ask(self, method: str, target: str, headers: Mapping[str, str], addr: str) -> Asker | None:
-        """Who asks, if it has the key; None if it says nothing of one.
+        """The caller of a signed request; None if it is not signed.
 
         Raises:
-            ControlError (401): it has another key, or its nonce is not good any more (code "nonce").
+            ControlError (401): it has another key, or its nonce has expired (code "nonce").
         """
         if self._keys is None:
             return None
@@ -84,7 +84,7 @@ class Gate:
         return Asker(secret, signature, body)
 
     def refusal(self, addr: str, why: str = "") -> ControlError:
-        """For somebody without the key; told in the log now and then."""
+        """The refusal for a caller without the key; logged from time to time."""
         self._n_refused += 1
         now = self._clock()
         if now - self._last_told >= QUIET_S:
@@ -98,7 +98,7 @@ class Gate:
         return ControlError(f"{why}: start both with the same --key FILE", 401, code=AccessError.code)
 
     def headers(self, asker: Asker | None, status: int, body: bytes) -> dict[str, str]:
-        """What an answer carries: a nonce for the next request, and a signature for somebody with the key."""
+        """The headers of an answer: a nonce for the next request, and a signature for callers with the key."""
         if self._keys is None:
             return {}
         nonce = self._nonces.give()

@@ -14,7 +14,7 @@ JOIN_LIMIT_BYTES = 1024
 
 
 class Host(Protocol):
-    """Who may be joined: an Invitation."""
+    """A side that can be joined: an Invitation."""
 
     def answer(self, request: Any) -> dict[str, str]:
         """What the guest gets; raises AccessError."""

@@ -16,7 +16,7 @@ from mdi.net.wire import SILENCE_S
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 4
-# What a node may answer as "code" beside the words of an error; a peer's may be others.
+# Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "with another run that does not share the node, or measuring itself: ask again in a moment",
     "control": "the request is not as it must be",
@@ -62,7 +62,7 @@ class InitRequest(Requested):
     """Body of `POST /init`: everything that a secondary has to know about a run; see also Requested.
 
     Attributes:
-        run: random 64-bit id of the run, as 16 hex digits; whoever knows it may end it.
+        run: random 64-bit id of the run, as 16 hex digits; a caller that knows it may end the run.
         epoch: the same of this ring: a run whose ring broke goes on over another one.
         index: the receiver's place in the ring; names[0] is the starter.
         placement: hash of model, cut and ring.
@@ -73,11 +73,11 @@ class InitRequest(Requested):
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
         n_frames: frames in flight at most; None is as many as nodes.
-        silence_s: after so long without a sign of life a neighbour is lost.
+        silence_s: a neighbour that is silent for so long is lost.
         n_sequences: of the run at the same time, at most: the receiver's caches need hold no more.
-        exclusive: no other run is to be there.
+        exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.secondary_loop; replay_bytes: for rows that it has sent.
-        keep_caches: go on with the caches of the run's last ring, if they are still there.
+        keep_caches: use the caches of the run's last ring, if they still exist.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
@@ -249,7 +249,7 @@ class ForwardRequest:
 
     Attributes:
         run: in which the other node waits for the part.
-        offset: bytes of it that are there already.
+        offset: bytes of it that the receiver has already.
         node, addr, port: name of the other node, and where its control port is.
     """
 

@@ -26,7 +26,7 @@ from mdi.security.keys import KeyFile
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
 ECHO_S = 10.0
-ENOUGH_S = 0.2  # a transfer that took so long tells the bandwidth
+ENOUGH_S = 0.2  # a transfer of this time is long enough to measure the bandwidth
 
 PROBLEMS = {
     "name": "the name cannot be resolved",
@@ -49,7 +49,7 @@ class Reach:
 
     Attributes:
         problem: a key of PROBLEMS; "" if all is well.
-        detail: the system's words, or who answered; these are for the machine that tried, and not told to another.
+        detail: the system's words, or the name that answered; only for this machine, not for others.
         round_trip_s: of one connection, the best of a few; 0 is unknown.
         bytes_s: bandwidth towards that node; 0 is not measured.
     """
@@ -64,7 +64,7 @@ class Reach:
         return not self.problem
 
     def to_json(self) -> dict[str, Any]:
-        """What may be told to whoever asked: nothing that came back from the other side, which may be no node of ours."""
+        """The report for the caller, without any bytes from the other side, which may be a stranger."""
         return {**asdict(self), "detail": self.detail if self.problem in OF_THE_SYSTEM else ""}
 
     @classmethod
@@ -85,7 +85,7 @@ class Route:
     """Both ports of one node, as seen from another.
 
     Attributes:
-        status: what the control port answered to `GET /`; None if nothing.
+        status: the control port's answer to `GET /`; None if there is none.
         clock_skew_s: how far its clock is ahead of the asking node's; 0 if it does not say.
     """
 
@@ -109,12 +109,12 @@ class Route:
 
 
 def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFile | None = None) -> Route:
-    """Reach both ports of a node from here: connect, and ask who is there. Nothing else of what answers is told on.
+    """Try both ports of a node from here: connect, and ask for the status. Reports nothing else of the answers.
 
     Args:
         keys: of the cluster, if it has some.
 
-    Never raises for what the network does; takes a few deadlines at most.
+    Never raises for network errors; takes at most a few deadlines.
     """
     client = ControlClient(NodeConfig(request.name, request.addr, request.port, request.port_in), keys)
     control = knock(request.addr, request.port, deadline_s)
@@ -192,7 +192,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float, keys: KeyFile |
 def bandwidth(client: ControlClient) -> float:
     """Bytes per second towards a node; 0 if it takes none (it may be running).
 
-    The slope between a small and a larger transfer, so that what each request costs is not taken for the link's slowness.
+    The slope between a small and a larger transfer, so that the fixed cost of a request does not count as a slow link.
     """
     try:
         small = min(_echo_s(client, 1 << 14) for _ in range(2))

@@ -47,7 +47,7 @@ def reach_node(
                     client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
                     "doctor.py tells more",
                 ) from None  # fmt: skip
-            if attempt == 6:  # three seconds: what is just starting is not worth a word
+            if attempt == 6:  # three seconds: a node that is just starting is not reported
                 logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
             cancelled.wait(0.5)
     if status.get("control_version") != CONTROL_VERSION:

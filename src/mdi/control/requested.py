@@ -25,12 +25,12 @@ def _asked(default: T, read: Callable[[Fields, str], Any]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Requested:
-    """Travels whole: from flags of the same names to the starter's options, to requests, and to what a node was started with.
+    """One value everywhere: from flags of the same names to the starter's options, requests, and a node's own choices.
 
     None and "auto" leave the choice to the node. What has been decided is a `machine.computing.Computing`.
 
     Attributes:
-        device, threads: as the nodes file has them; what a node was started with goes first.
+        device, threads: as in the nodes file; what a node was started with overrides them.
         dtype: of the rows; kv_dtype: of caches; wire_dtype: what rows travel as, the same on all nodes (net.wire).
         quantize, quantize_head: weight formats of blocks and of head and embedding, see weight_formats.
         compile: whether torch compiles the blocks' MLPs.
@@ -61,7 +61,7 @@ class Requested:
         return found
 
     def over(self, other: Requested) -> Requested:
-        """What is chosen here, and else what `other` says."""
+        """These choices, completed by those of `other`."""
         chosen = {name: value for name, value in vars(Requested.of(self)).items() if value != getattr(ANYTHING, name)}
         return replace(Requested.of(other), **chosen)
 

@@ -52,10 +52,10 @@ class Node(Protocol):
         """End the run; with `leave`, the process as well."""
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """Measure itself; the answer is there when that is done."""
+        """Measure itself; returns when that is done."""
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        """Try to reach another node, and tell what came of it."""
+        """Try to reach another node, and report the result."""
 
     def forward(self, request: ForwardRequest) -> None:
         """Send a part to another node; done when that node has it."""
@@ -65,7 +65,7 @@ class Node(Protocol):
 
 
 class StatusOnly:
-    """Base for a node that answers `GET /` and `PUT /echo` and nothing else: the starter."""
+    """Base for a node that only answers `GET /` and `PUT /echo`: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it configures others", 409, code="role")
@@ -90,7 +90,7 @@ class StatusOnly:
 
 
 def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) -> Callable[..., bytes]:
-    """Turn a handler's return value, or its MdiError, into a JSON answer; for whoever may ask, unless it is public."""
+    """Turn a handler's return value, or its MdiError, into a JSON answer; for callers with the key only, unless public."""
 
     signature = inspect.signature(handler)
 
@@ -219,7 +219,7 @@ class _Pages:
         return {"n_bytes": n_bytes}
 
     def _join(self) -> dict[str, str]:
-        """How a board that was invited gets the key; asked by somebody who does not have it yet."""
+        """An invited board gets the key; the caller does not have it yet."""
         _allow("POST")
         if self._host is None:
             raise ControlError("this node has no open invitation", 404)
@@ -281,10 +281,10 @@ class ControlServer:
     """Serves one node's control endpoints until `close`.
 
     Args:
-        node: does what is asked.
+        node: does the work of the requests.
         addr, port: where to listen; port 0 takes any free one, see `port`.
-        keys: of the cluster. Where there are some, only who has one of them is told more than the node's name.
-        host: answers `POST /join`; None if nobody is invited.
+        keys: of the cluster. If there are some, callers without one of them see only name, version and state.
+        host: answers `POST /join`; None without an invitation.
 
     Raises:
         UsageError: the address cannot be listened on.

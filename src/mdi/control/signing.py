@@ -20,7 +20,7 @@ from mdi.security.keys import key_of, mac
 NONCE_HEADER = "Mdi-Nonce"
 SIGNATURE_HEADER = "Mdi-Signature"
 BODY_HEADER = "Mdi-Body"
-UNHASHED = "-"  # the body's hash where the address has it already (weights), or nobody reads the body (echo)
+UNHASHED = "-"  # instead of the body's hash, if the address has it (weights) or the body is not read (echo)
 NONCE_S = 120.0  # as long as a node takes a nonce that it gave out
 N_NONCES_KEPT = 4
 

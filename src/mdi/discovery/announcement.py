@@ -27,7 +27,7 @@ class Announcement:
         name: as its owner calls it; for people.
         addr, port: where its control port is.
         ring_port: on which the node before it in a ring connects.
-        process: the number that its process drew: who is started anew is another one.
+        process: the number that its process drew; a restarted node has another one.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Announcement:
 
     @classmethod
     def parse(cls, addr: str, port: int, fields: Mapping[str, str]) -> Announcement | None:
-        """What somebody announces; None if it cannot be read."""
+        """The content of an announcement; None if it cannot be read."""
         try:
             ring_port = int(fields["ring"])
             found = cls(

@@ -15,10 +15,10 @@ logger = logging.getLogger("mdi")
 
 
 class Arrivals:
-    """Who is there and proves that it has the key; listening begins with the first question. Not for several threads.
+    """Present nodes that prove that they have the key. Listening begins with the first call. Not for several threads.
 
     Args:
-        listen: gives the sources, and has what they need closed with the stack. Raises UsageError: nothing can be heard here.
+        listen: gives the sources, and closes them with the stack. Raises UsageError if the network cannot be used.
     """
 
     def __init__(self, listen: Callable[[ExitStack], list[Source]], keys: KeyFile) -> None:
@@ -35,7 +35,7 @@ class Arrivals:
         return {n.announcement.process: n.config(n.announcement.name) for n in self._gathering.nodes}
 
     def close(self) -> None:
-        """Harmless if repeated; `nodes` listens anew."""
+        """Harmless if repeated; `nodes` listens again."""
         self._gathering = None
         self._stack.close()
 

@@ -16,7 +16,7 @@ from mdi.errors import ControlError
 from mdi.security.keys import KeyFile
 from mdi.units import counted, duration
 
-SETTLE_S = 3.0  # without a new node, where nobody said how many there are
+SETTLE_S = 3.0  # without a new node, if the number of nodes is not given
 POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
 AGAIN_S = 2.0  # until a node that did not answer is asked again
 ASK_S = 5.0
@@ -26,7 +26,7 @@ Source = Callable[[], Iterable[Announcement]]
 
 @dataclass(frozen=True)
 class FoundNode:
-    """A node of the cluster, and what it says of itself."""
+    """A node of the cluster, and its status."""
 
     announcement: Announcement
     status: dict[str, Any]
@@ -42,7 +42,7 @@ class FoundNode:
 
 
 class Gathering:
-    """Asks those whom the sources name, and keeps who answers with the key.
+    """Asks the nodes that the sources name, and keeps those that answer with the key.
 
     Args:
         on_come: called once for each node.
@@ -60,7 +60,7 @@ class Gathering:
         return sorted(self._found.values(), key=lambda node: (node.announcement.name, node.label))
 
     def look(self) -> bool:
-        """Ask who is new, and forget who is gone; whether a node came."""
+        """Ask new nodes, and forget those that are gone. Returns whether a node came."""
         there = {found.process: found for source in self._sources for found in source()}
         for process in self._found.keys() - there.keys():
             del self._found[process]
@@ -102,7 +102,7 @@ class Gathering:
             time.sleep(POLL_S)
 
     def within(self, wait_s: float) -> list[FoundNode]:
-        """Who has been found when the time is over."""
+        """The nodes that have been found when the time is over."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end:
             self.look()

@@ -62,7 +62,7 @@ class Browser:
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._on_change])
 
     def nodes(self) -> list[Announcement]:
-        """Who is there now, in the order of their names."""
+        """The present nodes, in the order of their names."""
         with self._lock:
             return sorted(self._found.values(), key=lambda node: (node.name, node.addr, node.port))
 
@@ -79,7 +79,7 @@ class Browser:
         if state_change is ServiceStateChange.Removed:
             with self._lock:
                 self._found.pop(name, None)
-        else:  # the rest of what is announced is asked for in a thread of ours: this one is zeroconf's own
+        else:  # a thread of ours asks for the rest of the announcement, because this one is zeroconf's
             with contextlib.suppress(queue.Full):
                 self._to_resolve.put_nowait(name)
 
@@ -92,7 +92,7 @@ class Browser:
         try:
             if not info.request(self._zeroconf, RESOLVE_MS) or info.port is None:
                 return
-        except Exception as e:  # of the library, or closed meanwhile: one announcement less
+        except Exception as e:  # an error of the library, or closed meanwhile: one announcement less
             logger.debug("an announcement that cannot be read: %s", e)
             return
         fields = {key: value or "" for key, value in info.decoded_properties.items()}

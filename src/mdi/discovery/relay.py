@@ -32,7 +32,7 @@ class Relay:
         addr, port: where they do; 0 is any free port.
 
     Raises:
-        UsageError: nobody can listen there.
+        UsageError: the port cannot be opened.
     """
 
     def __init__(self, addr: str, port: int, keys: KeyFile) -> None:
@@ -46,7 +46,7 @@ class Relay:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def nodes(self) -> list[Announcement]:
-        """Who has dialled in, each as if it were at ports of this machine."""
+        """The nodes that have connected, as if each were at ports of this machine."""
         with self._lock:
             return [node.announcement for node in self._nodes.values()]
 

@@ -98,7 +98,7 @@ def _carry(source: socket.socket, target: socket.socket) -> None:
         while n := source.recv_into(piece):
             target.sendall(memoryview(piece)[:n])
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # a link that breaks is told to both ends
+    except OSError:  # a broken link is reported to both ends
         close(source)
         close(target)
 

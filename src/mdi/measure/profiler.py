@@ -88,7 +88,7 @@ class Profiler:
         Args:
             store: parts that are here already.
             fresh: measure again in any case.
-            check: called again and again; what it raises goes through.
+            check: called repeatedly; its exceptions pass through.
 
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.

@@ -190,7 +190,7 @@ class TorchCaches(CachePages):
     Args:
         config: litgpt's Config as a plain dict; the blocks are [start, stop).
         max_length: positions that a sequence may reach.
-        dtype: what the caches hold.
+        dtype: number type of the caches.
         limit_bytes: what all caches together will take at most; None is not known.
 
     Attributes:

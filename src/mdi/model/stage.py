@@ -130,7 +130,7 @@ class Stage(nn.Module):
 
         Args:
             max_length: tokens that a sequence may reach; at most config.block_size.
-            dtype: what the caches hold.
+            dtype: number type of the caches.
             cache_limit: bytes that all caches together will take at most; None is not known.
         """
         # litgpt's table builder is a method that reads just these two attributes.

@@ -23,7 +23,7 @@ _CALL, _ANSWER, _SESSION = "mdi call", "mdi answer", b"mdi session"
 
 
 class Caller:
-    """The side that connects. `call` is what it sends."""
+    """The side that connects. It sends `call`."""
 
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         self._secret = keys[0]
@@ -32,7 +32,7 @@ class Caller:
         self.call = open_part + mac(self._secret, _CALL, open_part)
 
     def session(self, answer: bytes) -> SealedSession:
-        """Raises AccessError if the answer is not of somebody with the same key."""
+        """Raises AccessError if the answer was not made with the same key."""
         open_part = _open_part(answer)
         if key_of(answer[len(open_part) :], (self._secret,), _ANSWER, self.call, open_part) is None:
             raise AccessError("the node there does not have this cluster key")

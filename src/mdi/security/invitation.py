@@ -52,7 +52,7 @@ def code_bytes(code: str) -> bytes:
 
 
 class Invitation:
-    """The side that has the key. `code` is for the guest; `content` is what it gets.
+    """The side that has the key. `code` is for the guest, who gets `content`.
 
     Args:
         clock: seconds, rising.
@@ -94,7 +94,7 @@ class Invitations:
     """One invitation after the other, so that several boards can join: each code is for one of them.
 
     Args:
-        on_code: told of each new code.
+        on_code: called with each new code.
         n_boards: how many may join.
     """
 
@@ -124,7 +124,7 @@ class Invitations:
 
 
 class Guest:
-    """The side that has the code. Raises AccessError if that is no code."""
+    """The side that has the code. Raises AccessError if it is not a valid code."""
 
     def __init__(self, code: str) -> None:
         self._secret = code_bytes(code)
@@ -136,7 +136,7 @@ class Guest:
         return {"public": self._public.hex(), "proof": mac(self._secret, _ASK, self._public).hex()}
 
     def open(self, answer: Any) -> bytes:
-        """The content. Raises AccessError if the answer is not of somebody who knows the code."""
+        """The content. Raises AccessError if the answer was not made with the code."""
         public, sealed = _two(answer, "public", "sealed")
         key = shared_key(self._private, public, self._secret, _GIVE + self._public + public, KEY_BYTES)
         try:

@@ -27,7 +27,7 @@ logger = logging.getLogger("mdi")
 
 
 def mac(secret: bytes, label: str, *parts: bytes) -> bytes:
-    """32 bytes that only who has the secret can make: HMAC-SHA256 over the label and the parts, each with its length."""
+    """32 bytes that only an owner of the secret can make: HMAC-SHA256 over the label and the parts, each with its length."""
     made = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (label.encode(), *parts):
         made.update(len(part).to_bytes(8, "little") + part)
@@ -50,7 +50,7 @@ def text_of(keys: tuple[bytes, ...]) -> str:
 
 
 def parse_keys(text: str, where: str) -> tuple[bytes, ...]:
-    """The keys of a key file's text; UsageError names the line that is none, never what stands in it."""
+    """The keys of a key file's text; UsageError names the number of a bad line, never its content."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -92,7 +92,7 @@ class KeyFile:
     """A key file, read again whenever it has changed: so keys change under nodes that run.
 
     Raises:
-        UsageError: it is not there, holds no key, or others than its owner can read it.
+        UsageError: it does not exist, has no key, or other users can read it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -28,7 +28,7 @@ class _Waiter:
 
 
 class Admission:
-    """Counts texts that are under way, and lets others in as they end. Belongs to one event loop.
+    """Counts running texts, and admits others as they end. Belongs to one event loop.
 
     Args:
         max_running: texts at the same time. One request for more than that is let in when it is alone.
@@ -86,16 +86,16 @@ class Admission:
 
     @property
     def retry_s(self) -> int:
-        """Seconds after which it is worth trying again."""
+        """Seconds after which a client should try again."""
         expected = self._mean_s * (1 + self.n_waiting / max(1, self.max_running))
         return max(LEAST_RETRY_S, min(MOST_RETRY_S, round(expected)))
 
     def admit(self) -> None:
-        """Let in whoever may enter now."""
+        """Admit the texts that may run now."""
         while self._waiters:
             best = min(self._waiters, key=lambda w: (-w.priority, self._running[w.owner], w.number))
             if not self._fits(best.n):
-                return  # nobody overtakes, or a request for many texts would wait for ever
+                return  # no overtaking, or a request for many texts would wait for ever
             self._waiters.remove(best)
             self._running[best.owner] += best.n
             if not best.entered.done():

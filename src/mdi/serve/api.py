@@ -27,7 +27,7 @@ from mdi.serve.engine_client import EngineClient
 from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 
 SILENCE_S = 60.0  # a connection on which no request has begun since is closed
-STALL_S = 60.0  # a client that takes nothing of its answer for so long is gone
+STALL_S = 60.0  # a client that reads nothing of its answer for so long is gone
 BACKLOG = 2048
 LIBRARIES = ("uvicorn.error", "asyncio")
 

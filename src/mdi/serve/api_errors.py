@@ -24,7 +24,7 @@ TYPES = {
 
 
 class ApiError(MdiError):
-    """A request that gets no answer, or no more of it.
+    """A request that ends with an error, before or during its answer.
 
     Attributes:
         status: of HTTP.

@@ -14,7 +14,7 @@ from mdi.serve.serve_settings import ServeSettings
 
 
 class RequestObserver(Protocol):
-    """Who counts. Called in the event loop, so it must be quick."""
+    """Counts for the metrics. Called in the event loop, so it must be quick."""
 
     def began(self, owner: str, model: str, n_prompt: int) -> None: ...
     def first_token(self, wait_s: float) -> None: ...

@@ -107,7 +107,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": sse.DONE})
 
     async def fail(self, error: ApiError) -> None:
-        """Tell the client what went wrong, in a form that fits what it has already."""
+        """Report an error to the client, in a form that fits the part of the answer that it has."""
         with contextlib.suppress(OSError):
             if self.is_streaming:
                 await self.push(sse.event(error.body))
@@ -122,7 +122,7 @@ class Exchange:
 
 
 class ClientGone(Exception):
-    """The client went away before it had said what it wanted."""
+    """The client left before its request was complete."""
 
 
 def _refuse_constant(name: str) -> float:
@@ -130,7 +130,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Nothing may be infinite in what is passed on, again as JSON."""
+    """Infinite numbers are not valid in the JSON that is passed on."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"the number {text[:20]} is too large")

@@ -29,7 +29,7 @@ class Backend:
     """Serves one API process until it has gone.
 
     Args:
-        snapshot: what the ring is now, see `mdi.serve.snapshot`.
+        snapshot: the ring's present state, see `mdi.serve.snapshot`.
 
     Attributes:
         handlers: what can be asked, see `mdi.serve.questions`.
@@ -44,7 +44,7 @@ class Backend:
         self._snapshot = snapshot
         self._forms = ThreadPoolExecutor(
             1, "serve-grammar"
-        )  # a large schema takes long, and nobody else is to wait for it
+        )  # a large schema takes long, and other requests must not wait for it
         self._forming: set[int] = set()
         self._over = threading.Event()
         self._threads = [

@@ -13,7 +13,7 @@ LOOK_S = 2.0  # a list of that age is still good
 class Catalog:
     """Args:
     home: the checkpoints folder.
-    first: the folder that the server was started with, which may lie elsewhere.
+    first: the folder that the server was started with; it may be elsewhere.
     """
 
     def __init__(self, home: Path, first: Path) -> None:
@@ -24,7 +24,7 @@ class Catalog:
         self.first_name = next((n for n, path in self._look().items() if _is_same(path, first)), first.absolute().name)
 
     def folders(self) -> dict[str, Path]:
-        """Folder by name, that of the start first, the others by name."""
+        """Folders by model name; the server's first model comes first, the others in order."""
         if time.monotonic() - self._looked > LOOK_S:
             found = self._look()
             found.pop(self.first_name, None)

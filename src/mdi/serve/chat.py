@@ -29,8 +29,8 @@ class _Answer:
     """One choice as it grows.
 
     Attributes:
-        held: text that may come to be a call, and is not shown yet.
-        shown: all that was.
+        held: text that may become a call, and is not shown yet.
+        shown: the text that was shown.
     """
 
     held: str = ""
@@ -159,7 +159,7 @@ def _content(where: str, given: Any) -> str:
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
-    """What a model whose template knows no tools is told in words."""
+    """Describes the tools in words, for a model whose template has no place for them."""
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]

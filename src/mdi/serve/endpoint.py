@@ -19,10 +19,10 @@ logger = logging.getLogger("mdi")
 
 
 class EndpointJob:
-    """A request that was understood: what is to be generated, and how it is answered. See completions.py and chat.py.
+    """A parsed request: what to generate, and how to answer. See completions.py and chat.py.
 
     Attributes:
-        fields: what it has in common with others.
+        fields: those that all requests have.
         n_texts: that it asks for.
     """
 

@@ -53,7 +53,7 @@ class GeneratedTexts:
         self.events.put_nowait((index, event))
 
     def cancel(self, index: int | None = None) -> None:
-        """The engine frees one of them, or all; nothing more comes of it."""
+        """The engine frees one of them, or all; no more events come."""
         for number in [number for number, own in self._live.items() if index in (None, own)]:
             self._drop(number)
             with contextlib.suppress(ApiError):  # the engine has gone
@@ -85,7 +85,7 @@ class EngineState:
     Attributes:
         statuses: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0
             to 1, "load": which attempt to load a model it is about}; the one that was told last is the last.
-        models: what is to be known of a model to read and write its texts.
+        models: what is needed to read and write a model's texts.
         rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
     """
@@ -131,7 +131,7 @@ class EngineClient:
         return self.state.status
 
     async def run(self, sock: socket.socket) -> None:
-        """Take what the engine says until it is gone; then everybody who waits gets an error."""
+        """Read the engine's messages until it is gone; then all waiting requests get an error."""
         reader, self._writer = await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES)
         try:
             while line := await reader.readline():

@@ -59,7 +59,7 @@ class Guard:
         await self._app(scope, receive, send_with_origin)
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """An address that the machine really has cannot have been pointed at it by others; a name can."""
+        """Anybody can point a name at this machine, but not an address."""
         name = _name_in(headers.get("host", ""))
         if self._is_any_host or name in self._hosts or _is_address(name):
             return
@@ -96,7 +96,7 @@ def _is_open(path: str) -> bool:
 
 
 def _place_in(origin: str) -> str | None:
-    """Name and port in an Origin header; None if it is no address at all."""
+    """Name and port in an Origin header; None if it has none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -27,7 +27,7 @@ from mdi.session.run_session import Session
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
 N_PLANNED = 16  # texts at the same time that a placement is made for
-SHARE_BESIDE = 0.5  # of what is free, for the caches of a model where there are others that may come beside it
+SHARE_BESIDE = 0.5  # share of the free memory for a model's caches, if others may be loaded beside it
 
 logger = logging.getLogger("mdi")
 
@@ -57,10 +57,10 @@ class _Lost:
 
 
 class ModelHost:
-    """Belongs to the main thread, which is in `run`; what others may call says so.
+    """Belongs to the main thread, which is in `run`; methods for other threads say so.
 
     Args:
-        nodes: who takes part; they may be others when some were lost.
+        nodes: the nodes of the rings; they change when some are lost.
         max_length: tokens that a text may have, if the model allows it.
         on_end: called when the run of a model has ended.
 
@@ -128,7 +128,7 @@ class ModelHost:
     # Of the main thread
 
     def run(self) -> None:
-        """Load the first model, and then do what is asked for until `leave`. Raises MdiError if the first cannot be loaded."""
+        """Load the first model, then handle requests until `leave`. Raises MdiError if the first model cannot be loaded."""
         self._load(self._catalog.first_name)
         while not self._is_left:
             try:
@@ -176,7 +176,7 @@ class ModelHost:
             loaded.outlet.close()
 
     def _look_after(self) -> None:
-        """Where a ring is lost, have it again; the other models go on meanwhile."""
+        """Load a model again whose ring is lost; the other models continue meanwhile."""
         self._nodes.check()
         for name, loaded in list(self.loaded.items()):
             try:

@@ -18,8 +18,8 @@ class NodeLook:
 
     Attributes:
         measured: compute_s, wait_s, send_s, bytes_sent and frames of the run so far; {} if it does not say.
-        spans: the last ones, of its own timer.
-        reading: how its timer stands to this process's; None if it did not answer.
+        spans: the last ones, by its own timer.
+        reading: its timer compared with this process's; None if it did not answer.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Delays:
 
 
 def shares(before: NodeLook | None, now: NodeLook) -> dict[str, float | None]:
-    """What part of the time between two looks a node computed, waited and sent, and what it sent per second."""
+    """Shares of the time between two snapshots in which a node computed, waited and sent, and its bytes per second."""
     names = {"busy": "compute_s", "waiting": "wait_s", "sending": "send_s", "bytes_s": "bytes_sent"}
     known = before is not None and before.measured and now.measured and now.at_s > before.at_s
     if not known or now.measured["frames"] < before.measured["frames"]:  # type: ignore[union-attr]
@@ -90,7 +90,7 @@ def shares(before: NodeLook | None, now: NodeLook) -> dict[str, float | None]:
 
 
 def waited_for(nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """The node that the others wait for: the busiest, if it computes for most of the time."""
+    """The node that limits the others: the busiest one, if it computes most of the time."""
     busiest = max(nodes, key=lambda node: node.get("busy") or 0.0, default=None)
     if busiest is None or len(nodes) < 2 or (busiest.get("busy") or 0.0) < BUSY:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 from mdi.serve.request_texts import TextPiece
 from mdi.text import TextCodec
 
-LEAST = -9999.0  # stands for "never": JSON has no infinity
+LEAST = -9999.0  # means "never": JSON has no infinity
 
 
 class TextLogprobs:

@@ -21,7 +21,7 @@ from mdi.serve.templates import ChatTemplate, read_template
 from mdi.serve.tokenizer import ServedTokenizer
 from mdi.text import TextCodec
 
-LOAD_WAIT_S = 60.0  # that a request waits for its model, before it is told to come again
+LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
 RETRY_S = "2"
 SHORTENED = 4  # a tokenizer may first make a text shorter: put accents on their letters, drop blanks
@@ -46,7 +46,7 @@ class LoadedModel:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> LoadedModel:
-        """From what the engine process says; CheckpointError if its files are damaged."""
+        """Made from the engine process's report; CheckpointError if its files are damaged."""
         tokenizer = ServedTokenizer(facts["tokenizer"])
         codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
@@ -71,7 +71,7 @@ class Models:
     """Belongs to one event loop.
 
     Args:
-        check: raises ApiError if nobody is to be served any more.
+        check: raises ApiError when the server is ending.
     """
 
     def __init__(self, engine: EngineClient, catalog: Catalog, check: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Models:
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
         self.loading = ""
-        self.leaving = ""  # nobody new may use it
+        self.leaving = ""  # no new request may use it
 
     @property
     def latest(self) -> str:
@@ -92,7 +92,7 @@ class Models:
         return known[-1] if known else ""
 
     def progress_error(self, name: str = "") -> ApiError:
-        """Why there is no answer yet, and how far it is."""
+        """Why there is no answer yet, and the progress."""
         status = self._engine.state.statuses.get(name, self._engine.status)
         return ApiError(
             503, f"{status['model'] or 'the model'}: {status['text']}", "model_" + status["state"],
@@ -101,7 +101,7 @@ class Models:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[LoadedModel]:
-        """The model of a request, which stays loaded meanwhile; "" is the one that was used last.
+        """The model of a request, which stays loaded meanwhile; "" is the last used one.
 
         Raises:
             ApiError: there is none of that name, or it is not loaded in time.
@@ -134,7 +134,7 @@ class Models:
         return self._uses.setdefault(name, _Use())
 
     def _serving(self, name: str) -> LoadedModel | None:
-        """The model, if it is loaded and does not make way for another one."""
+        """The model, if it is loaded and will not be unloaded for another one."""
         state = self._engine.state
         if self._engine.is_gone or not state.is_serving(name) or name == self.leaving:
             return None
@@ -151,7 +151,7 @@ class Models:
             raise self.progress_error()
 
     async def _load(self, name: str) -> None:
-        """Have a model loaded, in the place of others if need be."""
+        """Load a model; unload others for it if needed."""
         try:
             while await self._ask("load", name) in NO_MEMORY and (victim := self._victim(name)):
                 await self._give_up(victim)
@@ -160,13 +160,13 @@ class Models:
             await self._engine.notify()
 
     def _victim(self, name: str) -> str:
-        """Which model makes way: the one unused longest; of those in use, the one that was not asked for for longest."""
+        """The model to unload: the one unused for longest; of those in use, the one with the oldest last request."""
         state = self._engine.state
         others = [one for one in state.models if state.is_serving(one) and one != name]
         return min(others, key=lambda one: (self._use(one).n > 0, self._use(one).last_s), default="")
 
     async def _give_up(self, name: str) -> None:
-        """Once nobody uses it any more."""
+        """Once no request uses it any more."""
         self.leaving = name
         try:
             while self._use(name).n and not self._engine.is_gone:
@@ -176,7 +176,7 @@ class Models:
             self.leaving = ""
 
     async def _ask(self, what: str, name: str) -> str:
-        """The code of what went wrong; "" if it is done, or if nobody can be asked any more."""
+        """The error code; "" if it is done, or if the engine is gone."""
         try:
             told = await self._engine.ask(what, {"model": name}, LONGEST_LOAD_S)
         except ApiError:
@@ -188,7 +188,7 @@ class Models:
         waiting.cancel()
 
     async def give_up_unused(self, limit_s: float | None) -> None:
-        """Give the memory of models back that nobody has used for so long; None never."""
+        """Unload models that were not used for so long; None: never."""
         while limit_s is not None:
             await asyncio.sleep(min(1.0, limit_s))
             for name in list(self._engine.state.models):

@@ -58,7 +58,7 @@ class Outlet:
         return request is not None
 
     def close(self) -> None:
-        """After the engine's end, when all events are there."""
+        """Call it after the engine's end, when all events exist."""
         self._events.put(_END)
         self._thread.join(JOIN_S)
 

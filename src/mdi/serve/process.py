@@ -13,7 +13,7 @@ from mdi.errors import UsageError
 from mdi.serve.lines import Lines
 from mdi.serve.serve_settings import DRAIN_S, ServeSettings
 
-END_S = 3.0  # beyond what is left to requests that are under way
+END_S = 3.0  # in addition to the time of requests under way
 
 
 class ApiProcess:

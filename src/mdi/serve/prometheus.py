@@ -113,7 +113,7 @@ class _Ring(Collector):
 
 
 def ring_metrics(rings: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    """Snapshots (see `mdi.serve.snapshot`) by the name of each ring's model, as metrics; what they do not say is left out."""
+    """Snapshots (see `mdi.serve.snapshot`) by the model of each ring, as metrics; missing values are left out."""
     for key, (make, name, words) in _RING.items():
         family = make(name, words, labels=["model"])
         for model, ring in rings.items():

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 DOCTOR_S = 3.0
-WORTH = 1.05  # what is gained by less is lost in what was not measured
-FAST_BYTES_S = 125e6  # a link that is not full does not show how fast it could be: taken for a gigabit network
+WORTH = 1.05  # a smaller gain is within the error of the measurement
+FAST_BYTES_S = 125e6  # a link that is not full does not show its speed: assume a gigabit
 
 
 def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
-    """By name; each is called in a thread of its own, and gives plain JSON or raises MdiError."""
+    """Handlers by name; each runs in a thread of its own, and returns plain JSON or raises MdiError."""
 
     def node(args: dict[str, Any]) -> StarterNode | None:
         loaded = host.loaded.get(args["model"])
@@ -58,7 +58,7 @@ def _want(host: ModelHost, model: str, is_wanted: bool) -> str:
 
 
 def doctor(node: StarterNode | None) -> dict[str, Any]:
-    """What is wrong with the nodes of a ring that is running: whether each is there, its version, clock, memory, disk."""
+    """Problems of a running ring's nodes: whether each answers, its version, clock, memory, disk."""
     if node is None:
         return {"problems": [], "text": "No ring is running."}
     starter = starter_finding(node.cluster.starter, {}, None)
@@ -76,7 +76,7 @@ def _in_this_ring(finding: NodeFinding) -> NodeFinding:
 
 
 def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
-    """How the blocks should lie, if the nodes and links go on as they do now.
+    """The best placement of the blocks, if nodes and links stay as fast as they are now.
 
     The times of a frame on each node are those of the run so far, so a ring that has done nothing yet cannot be planned.
     """
@@ -125,14 +125,14 @@ def profile_now(node: StarterNode, ring: dict[str, Any], shape: ModelShape) -> C
 
 
 def _head_s(node: StarterNode) -> float:
-    """What the starter's head takes for a frame, lately; 0 if that is not known."""
+    """Recent seconds per frame of the starter's head; 0 if unknown."""
     spans = [] if node.run_trace is None else node.run_trace.recorder.buffer.last()
     heads = [span.duration_ns / 1e9 for span in spans if span.activity == Activity.HEAD]
     return median(heads) if heads else 0.0
 
 
 def _profile_of(one: dict[str, Any], rows: int, head_s: float, n_sharing: int) -> NodeProfile:
-    """A node whose blocks take what its frames take, but for the head."""
+    """A profile whose blocks take the time of the node's frames, without the head."""
     n_blocks = one["blocks"][1] - one["blocks"][0]
     frame_s = one["compute_s"] / one["frames"]
     block_s = max(frame_s - head_s, 0.05 * frame_s) / max(1, n_blocks)

@@ -42,7 +42,7 @@ class TextPiece:
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
-    """Ids of a text; a long one is cut up beside the event loop, so that nobody else waits for it. Raises ApiError."""
+    """Ids of a text. A long text is tokenized in a thread, so that other requests do not wait. Raises ApiError."""
     if len(text) > model.most_characters:
         raise ApiError(
             400, f"{param}: it has {len(text)} characters, more than the {model.context} tokens of this model's texts can hold",
@@ -52,7 +52,7 @@ async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[in
 
 
 def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
-    """Raises ApiError if the model cannot go on from it."""
+    """Raises ApiError if the model cannot continue it."""
     if not ids:
         raise invalid(param, "it has no token")
     if len(ids) >= model.context:
@@ -68,14 +68,14 @@ async def write_texts(
     api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
     continues: bool, stop: tuple[str, ...] = (),
 ) -> AsyncIterator[TextPiece]:  # fmt: skip
-    """Pieces of the `fields.n` texts of each prompt, as they come. Left early, those that go on are freed on all nodes.
+    """Pieces of the `fields.n` texts of each prompt, as they come. If left early, unfinished texts are freed on all nodes.
 
     Args:
-        continues: whether the text goes on from the prompt's.
+        continues: whether the text continues that of the prompt.
         stop: further stop strings.
 
     Raises:
-        ApiError: the engine could not go on.
+        ApiError: the engine could not continue.
     """
     owner = "" if key is None else key.name
     requests = [
@@ -93,7 +93,7 @@ async def write_texts(
         with api.engine.generate(requests) as texts:
             async for index, event in texts:
                 if index not in unfinished:
-                    continue  # what was computed beyond a stop string
+                    continue  # tokens beyond a stop string
                 now = time.monotonic()
                 for observer in api.observe:
                     is_first = last[index] == begin

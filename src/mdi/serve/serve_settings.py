@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-DRAIN_S = 15.0  # for requests that are under way when the server is told to end
+DRAIN_S = 15.0  # for requests under way when the server ends
 
 
 @dataclass(frozen=True)
 class ApiKey:
     """Attributes:
     digest: sha256 of the key, in hex; the key itself is not kept.
-    name: what the log and the queue call it.
+    name: its name in the log and the queue.
     priority: larger goes first.
     """
 
@@ -28,12 +28,12 @@ class ServeSettings:
     """See the flags of serve.py.
 
     Attributes:
-        keys: who may ask; () is everybody who reaches the port.
+        keys: of clients; () accepts everybody who reaches the port.
         hosts: names by which the server may be called, beside its own address; "*" is any.
-        origins: of web pages of others that may ask; () is none.
-        max_running: texts at the same time; others wait.
+        origins: of foreign web pages that may use the API; () is none.
+        max_running: most texts at the same time; others wait.
         max_waiting: texts that wait at most; more are refused.
-        keep_alive_s: a model that nobody has used for so long is put out of memory; None never.
+        keep_alive_s: a model that was not used for so long is unloaded; None: never.
     """
 
     host: str = "127.0.0.1"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mdi.serve.host import ModelHost
 
 Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and how its timer stands to ours
-ANSWER_S = 0.7  # a node that says nothing for so long is taken for gone, as far as the page is concerned
+ANSWER_S = 0.7  # the page shows a node that is silent for so long as gone
 
 
 class Snapshots:
@@ -33,7 +33,7 @@ class Snapshots:
     Belongs to one thread.
 
     Attributes:
-        latest: what the last look found, by the name of the ring's model.
+        latest: the last snapshots, by the name of the ring's model.
     """
 
     def __init__(self, host: ModelHost) -> None:

@@ -40,8 +40,8 @@ PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 
 class ChatTemplate:
     """Attributes:
-    is_plain: whether the model has none of its own.
-    knows_tools: whether it writes the tools into the text by itself.
+    is_plain: whether the model has no template of its own.
+    knows_tools: whether it writes the tools into the text itself.
     """
 
     def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ class ChatTemplate:
         self.knows_tools = source is not None and "tools" in source
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]) -> str:
-        """The text that the model goes on from. ApiError if the template refuses the messages."""
+        """The text that the model continues. ApiError if the template refuses the messages."""
         values = {**self._specials, **extra, "messages": list(messages), "add_generation_prompt": True}
         values["tools"] = list(tools) or None
         pieces, n = [], 0
@@ -70,7 +70,7 @@ class ChatTemplate:
                     raise ApiError(400, "messages: the chat is too long", "context_length_exceeded", "messages")
         except ApiError:
             raise
-        except Exception as e:  # whatever a template of somebody else's does with these messages
+        except Exception as e:  # a foreign template may fail in any way
             reason = " ".join(str(e).split())[:200]
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {reason}", param="messages"
@@ -120,7 +120,7 @@ def _own_source(directory: Path) -> str | None:
 
 
 def _source_in(value: Any) -> str | None:
-    """Of several named ones, that for tools if there is one, else the default."""
+    """Of several named templates, the one for tools if there is one, else the default."""
     if isinstance(value, list):
         named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
         value = named.get("tool_use") or named.get("default")

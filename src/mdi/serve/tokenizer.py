@@ -13,7 +13,7 @@ from mdi.tokenizer_file import FileTokenizer
 
 
 class ServedTokenizer(FileTokenizer):
-    """A tokenizer by what the engine process found out about it.
+    """A tokenizer made from the engine process's report.
 
     Args:
         facts: see TextCodec.facts; with the directory.
@@ -23,14 +23,14 @@ class ServedTokenizer(FileTokenizer):
         super().__init__(Path(facts["directory"]), facts)
 
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
-        """As FileTokenizer's, but a long text holds up no other thread: only for batches the library lets go of the lock."""
+        """As FileTokenizer's, but as a batch: only then does the library release the interpreter's lock."""
         if self.backend == "huggingface":
             return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
         return super().ids_of(text, adds_special)
 
     @property
     def longest_token(self) -> int:
-        """Characters of it."""
+        """Its length in characters."""
         if self.backend == "huggingface":
             return max(map(len, self.processor.get_vocab()), default=1)
         return max(len(self.processor.id_to_piece(i)) for i in range(self.processor.vocab_size()))

@@ -71,7 +71,7 @@ class ToolUse:
         return calls
 
     def may_be_call(self, text: str) -> bool:
-        """Whether an answer that begins so may come to be a call, so that it is not to be shown yet."""
+        """Whether an answer with this beginning may become a call, so that it must not be shown yet."""
         begun = text.lstrip()
         return bool(self.tools) and any(begun.startswith(one[: len(begun)]) for one in BEGINNINGS)
 

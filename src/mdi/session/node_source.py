@@ -13,12 +13,12 @@ from mdi.recovery.joins import Newcomers, nobody
 
 
 class NodeSource:
-    """The nodes that `find` finds, looked for anew before each run; this process is their starter.
+    """The nodes that `find` finds, searched again before each run; this process is their starter.
 
     Args:
         find: raises MdiError if they cannot be had.
-        threads, cores: that this process computes with; None: what the nodes file says, else its share of the machine.
-        arrivals: nodes that are started while a run goes on.
+        threads, cores: for this process; None: those of the nodes file, else its share of the machine.
+        arrivals: nodes that start during a run.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class NodeSource:
 
     @property
     def newcomers(self) -> Newcomers:
-        """Who has come during a run."""
+        """Nodes that have come during a run."""
         return nobody if self._arrivals is None else self._arrivals.nodes
 
     def cluster(self) -> ClusterConfig:
@@ -50,7 +50,7 @@ class NodeSource:
         """Called again and again, while a run gets ready at least. Raises NodeLostError if that has become pointless."""
 
     def close(self) -> None:
-        """Give back what was started; harmless if repeated."""
+        """End the started processes; harmless if repeated."""
         if self._arrivals is not None:
             self._arrivals.close()
 
@@ -69,7 +69,7 @@ class OwnProcesses(NodeSource):
     Args:
         make: the ring, not started yet.
         begun: told of a ring that was started; the nodes as the starter is to see them.
-        is_revived: a process that has ended is started again by `check`, and the others go on; else `check` raises.
+        is_revived: `check` starts an ended process again, and the others continue; else `check` raises.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Session:
     asked of `starter`. A session is opened once.
 
     Args:
-        nodes: who takes part; they outlive the session.
-        options: what the user chose.
+        nodes: the nodes of the run; they outlive the session.
+        options: the user's choices.
         n_tokens: that a text may have beyond the longest prompt.
         prompts: texts that are to be submitted, or their ids; placement and caches are made for these.
         n_texts: at the same time; None: as many as prompts.
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def starter(self) -> StarterNode:
-        """What the run is made of, and what it measured; from `open` on, also after `close`."""
+        """The parts of the run and its metrics; from `open` on, also after `close`."""
         assert self._starter is not None
         return self._starter
 
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def failed(self) -> bool:
-        """Whether an error has ended the run: no text goes on, and none begins."""
+        """Whether an error has ended the run, so that no text continues or begins."""
         return self.starter.failed
 
     def raise_failure(self) -> None:

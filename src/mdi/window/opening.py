@@ -48,7 +48,7 @@ def open_window(
         name: of the node.
         source: gives that of each part.
         folder: for weights that have to be packed first.
-        check: called again and again; what it raises goes through.
+        check: called repeatedly; its exceptions pass through.
 
     Raises:
         UsageError: it does not fit into the memory.

@@ -23,7 +23,7 @@ class Window:
     """See the module. What stays is read now, and the first units that do not, in the background.
 
     Args:
-        check: called while units that stay are read; what it raises goes through.
+        check: called while units that stay are read; its exceptions pass through.
 
     Raises:
         CheckpointError: a unit cannot be read.

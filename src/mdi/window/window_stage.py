@@ -37,7 +37,7 @@ class WindowStage(KernelStage):
             stored: the parts of the stage, by name.
             window: over their matrices.
             cache_bytes: what caches may take at most; None is not known.
-            check: called after each pass over the blocks; what it raises goes through.
+            check: called after each pass over the blocks; its exceptions pass through.
 
         Raises:
             KernelError: a tensor is missing or of another shape.

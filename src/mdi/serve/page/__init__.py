@@ -37,7 +37,7 @@ QUESTION_S = {"doctor": 60.0, "plan": 60.0}  # how long the engine process may t
 
 
 def routes(api: ApiState) -> list[Route]:
-    """`/`, its files, what it asks for, and `/metrics`."""
+    """`/`, its files, its API, and `/metrics`."""
     metrics = ApiMetrics(api)
     api.observe.append(metrics)
     questions = _Questions(api)
@@ -75,7 +75,7 @@ def routes(api: ApiState) -> list[Route]:
 
 
 class _Questions:
-    """To the engine process. Each takes a thread and asks all nodes: whoever asks the same meanwhile shares the answer."""
+    """Questions to the engine process. Each takes a thread and asks all nodes, so equal ones share an answer."""
 
     def __init__(self, api: ApiState) -> None:
         self._api = api
@@ -92,7 +92,7 @@ class _Questions:
 
 
 class _File:
-    """One file of the page, in memory; a browser that has it is told so."""
+    """One file of the page, in memory; a browser that has it gets 304."""
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
