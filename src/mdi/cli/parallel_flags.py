@@ -5,21 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from mdi.net.wire import REDUCE_DTYPES
+from mdi.partition.sum_cost import CHOICES
+
 if TYPE_CHECKING:
     from mdi.node.options import ParallelOptions
 
 MODES = ("ring", "tensor", "auto")
-ALGORITHMS = (
-    "auto",
-    "star",
-    "exchange",
-    "scatter",
-    "ring",
-    "tree",
-    "gloo",
-    "nccl",
-)  # tensor.allreduce, which takes numpy
-REDUCE_DTYPES = ("float32", "fp16", "int8")
 
 
 def add_parallel_flags(group: argparse._ActionsContainer) -> None:
@@ -33,7 +25,7 @@ def add_parallel_flags(group: argparse._ActionsContainer) -> None:
         "like 3,2,2 (default: as the nodes measure themselves; equal with --placement even)",
     )  # fmt: skip
     group.add_argument(
-        "--reduce", choices=ALGORITHMS, default="auto", help="... how the nodes sum their results (%(default)s: the cheapest "
+        "--reduce", choices=CHOICES, default="auto", help="... how the nodes sum their results (%(default)s: the cheapest "
         "by the measured delay and rate of the links; gloo and nccl: by torch, without encryption)",
     )  # fmt: skip
     group.add_argument(

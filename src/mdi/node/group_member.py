@@ -16,7 +16,7 @@ from mdi.machine.torch_use import has_torch
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
-from mdi.tensor.allreduce import TORCH_SUMS
+from mdi.partition.sum_cost import TORCH_SUMS
 from mdi.tensor.group import Group, group_of
 from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 
 ALGORITHMS = ("star", "exchange", "scatter", "ring", "tree")
+AUTO = "auto"
+TORCH_SUMS = ("gloo", "nccl")  # see tensor.torch_sums
+CHOICES = (AUTO, *ALGORITHMS, *TORCH_SUMS)
 
 
 @dataclass(frozen=True)

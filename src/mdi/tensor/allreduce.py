@@ -17,13 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, fastest
+from mdi.partition.sum_cost import AUTO, LinkSpeed, fastest
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import EXACT, Numbers
-
-AUTO = "auto"
-TORCH_SUMS = ("gloo", "nccl")  # see torch_sums
-CHOICES = (AUTO, *ALGORITHMS, *TORCH_SUMS)
 
 Floats = np.ndarray
 

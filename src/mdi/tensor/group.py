@@ -12,7 +12,7 @@ from typing import Any
 from mdi.checkpoint.packing import Packing
 from mdi.config import N_NODES_LIMIT
 from mdi.errors import ControlError
-from mdi.tensor.allreduce import CHOICES
+from mdi.partition.sum_cost import CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.shares import Share, Shares, why_not_shared_out
 from mdi.weight_formats import LAYOUTS
@@ -38,7 +38,7 @@ class Group:
         rank: of the node.
         members: all nodes of the group, by rank; neighbours in the ring.
         packing: the formats of all shards.
-        algorithm: one of allreduce.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
+        algorithm: one of sum_cost.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
         name: of the group, for people.
         n_here: nodes of the ring, in this group or in others, at the address of each member.
     """

@@ -20,8 +20,8 @@ from mdi.net.hello import Hello
 from mdi.net.listener import Expectation, RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.wire import Frame, FrameType
-from mdi.partition.sum_cost import LinkSpeed
-from mdi.tensor.allreduce import TORCH_SUMS, AllReduce
+from mdi.partition.sum_cost import TORCH_SUMS, LinkSpeed
+from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.numbers import Numbers

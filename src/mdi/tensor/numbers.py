@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mdi.engine.encoding import ENCODERS
-
-REDUCE_DTYPES = ("float32", *ENCODERS)
+from mdi.net.wire import REDUCE_DTYPES as REDUCE_DTYPES
 
 Floats = np.ndarray
 

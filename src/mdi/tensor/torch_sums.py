@@ -15,8 +15,8 @@ import torch
 from torch import distributed
 
 from mdi.errors import RingError, UsageError
-from mdi.partition.sum_cost import LinkSpeed
-from mdi.tensor.allreduce import AUTO, AllReduce
+from mdi.partition.sum_cost import AUTO, LinkSpeed
+from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import VERDICT_S, Mesh
 from mdi.tensor.numbers import EXACT
 
@@ -30,7 +30,7 @@ class TorchSums(AllReduce):
 
     Args:
         addrs: of all nodes, by rank: torch listens there.
-        backend: one of allreduce.TORCH_SUMS.
+        backend: one of sum_cost.TORCH_SUMS.
 
     Raises:
         RingError: torch cannot connect the nodes. UsageError: there is no NCCL, or no GPU.

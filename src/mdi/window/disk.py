@@ -11,10 +11,10 @@ import numpy as np
 
 from mdi.units import size
 from mdi.window.files import PAGE_BYTES, WeightBytes
+from mdi.window.unit_reader import PIECE_BYTES
 from mdi.window.weight_units import Unit
 
 PROBE_BYTES = 32 << 20  # read one way, side by side as they will be, then as many the other way
-PIECE_BYTES = 8 << 20
 TURNS = 2
 
 logger = logging.getLogger("mdi")

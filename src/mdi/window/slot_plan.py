@@ -59,15 +59,15 @@ def plan_window(blocks: Sequence[Unit], head: StoredMatrix | None, n_slots: int,
         blocks: attention and MLP of each block, in turn.
         retain: 1 keeps everything, the head as well.
     """
-    kept = [i for i in range(len(blocks)) if retain is not None and i // 2 % retain == 0]
+    kept = frozenset(i for i in range(len(blocks)) if retain is not None and i // 2 % retain == 0)
     n_streamed = len(blocks) - len(kept)
     pieces: list[Unit] = []
     if head is not None:
         # No larger than the smallest unit, so that they make no slot larger.
-        sizes = [unit.n_bytes for i, unit in enumerate(blocks) if i not in set(kept) and unit.n_bytes]
+        sizes = [unit.n_bytes for i, unit in enumerate(blocks) if i not in kept and unit.n_bytes]
         smallest = min(sizes, default=HEAD_PIECE_BYTES)
         pieces = head_units(head, smallest, n_slots, n_streamed)
     units = (*blocks, *pieces)
     if retain == 1 or n_slots >= n_streamed + len(pieces):
         return WindowPlan(units, frozenset(range(len(units))), 0, retain)
-    return WindowPlan(units, frozenset(kept), n_slots, retain)
+    return WindowPlan(units, kept, n_slots, retain)
