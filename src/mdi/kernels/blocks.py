@@ -131,7 +131,7 @@ class Blocks:
     Args:
         config: litgpt's Config as a plain dict, with all defaults.
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
-            norms and biases as float32 arrays. Their memory is used where it lies.
+            norms and biases as float32 arrays. Their memory is used without copying.
         cache_type: what caches hold, one of page_sizes.CACHE_TYPES.
 
     Raises:
@@ -154,14 +154,14 @@ class Blocks:
         self.n_embd = int(config["n_embd"])
         self.classes, self._places = cache_classes(config, start, stop, cache_type)
         self._model = model_of(config, cache_type)
-        self._kept: list[Any] = []  # what the structures refer to
+        self._kept: list[Any] = []  # keeps alive what the structures refer to
         self._blocks = (MdiBlock * (stop - start))()
         for i in range(start, stop):
             self._blocks[i - start] = self._block(i, tensors(i))
         self.max_length = 0
 
     def prepare(self, max_length: int, capacities: Sequence[int]) -> None:
-        """Build what a run needs: tables of positions, and pools of so many pages per class."""
+        """Build the tables of positions of a run, and its pools of so many pages per class."""
         self.max_length = max_length
         self._cos, self._sin = rope_tables(self.config, max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
@@ -234,7 +234,7 @@ class Blocks:
             raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
 
     def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
-        """The structure of a frame, and what it refers to."""
+        """The structure of a frame, and the memory that it refers to."""
         n_classes = len(self.classes)
         filled = np.zeros(len(slices), dtype=SLICE)
         pages = np.zeros((len(slices), n_classes), dtype=np.uint64)

@@ -35,7 +35,7 @@ class InstructionSet:
     Attributes:
         name: as MDI_KERNELS and the library call it.
         machine: the architecture that has it, as compilers call that; "" is any.
-        flags: what the compiler must be told.
+        flags: of the compiler.
     """
 
     name: str
@@ -60,7 +60,7 @@ INSTRUCTION_SETS = (
     InstructionSet("plain", ""),
 )
 
-# Every result is the same to the bit on every machine: the compiler must not fuse a product and a sum by itself.
+# Results must be the same to the bit on every machine, so the compiler must not fuse a product and a sum.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread")
 OPTIMIZED = ("-O3",)
 # A library that lacks something is refused when it is made, as Apple's linker does anyway, and not when it is loaded.
@@ -80,7 +80,7 @@ class Compiler:
 
     Attributes:
         command: how it is called; more than one word if CXX has several.
-        version: all that it says of itself.
+        version: its version text.
         machine: the architecture that it compiles for.
     """
 
@@ -103,7 +103,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """CXX, else the first of c++, g++ and clang++ that there is. Raises KernelError that says what to install."""
+    """CXX, else the first available of c++, g++ and clang++. Raises KernelError that says what to install."""
     asked = shlex.split(os.environ.get("CXX", ""))
     if asked and not shutil.which(asked[0]):
         raise KernelError(f"CXX asks for {asked[0]!r}, but there is no such compiler")
@@ -126,7 +126,7 @@ def this_machine() -> str:
 
 
 def sources_hash(csrc: Path) -> str:
-    """Of all that a library is made from but the compiler. Raises KernelError if the sources cannot be read."""
+    """A hash of everything that makes a library, except the compiler. Raises KernelError if the sources cannot be read."""
     digest = hashlib.sha256(repr((COMMON, OPTIMIZED, INSTRUCTION_SETS)).encode())
     try:
         for path in sorted(path for path in csrc.iterdir() if path.suffix in (".cpp", ".h")):
@@ -156,7 +156,7 @@ def sanitizing(names: str) -> tuple[str, ...]:
 
 
 def remove_remains(folder: Path) -> None:
-    """Remove what a process left that was ended while it compiled. Only while no other one compiles there."""
+    """Remove the files of a process that was ended while it compiled. Only while no other process compiles there."""
     for path in folder.glob(f"{_BUILDING}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -203,7 +203,7 @@ def _compile_unit(compiler: Compiler, folder: Path, flags: Sequence[str], unit: 
 
 
 def _n_at_once() -> int:
-    """Runs of the compiler at a time: one per core, as long as their memory is there."""
+    """Number of compilers at a time: one per core, if there is memory for them."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

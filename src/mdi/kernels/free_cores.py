@@ -11,7 +11,7 @@ from mdi.control_groups import n_cores
 
 SPINS = 2000  # looks of an idle thread before it sleeps: tens of microseconds
 SPAN_S = 1.0  # between two measurements
-OTHERS_SHARE = 0.1  # of each core that is computed on, what others may take of it
+OTHERS_SHARE = 0.1  # share of each used core that other programs may take
 
 
 class FreeCores:

@@ -64,7 +64,7 @@ class KernelStage:
         self._weights: dict[str, Weights] = {}
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
-        """Take the weights; their memory is used where it lies.
+        """Take the weights, without copying their memory.
 
         Args:
             parts: names of the parts that make up this stage.
@@ -89,13 +89,13 @@ class KernelStage:
         return self._weights[part]
 
     def part_bytes(self, part: str) -> int:
-        """Of the weights of one part, as they lie."""
+        """Bytes of one part's weights in their packed form."""
         weights = self._weights[part].values()
         return sum(weight.data.nbytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights)
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, as they lie."""
+        """Bytes of all weights in their packed form."""
         return sum(map(self.part_bytes, self._weights))
 
     @property

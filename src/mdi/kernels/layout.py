@@ -33,7 +33,7 @@ ALIGN_BYTES = 64
 # Scales that are tried for a group of int4, over its largest weight: the one that just holds that, and some for which a few
 # weights that are cut off are worth finer steps for the others.
 _FACTORS = np.array((1.0, 0.93, 0.86, 0.79, 0.72), dtype=np.float32) / np.float32(-8)
-_ROWS_AT_ONCE = 256  # of a weight that is packed, so that what is computed meanwhile stays small
+_ROWS_AT_ONCE = 256  # rows of a weight that are packed at a time, so that temporary memory stays small
 
 Bytes = np.ndarray  # of uint8
 Floats = np.ndarray  # of float32
@@ -111,7 +111,7 @@ def pack(form: str, weight: np.ndarray) -> Matrix:
 
 
 def unpack(matrix: Matrix) -> Floats:
-    """The float32 weight (n_out, n_in) that a packed one stands for."""
+    """A packed weight as float32 (n_out, n_in)."""
     layout = LAYOUTS[matrix.format]
     width = padded(matrix.n_in, layout.record_inputs)
     whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
@@ -124,7 +124,7 @@ def floats(weight: np.ndarray) -> Floats:
 
 
 def lines_of(values: np.ndarray, per_line: int) -> np.ndarray:
-    """(rows, inputs) -> (panels, lines, 16, per_line): the order in which bytes lie."""
+    """(rows, inputs) -> (panels, lines, 16, per_line): the order of the bytes."""
     n_rows, n_in = values.shape
     return values.reshape(n_rows // PANEL, PANEL, n_in // per_line, per_line).transpose(0, 2, 1, 3)
 
@@ -168,7 +168,7 @@ def _half_up(x: Floats) -> np.ndarray:
 
 
 def _pack_int4(block: np.ndarray) -> Bytes:
-    """In the kernels, ten times as fast, where there are any; numpy gives the same bits."""
+    """Uses the kernels if there are any, ten times as fast; numpy gives the same bits."""
     values, kernels = np.ascontiguousarray(floats(block)), library.load()
     if kernels is None:
         return pack_int4_in_numpy(values)

@@ -32,12 +32,12 @@ def load() -> ctypes.CDLL | None:
 
 
 def look_again() -> None:
-    """Have the next call find the library anew: the environment, the compiler or the sources have changed."""
+    """Make the next call find the library again, after the environment, the compiler or the sources have changed."""
     _load.cache_clear()
 
 
 def why_not() -> str:
-    """Why there is no library, and what to do about it; "" if there is one."""
+    """Why the library is missing, and what to do about it; "" if it is there."""
     return _load().why_not
 
 
@@ -53,7 +53,7 @@ def instruction_set() -> str:
 
 def arithmetic() -> str:
     """Which nodes give the same bits: "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or
-    "torch" where there are no kernels."""
+    "torch" without kernels."""
     return {OFF: "torch", "plain": "plain"}.get(instruction_set(), "fused")
 
 

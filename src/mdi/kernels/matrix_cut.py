@@ -27,7 +27,7 @@ from mdi.weight_formats import LAYOUTS, PANEL, Layout
 Range = tuple[int, int]
 
 _ZERO = {"int8": 128, "int4": 8}  # the code of a weight that is zero
-# Of formats without scales: the type that holds a number's bits, and numbers of one output that lie side by side.
+# For formats without scales: the type of a number's bits, and how many numbers of one output are adjacent.
 _NUMBERS = {"float32": (np.uint32, 1), "bf16": (np.uint16, 2), "fp16": (np.uint16, 1)}
 
 
@@ -50,7 +50,7 @@ def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | No
 
 
 def skipped(form: str, first: int, last: int) -> int:
-    """How many inputs of zeros stand before input `first` of a weight that is cut there."""
+    """How many inputs of zeros precede input `first` of a weight that is cut there."""
     group = LAYOUTS[form].group
     return first % group if group and last > first else 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-LEAST_BYTES = 1 << 20  # what is smaller stays in caches
+LEAST_BYTES = 1 << 20  # smaller memory stays in the processor's caches
 
 _NODES = Path("/sys/devices/system/node")
 # The C library has no function for it.
@@ -46,7 +46,7 @@ def memory_nodes() -> tuple[int, ...]:
 
 @functools.cache
 def nodes_of(cores: frozenset[int], folder: Path) -> tuple[int, ...]:
-    """The memory nodes of some cores, by what the system says in `folder`."""
+    """The memory nodes of some cores, as the system reports them in `folder`."""
     found = []
     for path in folder.glob("node[0-9]*/cpulist"):
         try:

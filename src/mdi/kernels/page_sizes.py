@@ -47,7 +47,7 @@ def n_pages(window: int | None, length: int, chunk_rows: int = CHUNK_ROWS) -> in
 
 @dataclass(frozen=True)
 class CacheClass:
-    """Blocks of one stage that share their pages: their window, and what a page of all of them takes."""
+    """Blocks of one stage that share their pages: their window, and the bytes of a page of all of them."""
 
     window: int | None
     page_bytes: int

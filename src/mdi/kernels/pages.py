@@ -25,11 +25,11 @@ from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
-KEPT_FREE_BYTES = 32 << 20  # free pages that stay in memory; what is free beyond them goes back to the system
+KEPT_FREE_BYTES = 32 << 20  # free pages that stay in memory; more free pages go back to the system
 
 
 class Pages(ABC):
-    """Pages of one class, counted by reference. Where they lie is the matter of those who derive from it.
+    """Pages of one class, with reference counts. Subclasses provide their memory.
 
     Args:
         page_bytes: of one.
@@ -39,7 +39,7 @@ class Pages(ABC):
     def __init__(self, page_bytes: int, capacity: int) -> None:
         self.page_bytes, self.capacity = page_bytes, capacity
         self.references: list[int] = []  # of the pages that were ever used: there can be millions, and few are
-        self.unused: list[int] = []  # of those, the ones that nobody uses now
+        self.unused: list[int] = []  # unused ones among them
 
     @property
     def n_used(self) -> int:
@@ -82,7 +82,7 @@ class Pages(ABC):
 class Pool(Pages):
     """Pages in the memory of the machine, reserved once and taken from the system as they are written.
 
-    A system that counts what is reserved may grant less: then the capacity is less.
+    A system that limits reservations may grant less; then the capacity is smaller.
 
     Attributes:
         memory: uint8, (capacity, page_bytes).
@@ -121,7 +121,7 @@ class Pool(Pages):
 
 
 def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
-    """Memory for that many pages, and how many; of a system that refuses, for half of what it grants: others need some, too."""
+    """Memory for so many pages, and their number. If the system refuses, half of what it grants: others need some, too."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
     wanted = n_pages
     while n_pages:
@@ -141,9 +141,9 @@ def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
 
 
 def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | None = None) -> int:
-    """How many pages a class may come to have: as many as the limit holds, if there is one, else as the machine's memory does.
+    """Most pages that a class may have: as many as fit into the limit, if there is one, else into the machine's memory.
 
-    They are reserved and not taken; who enters is decided by what is free.
+    They are reserved but not taken; free memory decides which sequences are admitted.
     """
     if limit_bytes is None:
         limit_bytes = max(psutil.virtual_memory().total, cache_class.n_bytes(max_length))
@@ -151,7 +151,7 @@ def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | Non
 
 
 class PageTable:
-    """Pages of one sequence in one class: position p lies in page `ids[p // 32 - first]`, at p % 32."""
+    """Pages of one sequence in one class: position p is in page `ids[p // 32 - first]`, at p % 32."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -177,7 +177,7 @@ class PageTable:
         self._ids[at] = page
 
     def cut(self, n: int) -> list[int]:
-        """Keep the first n pages; the others."""
+        """Keep the first n pages; returns the others."""
         gone: list[int] = self._ids[n : self.n].tolist()
         self.n = min(self.n, n)
         return gone
@@ -274,10 +274,10 @@ class CachePages:
         return 0 if sequence is None else sequence.end
 
     def copy(self, seq_id: int, new_id: int) -> None:
-        """Let another sequence go on from the same prefix. What it had before is freed.
+        """Let another sequence continue from the same prefix. Its own earlier pages are freed.
 
         Raises:
-            EngineError: there is no such prefix.
+            EngineError: the prefix does not exist.
         """
         source = self._sequences.get(seq_id)
         if source is None:
@@ -292,7 +292,7 @@ class CachePages:
                 pool.share(int(page))
 
     def free(self, seq_id: int) -> None:
-        """Forget a sequence; one that this stage has not seen (it was cancelled early) is no error."""
+        """Forget a sequence. It is not an error if this stage has never seen it (because it was cancelled early)."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             for pool, table in zip(self.pools, sequence.tables, strict=True):

@@ -38,7 +38,7 @@ def find_library() -> Path:
 
 
 def compiled_library() -> Path:
-    """The library in the cache folder. Of several processes that find none one compiles it, and the others wait for that."""
+    """The library in the cache folder. If it is missing, one process compiles it, and others wait for that."""
     if sys.platform == "win32":
         raise KernelError("the kernels are not made for Windows: run MDI-LLM under WSL")
     compiler = build.find_compiler()
@@ -69,7 +69,7 @@ def _name(made_from: str) -> str:
 
 
 def is_safe(path: Path) -> bool:
-    """Whether it is there and nobody else but the administrator can have put it there: it is code that will run."""
+    """Whether it exists and only this user or the administrator can have written it, because its code will run."""
     return path.is_file() and path.stat().st_uid in (0, os.geteuid())
 
 

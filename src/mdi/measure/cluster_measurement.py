@@ -29,7 +29,7 @@ from mdi.partition.profile import LinkProfile, NodeProfile
 from mdi.partition.sharing import level_times, share_memory
 from mdi.periodic import Periodic
 
-ALL_PAIRS_LIMIT = 4  # up to so many nodes every way is tried, so that another order can be judged as well
+ALL_PAIRS_LIMIT = 4  # up to so many nodes every link is tried, so that other orders can be judged as well
 SIGN_S = 1.0  # between two questions whether a node that measures is still there
 BROKEN_S = 1e4  # round trip of a way that does not exist: no placement will want it
 
@@ -77,7 +77,7 @@ class ClusterMeasurement:
         """Profiles of all nodes, starter first, and of the links.
 
         Raises:
-            NodeLostError: of a node that was lost meanwhile; its code is ABSENT if it was never there.
+            NodeLostError: a node was lost meanwhile; its code is ABSENT if it has never answered.
             MdiError: a node is busy with another run, or cannot hold even one block.
         """
         try:
@@ -146,7 +146,7 @@ class ClusterMeasurement:
         self._reached.add(node.name)
 
     def _watch(self, node: NodeConfig) -> None:
-        """A node that measures itself says nothing for minutes; asked whether it is there, it answers all the same."""
+        """The request for a profile takes minutes; meanwhile the node still answers status requests."""
         while not self._ended.wait(SIGN_S):
             try:
                 self._clients[node.name].status()
@@ -181,7 +181,7 @@ class ClusterMeasurement:
         self._found[node.name] = profile
 
     def shares(self) -> dict[str, float]:
-        """What part of its machine each node takes, by name; nothing for a node that has a machine of its own."""
+        """The share of its machine that each node takes, by name; nothing for a node alone on its machine."""
         hosts: dict[str, list[NodeConfig]] = {}
         for node in self._cluster.nodes[:N_SLOTS_LIMIT]:
             hosts.setdefault(host_of(node.addr), []).append(node)
@@ -211,7 +211,7 @@ class ClusterMeasurement:
 
     @staticmethod
     def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:
-        """What a node was started with goes before the nodes file; then the plan is not quite what the file says."""
+        """What a node was started with overrides the nodes file; then the plan differs from the file."""
         for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
             if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
                 logger.info(
@@ -247,7 +247,7 @@ class ClusterMeasurement:
         return tuple(links)
 
     def _link(self, source: NodeConfig, target: NodeConfig) -> LinkProfile | None:
-        """None where nothing could be measured, which is not to say that there is no way."""
+        """None if nothing could be measured; the link may work all the same."""
         request = ProbeRequest(target.name, target.addr, target.port, target.port_in, measure=True)
         client = self._clients.get(source.name)
         try:

@@ -12,11 +12,11 @@ from mdi.partition.profile import ClusterProfile, NodeProfile
 
 
 def with_paths(profile: ClusterProfile, config: Mapping[str, Any], config_hash: str, form: str) -> ClusterProfile:
-    """The profile with what is known of `computed_by` for this model.
+    """The profile with `computed_by` for this model, as far as it is known.
 
     Args:
         config: litgpt's Config as a plain dict; `config_hash` is its hash.
-        form: what the blocks are held in.
+        form: format of the blocks.
     """
 
     def path(node: NodeProfile) -> str:

@@ -15,7 +15,7 @@ from mdi.measure.reading import reader
 
 SLOT_S = 0.3
 LEAD_S = 0.7  # from the request to the first slot: for the request's way, and for memory to be filled
-WORKING_SET_BYTES = 64 << 20  # more than a processor's cache holds of it, as a rule
+WORKING_SET_BYTES = 64 << 20  # usually more than a processor's cache
 
 
 def slots_of(n_nodes: int, begin: float) -> list[Slots]:

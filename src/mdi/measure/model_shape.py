@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from litgpt.config import Config
 
 _AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a value
-RUNTIME_BYTES = 20_000_000  # measured (docs/placement.md): what a process takes that computes
+RUNTIME_BYTES = 20_000_000  # measured (docs/placement.md): memory of a computing process
 
 _Shapes = Mapping[str, Shape]
 
@@ -32,11 +32,11 @@ def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") 
     Args:
         config: a whole litgpt Config as a plain dict.
         format: a name in `mdi.weight_formats`; the head is in it as well.
-        kv_dtype: what caches hold; "auto" is what is computed in.
+        kv_dtype: number type of caches; "auto" is the computing type.
 
     Raises:
         CheckpointError: litgpt cannot build such a model.
-        UsageError: there is no such format.
+        UsageError: the format is unknown.
     """
     weight_format(format)
     return _shape(json.dumps(dict(config), sort_keys=True), format, kv_dtype)

@@ -35,7 +35,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is to be placed: name, litgpt Config as a plain dict and its hash, and what it is stored in."""
+    """The model to place: name, litgpt Config as a plain dict and its hash, and its stored type."""
 
     name: str
     config: dict[str, Any]
@@ -63,12 +63,12 @@ def profile_cluster(
     check: Callable[[], None] = lambda: None,
     run: str | None = None,
 ) -> ClusterProfile:
-    """Measure all nodes and the ways between them; see `ClusterMeasurement` for what it raises.
+    """Measure all nodes and the links between them; raises as `ClusterMeasurement`.
 
     Args:
         cluster: with the ports that are really listened on, the starter's too.
-        computing: of the starter; `asked` is what the others are to compute with, in its format.
-        cache_dir: where the starter keeps what it measured of itself; None keeps it in the folder of this process.
+        computing: of the starter; `asked` is what the other nodes compute with, in its format.
+        cache_dir: folder for the starter's own measurements; None: this process's cache folder.
         fresh: measure again, whatever is kept.
         run: id of the run that is to be placed; None is only a plan.
     """
@@ -117,7 +117,7 @@ def measure_live(
 def choose(
     profile: ClusterProfile, model: Model, method: str, workload: Workload, prefer_memory: float | None, kv_dtype: str
 ) -> PlanReport:
-    """The plan of a run, told in a few lines.
+    """The plan of a run in a few lines.
 
     Args:
         kv_dtype: what caches hold.
@@ -150,7 +150,7 @@ def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape
 
 
 def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
-    """ "starter 0-3, secondary0 4-11": who holds which."""
+    """The blocks of each node, as "starter 0-3, secondary0 4-11"."""
     pairs = zip(names, blocks, strict=True)
     return ", ".join(f"{name} {span(start, stop)}" for name, (start, stop) in pairs)
 

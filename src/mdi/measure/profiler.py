@@ -44,7 +44,7 @@ class Profiler:
         name: of the node.
         folder: its cache folder, where measurements are kept.
         span_s: how long one thing is measured.
-        in_use_bytes: memory of a device that this process holds, or was promised, and would not let go of.
+        in_use_bytes: memory of a device that this process holds or was promised, and will not free.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Profiler:
             return self._progress
 
     def held_bytes_of(self, device: str) -> int:
-        """Memory that came to the process since it began: weights, for the most part, that make place for others."""
+        """Memory that the process has taken since its beginning: mostly weights, which it can free for others."""
         if device.startswith("cuda"):
             import torch
 
@@ -73,7 +73,7 @@ class Profiler:
         return max(0, private_bytes() - self._process_bytes)
 
     def available_bytes(self, device: str) -> int:
-        """Memory of a device for weights and caches: what is free, and what this process would let go of."""
+        """Memory of a device for weights and caches: free memory, and memory that this process would free."""
         return max(0, device_free_bytes(device) + self.held_bytes_of(device) - self._in_use_bytes(device))
 
     def profile(
@@ -83,7 +83,7 @@ class Profiler:
         fresh: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> NodeProfile:
-        """This node's profile for a subject; what was measured before is taken from the kept file.
+        """This node's profile for a subject; earlier measurements come from the stored file.
 
         Args:
             store: parts that are here already.
@@ -149,7 +149,7 @@ class Profiler:
                 self._progress = None
 
     def _key(self, subject: Subject) -> str:
-        """Everything that the times depend on; a change of it makes what is kept worthless."""
+        """Everything that the times depend on; any change invalidates stored measurements."""
         packing = subject.computing.packing
         parts = {
             "version": mdi.__version__,
@@ -199,7 +199,7 @@ def share_of(subject: Subject, slots: Slots) -> float:
 
 
 def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:
-    """What measures the blocks of a subject: in the kernels, or in torch. CheckpointError if there is no such model."""
+    """The bench for the blocks of a subject, in the kernels or in torch. CheckpointError if the model cannot be built."""
     if subject.computing.packing is not None:
         from mdi.measure.kernel_bench import KernelBench
 

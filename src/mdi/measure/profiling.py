@@ -24,7 +24,7 @@ from mdi.machine.resources import device_free_bytes
 from mdi.measure.reading import reader
 from mdi.units import size
 
-ROWS = (1, 2, 3, 4, 16, 128)  # few rows do not lie on a straight line: kernels differ
+ROWS = (1, 2, 3, 4, 16, 128)  # times of few rows are not linear, because kernels differ
 CONTEXT = 64  # positions that a sequence has behind it when its next row is timed
 SPAN_S = 0.35  # how long one thing is measured
 WORKING_SET_BYTES = 128 << 20  # more blocks are built until they no longer fit a processor's cache
@@ -67,7 +67,7 @@ class Bench(ABC):
 
     Args:
         span_s: how long each thing is measured.
-        progress: told what is being measured, how many things are done, and how many there are.
+        progress: called with the present measurement, how many are done, and how many there are.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Bench(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until what was called is done."""
+        """Wait until all calls are done."""
 
     @abstractmethod
     def bytes_of(self, name: str) -> float:
@@ -150,7 +150,7 @@ class Bench(ABC):
         return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)), check)
 
     def _block_s(self, stage: Any, rows: int) -> float:
-        """One row each of so many sequences, or, at the largest number, a piece of one prompt."""
+        """One row each of `n` sequences or, for the largest number, a piece of one prompt."""
         length = stage.max_length
         context = min(CONTEXT, length // 2)
         if rows == max(ROWS):
@@ -166,7 +166,7 @@ class Bench(ABC):
         return seconds / self._n_blocks
 
     def _head_s(self) -> Times:
-        """Final norm and head; the embedding only looks rows up. Nothing if there is no room to build them."""
+        """Final norm and head; the embedding only looks rows up. Empty if there is no memory to build them."""
         try:
             self._check_capacity(self._all_bytes("lm_head.", "transformer.ln_f."), "the head")
         except CheckpointError as e:
@@ -205,7 +205,7 @@ class Bench(ABC):
 
 
 def disk_read_bytes_s(folder: Path, limit_s: float = 0.8) -> float:
-    """How fast the disk under `folder` is read, past the system's cache; 0 if that cannot be told here."""
+    """Read rate of the disk of `folder` without the page cache, in bytes per second; 0 if it cannot be measured."""
     if not hasattr(os, "posix_fadvise"):
         return 0.0
     try:

@@ -16,9 +16,9 @@ WIDTH = 1024  # numbers in a row
 
 
 def reader(n_bytes: int, device: str) -> tuple[Callable[[], object], int]:
-    """A function that reads about so many bytes of a device's memory on the node's threads, and how many they are.
+    """A function that reads about so many bytes of a device's memory on the node's threads, and their number.
 
-    In the kernels where there are some, else in torch.
+    Uses the kernels if there are some, else torch.
     """
     n_rows = max(16, n_bytes // (4 * WIDTH) // 16 * 16)
     is_ready = device == "cpu" and library.load() is not None

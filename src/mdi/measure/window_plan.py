@@ -42,7 +42,7 @@ class _Stage:
     """A node's stage, whose weights a window would hold.
 
     Attributes:
-        blocks, head: what is read: halves of blocks or of a node's shares of them; the head of a starter.
+        blocks, head: units to read: halves of blocks or of a node's shares of them; the head of a starter.
         compute_s: of a frame; sum_s: of what follows each half of a block where it is shared; pause_s: between two frames.
     """
 
@@ -65,7 +65,7 @@ def with_windows(
     Args:
         profile: with the nodes' memory.
         shape: of the model, with the format of weights and caches.
-        options: what the user asked for; the best window is looked for in `memory`, else in what a node has free.
+        options: the user's choices; the best window is searched within `memory`, else within a node's free memory.
         disk_bytes_s: what disks give; None: what each node measured.
 
     Raises:
@@ -117,9 +117,9 @@ def _with_shares(
             share = Share(shares, rank, config)
             stage = _of_share(report, tensor, share, known[name], rates[name], form, kv_dtype)
             windows.append(_planned(stage, options)[0])
-    except LimitError:  # a ring needs less where there are few blocks
+    except LimitError:  # a ring of few blocks needs less
         return replace(report, tensor=None, parallel=None)
-    token_s = max(window.chosen.times.pass_s for window in windows)  # of the node that all others wait for
+    token_s = max(window.chosen.times.pass_s for window in windows)  # of the slowest node, for which all others wait
     timed = replace(tensor, token_s=token_s)
     return replace(
         report, tensor=None, share_windows=tuple(windows), parallel=of_two(report.tokens_s, timed, report.workload)
@@ -132,7 +132,7 @@ def _in_ring(
     planned = report.nodes[place]
     blocks, head = units_of(config, form, planned.start, planned.stop, is_starter=place == 0)
     run = _run_memory(report, config, planned.start, planned.stop, kv_dtype)
-    # While others compute and rows travel, this node's disk goes on.
+    # This node's disk goes on while other nodes compute and rows are on links.
     pause_s = (
         sum(other.stage_s for other in report.nodes) - planned.stage_s + sum(other.link_s for other in report.nodes)
     )
@@ -205,7 +205,7 @@ def units_of(
 
 
 def _times(plan: WindowPlan, stage: _Stage) -> list[UnitTimes]:
-    """Computing goes with the bytes of weights: so it does where reading them from memory is most of it, for few rows."""
+    """Time is proportional to the bytes of weights. For few rows this is true, because reading them takes most of it."""
     total = sum(unit.n_bytes for unit in plan.units)
     times = []
     for i, unit in enumerate(plan.units):

@@ -15,7 +15,7 @@ from mdi.model.cache import Memory, Selection, TorchCaches
 from mdi.slices import Slices
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
-# what is gathered for all of them is small.
+# the gathered memory is small.
 LARGEST_TOGETHER = 8
 
 
@@ -43,11 +43,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Alone:
-    """One sequence's rows, and what they see.
+    """One sequence's rows, and the positions that they see.
 
     Attributes:
         first: position of the first key that any of them sees; the keys end at the last row's position.
-        pages: where these keys lie.
+        pages: pages of these keys.
     """
 
     rows: Rows
@@ -64,10 +64,10 @@ class Together:
     """Sequences that bring one row each and have as many pages: a block attends to all of them at once.
 
     All positions of their pages are read, those beyond a sequence's end under a mask: a sequence's result depends on its own
-    position and never on who stands beside it.
+    position and never on the other sequences.
 
     Attributes:
-        index: where the rows stand in the batch; None if they are the batch.
+        index: the rows' places in the batch; None if they are the whole batch.
         pages: of all of them, those of the first sequence before those of the next.
     """
 
@@ -140,9 +140,9 @@ class Batch:
         return self._places[cache_class]
 
     def parts(self, cache_class: int) -> tuple[list[Together], list[Alone]]:
-        """What blocks of this class compute at once, and what they compute one sequence after the other.
+        """Sequences that blocks of this class compute together, and those that they compute one by one.
 
-        Which of the two a row belongs to depends on its own position only, so that the others change nothing.
+        The position of a row alone decides to which of the two it belongs, so other rows change nothing.
         """
         if cache_class not in self._parts:
             window = self.caches.classes[cache_class].window
@@ -186,13 +186,13 @@ class Batch:
 
         Args:
             window: how many positions back a row sees, itself included; None is all of them.
-            n_repeat: how often the rows stand below each other (the query heads of a group).
+            n_repeat: how often the rows are repeated (the query heads of a group).
 
         Returns:
             (n_repeat * n_rows, n_keys) boolean, the same object for every block that asks the same.
         """
         rows = part.rows
-        if rows.n_rows == 1:  # there is no key that a single row may not see
+        if rows.n_rows == 1:  # a single row may see every key
             return None
         key = (rows.first_row, part.first, n_repeat, window)
         if key not in self._masks:

@@ -56,7 +56,7 @@ class HostPages(Pool):
 
 
 class DevicePages(Pages):
-    """In the memory of a GPU, slab after slab; all of it is given back when no page is in use. A new page is zeros.
+    """In a GPU's memory, slab after slab; all slabs are freed when no page is in use. A new page is zeros.
 
     Args:
         first_bytes: of the first slab; the others have SLAB_BYTES.
@@ -168,7 +168,7 @@ class BlockCache:
 class Memory:
     """Tensors that all blocks use one after the other.
 
-    Memory of their own, megabytes of a long cache, would come from the system anew for each block, page by page.
+    New memory for each block, megabytes for a long cache, would come from the system page by page.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -236,7 +236,7 @@ class TorchCaches(CachePages):
         return Selection(len(pages), tuple(parts))
 
     def are_fixed(self, cache_class: int, pages: np.ndarray | Sequence[int]) -> bool:
-        """Whether all these pages lie in the first slab, which stays where it is while one of them is in use."""
+        """Whether all these pages are in the first slab, whose address is fixed while one of them is in use."""
         pool = self.pools[cache_class]
         assert isinstance(pool, HostPages | DevicePages)
         return not pool.where(np.asarray(pages))[0].any()

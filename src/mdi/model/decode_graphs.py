@@ -76,7 +76,7 @@ class RecordedStep:
 
 
 class DecodeGraphs:
-    """All recordings of one stage, for as long as its caches are there.
+    """All recordings of one stage, as long as its caches exist.
 
     Attributes:
         n_recorded: how many there are.
@@ -124,7 +124,7 @@ class DecodeGraphs:
         logger.warning("decoding is slower, because CUDA graphs cannot be recorded: %s", why)
 
     def drop(self) -> None:
-        """Forget the recordings and give their memory back; they are made anew when they are needed."""
+        """Free the recordings; they are made again when they are needed."""
         self.steps.clear()
         for pool, page in zip(self._stage.caches.pools, self._scratch or (), strict=False):
             pool.release([page])
@@ -179,7 +179,7 @@ class CudaRecorder:
                     step()
             torch.cuda.current_stream().wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the process, another node's say, may go on meanwhile.
+            # Other threads of the process, for example another node's, may continue meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         replay: Step = graph.replay

@@ -89,7 +89,7 @@ class DeviceEmbedding(nn.Module):
 
 
 def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torch.dtype, n_in: int) -> torch.Tensor:
-    """The weight (n_out, n_in) that numbers and scales stand for (kernels.codes), rounded to `dtype` once."""
+    """The weight (n_out, n_in) from numbers and scales (kernels.codes), rounded to `dtype` once."""
     n_out, group = len(numbers), LAYOUTS[form].group
     if form == "int4":
         grouped = numbers.view(n_out, -1, group // 2)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 FULL = 4
 FEW = (2, 3)
-LARGE = 1 << 20  # weights from which on reading them is what a layer costs
+LARGE = 1 << 20  # number of weights from which a layer's time is that of reading them
 GAIN = 0.85  # of the time that must be left, so that noise does not decide
 TRIES = 5
 

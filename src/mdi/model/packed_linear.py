@@ -34,7 +34,7 @@ class Layers(Protocol):
 
 
 def kernel_context() -> Context | None:
-    """What the packed layers of one stage share; None where there are no kernels."""
+    """Shared state of one stage's packed layers; None without kernels."""
     return Context(torch.get_num_threads()) if load() is not None else None
 
 
@@ -106,7 +106,7 @@ def install(root: nn.Module, weights: Weights, layers: Callable[[], Layers]) -> 
         layers: what makes them; not called if nothing is packed.
 
     Raises:
-        CheckpointError: there is no such layer, or it is of another shape.
+        CheckpointError: the layer does not exist, or has another shape.
     """
     rest: dict[str, torch.Tensor] = {}
     arrays = {name: weight for name, weight in weights.items() if isinstance(weight, np.ndarray)}

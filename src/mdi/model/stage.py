@@ -138,14 +138,14 @@ class Stage(nn.Module):
         self.max_length = max_length
         self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
         size = self.sin.size(1)
-        self.sin[:, : size - size // 2].neg_()  # as `rotate` wants it
+        self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
         config = vars(self.config)
         self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
         self.graphs = decode_graphs(self, self.blocks)
 
     @property
     def gathered_share(self) -> float:
-        """What attention takes for a moment, of what the caches take: at most one block's keys and values once more."""
+        """Temporary memory of attention as a share of the caches: at most one block's keys and values."""
         return 1 / max(1, self.stop - self.start)
 
     @property
@@ -189,7 +189,7 @@ class Stage(nn.Module):
 
     @torch.inference_mode()
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile what is worth it and has static control flow, the MLPs; attention reads ragged caches.
+        """Compile the MLPs, which are worth it and have static control flow; attention reads ragged caches.
 
         They are run once, with one row and with several, so that no sequence waits for the compiler.
 

@@ -44,7 +44,7 @@ def _tile_router(gate: nn.Module) -> None:
     whole: Callable[[torch.Tensor], torch.Tensor | Results] = gate.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor | Results:
-        """(N, n_embd) -> what the router gives for N rows"""
+        """(N, n_embd) -> the router's results for N rows"""
         results = [whole(tile) for tile in _tiles(x, 0)]
         if isinstance(results[0], torch.Tensor):
             return torch.cat(results)[: x.size(0)]  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def _tile_router(gate: nn.Module) -> None:
 
 
 def _tiles(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """`x` in pieces of TILE along `dim`, each in memory of its own: some kernels look at how it is aligned."""
+    """`x` in pieces of TILE along `dim`, each in memory of its own, because some kernels depend on the alignment."""
     after = x.dim() - dim - 1
     padded = F.pad(x, (*(0, 0) * after, 0, -x.size(dim) % TILE))
     return [tile.clone(memory_format=torch.contiguous_format) for tile in padded.split(TILE, dim)]

@@ -128,7 +128,7 @@ def _smaller(cost: CostModel, smaller: Sequence[ModelShape], prediction: Predict
 
 
 def _more_sequences(cost: CostModel, placement: Placement, prediction: Prediction) -> Iterator[str]:
-    """More sequences at once fill the ring, and share what is read: the same placement, or another one for them."""
+    """More sequences at once fill the ring and share the reading of weights: with this placement, or another one."""
     more = max(2 * len(placement.order), 2 * cost.workload.n_sequences)
     wider = CostModel(cost.profile, cost.shape, replace(cost.workload, n_sequences=more))
     rates = []

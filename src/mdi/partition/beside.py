@@ -20,7 +20,7 @@ def left_over(profile: ClusterProfile, text: str, where: str) -> ClusterProfile:
         where: the file that it comes from.
 
     Raises:
-        UsageError: it is no such plan, or one for other nodes.
+        UsageError: it is not such a plan, or it is for other nodes.
     """
     taken = _taken_bytes(text, where)
     names = [node.name for node in profile.nodes]
@@ -33,7 +33,7 @@ def left_over(profile: ClusterProfile, text: str, where: str) -> ClusterProfile:
 
 
 def _taken_bytes(text: str, where: str) -> dict[str, int]:
-    """By node: all that the model takes, but for the processes of secondaries."""
+    """All memory of the model by node, without the processes of secondaries."""
     try:
         nodes = json.loads(text)["nodes"]
         return {str(node["name"]): _bytes_of(node["bytes"], is_starter=not i) for i, node in enumerate(nodes)}

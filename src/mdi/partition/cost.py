@@ -47,9 +47,9 @@ class Prediction:
         busy_s: how long each of these links is busy with one frame.
         round_s: until every sequence has its next token.
         tokens_s: of all sequences together.
-        limit: what the round waits for: "stage", "link", "machine" (that several nodes share) or "round trip".
+        limit: what limits the round: "stage", "link", "machine" (shared by several nodes) or "round trip".
         slowest: place in the ring of the slowest stage, or of the node before the slowest link.
-        machine_s: how long one frame keeps a machine busy on which several nodes stand.
+        machine_s: how long one frame keeps a machine with several nodes busy.
     """
 
     n_rows: int
@@ -65,7 +65,7 @@ class Prediction:
 
 
 def time_of(times: Times, n_rows: float) -> float:
-    """Seconds for so many rows: straight lines between what was measured, the last one goes on.
+    """Seconds for so many rows: linear between the measurements; the last line is extended.
 
     A single measurement is taken to hold for up to FLAT_ROWS rows, and in proportion beyond.
     """
@@ -107,7 +107,7 @@ class Terms:
         return self._prefixes[i]
 
     def unit_s(self, i: int) -> float:
-        """Time of one block: of any, where all are alike, else of a mean one."""
+        """Time of one block: of any block if all are alike, else of a mean one."""
         n, cost = self._cost.n_layer, self._cost
         return (self.block_s[i] * cost.work[n] + cost.cache_read_s(i, self.n_rows) * cost.looks[n]) / n
 
@@ -257,7 +257,7 @@ class CostModel:
     def predict(
         self, order: Sequence[int], counts: Sequence[int], n_sequences: int | None = None, more_frames: int = 0
     ) -> Prediction:
-        """How fast the ring is with these nodes in this order, starter first, holding so many blocks each.
+        """How fast the ring is with these nodes in this order, starter first, with so many blocks each.
 
         Args:
             n_sequences: other than those that the times are for, e.g. 1 for one sequence alone.

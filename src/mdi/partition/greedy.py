@@ -61,14 +61,14 @@ def filled(order: Sequence[int], most_blocks: Sequence[int], n_layer: int) -> di
 
 
 def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
-    """Sort the nodes and fill them. On our ring the starter keeps embedding and head wherever it ranks, and stands first.
+    """Sort the nodes and fill them. On our ring the starter is first and has embedding and head, whatever its rank.
 
     Raises:
         PlacementError: the model does not fit the nodes together.
     """
     n_used, looked_at = 1, set()
     most = [cost.n_layer] * cost.n_nodes
-    while n_used not in looked_at:  # what a frame needs depends on how many nodes are used, and that on what it needs
+    while n_used not in looked_at:  # a frame's memory depends on the number of nodes, which depends on that memory
         looked_at.add(n_used)
         left, capacity = left_over(cost, n_used)
         most = [min(a, b) for a, b in zip(most, capacity, strict=True)]
@@ -85,7 +85,7 @@ def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
 def left_over(cost: CostModel, n_used: int) -> tuple[list[float], list[int]]:
     """Of each node: memory left for blocks, and how many blocks with their caches it holds.
 
-    Where blocks differ, all are taken for as large as the largest.
+    If blocks differ, all count as large as the largest.
     """
     terms = cost.terms(n_used)
     sizes = [

@@ -14,7 +14,7 @@ from mdi.partition.methods import place
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import ClusterProfile, NodeProfile
 
-MUCH = 2  # so many times shorter: links behind one switch differ by chance
+MUCH = 2  # so many times shorter, because links behind one switch differ by chance
 
 Stages = tuple[tuple[str, ...], ...]
 

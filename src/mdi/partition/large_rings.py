@@ -18,7 +18,7 @@ NEAR = 6  # unused nodes that it tries in each place
 
 
 def guessed(cost: CostModel) -> Spread | None:
-    """Of rings of the starter with the fastest others, and with the largest others, the best; None if the model fits none."""
+    """The best ring of the starter with the fastest or with the largest others; None if the model fits none."""
     best: Spread | None = None
     others = range(1, cost.n_nodes)
     for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
@@ -35,7 +35,7 @@ def guessed(cost: CostModel) -> Spread | None:
 
 
 def improved(cost: CostModel, best: Spread) -> Spread:
-    """Leave out, put in or exchange nodes as long as it helps; a given number of tries, so that it always ends."""
+    """Leave out, add or exchange nodes as long as it helps, with a limited number of tries."""
     tries = max(8, WORK // len(best.order))
     is_better = True
     while is_better and tries > 0:

@@ -28,7 +28,7 @@ class Links:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all links are taken for the same, so that the order of the nodes makes no difference."""
+        """Whether all links count as equal, so that the order of the nodes does not matter."""
         return not self._measured
 
     def of(self, source: int, target: int) -> tuple[float, float]:

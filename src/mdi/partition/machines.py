@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mdi.partition.links import HOP_S
 from mdi.partition.profile import NodeProfile
 
-# Places in the ring of a machine's nodes, with their parts of it.
+# Places in the ring of a machine's nodes, with their shares of it.
 Machine = tuple[tuple[int, float], ...]
 
 

@@ -23,7 +23,7 @@ EXPLAINED = 7  # nodes without a part that are looked at one by one
 def place(
     cost: CostModel, method: str = DEFAULT_METHOD, preferences: Mapping[tuple[str, str], float] = PREFERENCES
 ) -> Placement:
-    """Raises PlacementError: the model does not fit; UsageError: there is no such placement."""
+    """Raises PlacementError: the model does not fit; UsageError: the placement is unknown."""
     if method == "throughput":
         return _fastest(cost, method)
     if method == "latency":

@@ -20,7 +20,7 @@ class BlockShape:
 
     Attributes:
         weight_bytes: in the model's format, as held in memory.
-        load_bytes: what it takes beside that while it is loaded and packed.
+        load_bytes: additional memory while it is loaded and packed.
         macs: multiplications per row; of experts, those that a row is sent to.
         page_bytes: keys and values of a page of one sequence, see kernels.page_sizes.
         window: positions that a row looks back on at most; None is all.
@@ -57,7 +57,7 @@ class ModelShape:
         work_row_bytes: the widest activations of a block, per row.
         table_bytes: position tables, per position.
         kv_dtype: what caches hold, a name in kernels.page_sizes.CACHE_TYPES.
-        runtime_bytes: what a process takes as soon as it computes: workspace of kernels, and what the allocator keeps.
+        runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
     """
 
     name: str

@@ -13,7 +13,7 @@ from mdi.units import duration, size
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """A window: units, every so-manieth block that stays (None: none does), and what a frame then takes."""
+    """A window: units, which blocks stay (every n-th; None: none), and the time of a frame."""
 
     units: int
     retain: int | None
@@ -31,7 +31,7 @@ class NodeWindow:
 
     Attributes:
         resident_bytes, pass_bytes: weights in memory; weights that are read for every frame.
-        disk_bytes_s: what the disk gives.
+        disk_bytes_s: read rate of the disk.
         is_tight, is_loose: whether TPI-LLM's conditions hold that computing never waits, see partition.steady.
         best: the fastest window that fits into the same memory.
     """

@@ -43,7 +43,7 @@ class ParallelChoice:
 
 
 def choose_measured(profile: ClusterProfile, shape: ModelShape, workload: Workload) -> ParallelChoice:
-    """The fastest of the best ring of a cluster's nodes, or groups, and the others; there are two nodes at least.
+    """The fastest of the best ring of a cluster's nodes or groups, and the other ways; needs at least two nodes.
 
     Raises:
         PlacementError: the model fits none.

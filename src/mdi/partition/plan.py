@@ -54,7 +54,7 @@ class PlanReport:
     Attributes:
         more_frames: in flight beyond one per node, because the links take long beside computing.
         tokens_s: of all sequences together; tokens_s_one: of one sequence alone on the same placement.
-        limit: what the ring waits for, in words.
+        limit: what limits the ring, in words.
         advice: what would help, in words, most useful first.
         tensor: all nodes computing every block together, for one text (--parallel tensor).
         parallel: what --parallel auto would take for all texts; None of one node.
@@ -149,7 +149,7 @@ def plan(
 
     Raises:
         PlacementError: it does not fit; the message says where how much is missing, and what would help.
-        UsageError: there is no such placement.
+        UsageError: the placement is unknown.
     """
     notes: list[str] = []
     if not any(node.block_s for node in profile.nodes):

@@ -48,7 +48,7 @@ def format_plan(report: PlanReport) -> str:
 
 
 def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
-    """Who computes in torch, and why, a line for each reason."""
+    """Which nodes compute in torch, with a line for each reason."""
     names: dict[str, list[str]] = {}
     for node in nodes:
         path, _, reason = node.computed_by.partition(": ")
@@ -63,7 +63,7 @@ def _group_line(group: GroupPlan) -> str:
 
 
 def left_out_lines(placement: Placement) -> list[str]:
-    """Who has no part in the ring, why, and how all would have one."""
+    """Which nodes are left out of the ring, why, and how to use all of them."""
     left = placement.left_out
     lines = [f"left out: {name} ({reason})" for name, reason in left[:MOST_LEFT_OUT]]
     if len(left) > MOST_LEFT_OUT:

@@ -32,7 +32,7 @@ def preferred(cost: CostModel, best: Spread) -> Spread:
 
 
 def _smaller(cost: CostModel, best: Spread, limit_s: float, useful: int) -> Spread:
-    """The ring with single nodes left out, the slowest first, as long as it has more of them than have something to do."""
+    """The ring without its slowest nodes, until it has no more nodes than have something to do."""
     while len(best.order) > useful:
         block_s = cost.terms(len(best.order)).block_s
         for node in sorted(best.order[1:], key=lambda i: (-block_s[i], i)):

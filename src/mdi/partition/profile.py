@@ -15,7 +15,7 @@ from mdi.config import N_NODES_LIMIT
 from mdi.errors import UsageError
 from mdi.json_fields import Fields, parse_object, shown
 
-# What a link is taken for if nothing was measured near it: a switched gigabit network.
+# Assumed link if nothing was measured near it: a switched gigabit network.
 DEFAULT_ROUND_TRIP_S = 300e-6
 DEFAULT_BYTES_S = 125e6
 
@@ -38,18 +38,18 @@ class NodeProfile:
         block_s: (rows, seconds) of one block of the cluster profile's model in its format, rows rising; () is unknown, and
             estimated from `read_bytes_s`.
         head_s: the same for final norm, head and embedding; () is unknown, and estimated from bytes.
-        process_bytes: what the process takes beside weights, caches and activations.
+        process_bytes: memory of the process besides weights, caches and activations.
         cached_parts: sha256 of the parts that it has already.
         shared_bytes: what is free of the device for all its processes together, whatever the limits of this one: nodes of one
             machine take from the same, see `mdi.partition.sharing`; 0 is unknown.
-        held_bytes: the part of `memory_bytes` that it holds now, and would let go of.
-        machine: nodes with the same name here stand on one machine; "" is a machine of its own.
+        held_bytes: the part of `memory_bytes` that it holds now and would free.
+        machine: nodes with the same value are on one machine; "" is a machine of its own.
         machine_share: part of its machine's cores and memory bandwidth that it takes while it computes, from 0 to 1, see
             `mdi.partition.machines`; a node of one thread on two cores takes a half, or all if it alone can use up the
             bandwidth. 0 is unknown, and shares nothing.
         computed_by: what computes the blocks of the cluster profile's model: the kernels and their instruction set, or torch
             and why; "" is unknown.
-        group: nodes with the same name here are one stage, see `mdi.partition.group_profile`; "" is a stage of its own.
+        group: nodes with the same value are one stage, see `mdi.partition.group_profile`; "" is a stage of its own.
     """
 
     name: str
@@ -107,7 +107,7 @@ class NodeProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """The way from one node to another. Half the round trip is taken for the way there."""
+    """The link from one node to another. Its delay counts as half the round trip."""
 
     source: str
     target: str
@@ -182,7 +182,7 @@ def read_profile(text: str, where: str) -> ClusterProfile:
 
 
 def _plain(data: dict[str, Any]) -> dict[str, Any]:
-    """Tuples as lists, so that what is written equals what will be read."""
+    """Tuples as lists, so that written and read profiles are equal."""
     lists: dict[str, Any] = json.loads(json.dumps(data))
     return lists
 

@@ -17,7 +17,7 @@ def split_layers(n_layer: int, n_nodes: int, cost_embedding_blocks: float = 0.0)
         cost_embedding_blocks: work of the starter besides its blocks, in units of one block.
 
     Raises:
-        SplitError: so many nodes cannot each have a block.
+        SplitError: there are not enough blocks for the nodes.
     """
     check_n_nodes(n_layer, n_nodes)
     n_secondaries = n_nodes - 1
@@ -42,7 +42,7 @@ def default_split(config: dict[str, Any], n_nodes: int) -> tuple[int, ...]:
 
 
 def check_n_nodes(n_layer: int, n_nodes: int) -> None:
-    """Raises SplitError if so many nodes cannot each have a block."""
+    """Raises SplitError if there are not enough blocks for the nodes."""
     if not 1 <= n_nodes <= n_layer + 1:
         raise SplitError(
             f"a model of {n_layer} blocks can be cut for 1 to {n_layer + 1} nodes (each secondary needs a block), "
@@ -85,7 +85,7 @@ def ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
 def head_cost_blocks(config: dict[str, Any]) -> float:
     """Work of the head for one token, in units of one block: the ratio of the weights that each reads.
 
-    The embedding counts nothing, a token reads one row of it. Norms and attention over the cache are left out.
+    The embedding counts as nothing, because a token reads one row of it. Norms and attention over the cache are left out.
     """
     head: int = config["n_embd"] * config["padded_vocab_size"]
     return head / _block_weights(config)

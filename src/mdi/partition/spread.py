@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from mdi.partition.cost import CostModel, Terms
 from mdi.partition.machines import Machine, busiest_s, stage_limits, work_s
 
-TOLERANCE = 1e-9  # relative; what is nearer than this counts as equal
+TOLERANCE = 1e-9  # relative; smaller differences count as equal
 _INF = float("inf")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Blocks per node of a ring, and what a round with them takes."""
+    """Blocks per node of a ring, and the time of a round with them."""
 
     counts: tuple[int, ...]
     round_s: float
@@ -31,11 +31,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class RingOrder:
-    """Nodes in an order, with what the links between them add to a round.
+    """Nodes in an order, with the time that their links add to a round.
 
     Attributes:
         way_s: of one frame over all links, hand-overs included.
-        busy_s: what the slowest link needs for one frame.
+        busy_s: time of one frame on the slowest link.
     """
 
     order: tuple[int, ...]
@@ -163,7 +163,7 @@ class _Different(_Fill):
         self._weights, self._held = cost.weights, cost.held
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
-        """Exact where no nodes share a machine; else nodes of one may have to keep to an even part of its time."""
+        """Exact if no nodes share a machine; otherwise nodes of one machine may be limited to equal parts of its time."""
         counts = self._within([stage_s] * len(self._order))
         if counts is None or not self._machines:
             return counts
@@ -249,7 +249,7 @@ def _measured(terms: Terms, ring: RingOrder, counts: tuple[int, ...], machines: 
 
 
 def _shortest_round(attempt: _Attempt, frames: int, low: float, best: Spread) -> Spread:
-    """Halve what lies between a round that cannot be and one that was found."""
+    """Bisect between an impossible round and a possible one."""
     while best.round_s - low > 1e-10 * best.round_s:
         middle = (low + best.round_s) / 2
         found = attempt(middle / frames, middle)

@@ -77,7 +77,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """A pass over all units, in seconds: from its beginning to the next one's, and the part of it that waits for the disk."""
+    """A pass over all units, in seconds: from its beginning to that of the next, and the part that waits for the disk."""
 
     pass_s: float
     wait_s: float
@@ -94,7 +94,7 @@ def simulate(units: Sequence[UnitTimes], n_slots: int, pause_s: float = 0.0) -> 
         units: in order.
         n_slots: that are in memory at a time, of those that do not stay; a unit is read as soon as the one `n_slots` before it
             has been computed with.
-        pause_s: between two passes, while which the disk goes on: for links, and for other nodes.
+        pause_s: between two passes, for links and other nodes; the disk goes on meanwhile.
     """
     ends: list[float] = []  # of computing, of all units that were read
     disk_s = clock = wait_s = begin = 0.0

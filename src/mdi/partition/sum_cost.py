@@ -17,7 +17,7 @@ class LinkSpeed:
 
     Attributes:
         delay_s: from one node to another, of a few bytes.
-        bytes_s: that one node can send, to all others together.
+        bytes_s: rate of one node to all others together.
         message_s: of a node's own time for each message, sent and received.
     """
 

@@ -26,7 +26,7 @@ class TensorPlan:
         parts: of each node, from 0 to 1; together 1.
         token_s: of one token of each of `n_rows` sequences: blocks_s + sums_s + head_s.
         algorithm: of the sums, the cheapest by `link`, delay and rate of the slowest one.
-        weight_bytes: of each node, its share of the blocks, and what the starter holds beside.
+        weight_bytes: each node's share of the blocks; on the starter also embedding and head.
     """
 
     names: tuple[str, ...]
@@ -98,7 +98,9 @@ def slowest_link(cost: CostModel, members: Sequence[int]) -> LinkSpeed:
     pairs = [(a, b) for a in members for b in members if a != b]
     if not pairs:
         return LinkSpeed(0.0, 1e9)
-    ways = [cost.links.of(a, b) for a, b in pairs]  # without a frame's hand-overs: who computes sends and receives
+    ways = [
+        cost.links.of(a, b) for a, b in pairs
+    ]  # without hand-overs between threads: the computing thread sends and receives
     delay, rate = max(round_trip_s for round_trip_s, _ in ways) / 2, min(bytes_s for _, bytes_s in ways)
     return LinkSpeed(delay, rate)
 

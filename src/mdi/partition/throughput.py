@@ -55,7 +55,7 @@ def _rings(cost: CostModel, n_used: int, best: Spread | None) -> Iterator[RingOr
     others = range(1, cost.n_nodes)
     if cost.is_uniform and cost.links.are_equal:
         yield from (ring_of(cost, (0, *chosen), n_rows) for chosen in itertools.combinations(others, n_used - 1))
-    elif cost.is_uniform:  # who holds which blocks makes no difference to the links
+    elif cost.is_uniform:  # links do not depend on the blocks of the nodes
         for _, rings in sorted(best_rings(cost, n_used).items(), key=lambda item: sorted(item[0])):
             yield from rings
     else:

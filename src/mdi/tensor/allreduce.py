@@ -28,7 +28,7 @@ class AllReduce:
     """Sums over a mesh.
 
     Args:
-        algorithm: "auto" or one of ALGORITHMS; "auto" takes for each size what the model of costs says.
+        algorithm: "auto" or one of ALGORITHMS; "auto" takes the cheapest by the cost model for each size.
         numbers: what partial sums travel as.
         speed: of the links, the same numbers on all nodes.
     """
@@ -121,7 +121,7 @@ def _ring(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
         data = _pass_on(mesh, following, numbers.encode(out), previous, numbers.n_bytes(*into.shape))
         into += numbers.decode(data, *into.shape)
     done = numbers.encode(pieces[(rank + 1) % size])
-    if not numbers.is_exact:  # others get it rounded
+    if not numbers.is_exact:  # the other nodes get it rounded
         pieces[(rank + 1) % size][:] = numbers.decode(done, *pieces[(rank + 1) % size].shape)
     for step in range(size - 1):
         into = pieces[(rank - step) % size]
@@ -156,7 +156,7 @@ def _tree(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
 
 
 def _pieces(x: Floats, n: int) -> list[Floats]:
-    """Views of x that are n pieces of it, contiguous; whole rows if there are as many, else parts of the one long row."""
+    """n contiguous pieces of x as views: whole rows if there are enough, else parts of the flat array."""
     if len(x) >= n:
         return [x[len(x) * i // n : len(x) * (i + 1) // n] for i in range(n)]
     flat = x.reshape(1, -1)

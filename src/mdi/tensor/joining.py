@@ -36,7 +36,7 @@ Check = Callable[[float], None]
 
 
 class GroupLinks:
-    """The connections of one node to the others of its group, from the moment on when they are expected.
+    """The connections of one node to the others of its group, from the moment they are expected.
 
     Args:
         epoch, placement: of the run's ring.
@@ -62,7 +62,7 @@ class GroupLinks:
         """Connect to all others.
 
         Args:
-            check: see Mesh; also called while others are waited for.
+            check: see Mesh; also called while waiting for others.
             is_busy: see Mesh.
 
         Raises:
@@ -121,7 +121,7 @@ class GroupLinks:
         return self._group.members[self._group.rank].name
 
     def close(self) -> None:
-        """Expect nobody any more; connections that were made stay."""
+        """Expect no more connections; existing ones stay."""
         for expectation in self._expected.values():
             self._listener.forget(expectation)
 
@@ -129,7 +129,7 @@ class GroupLinks:
 def _peer(name: str, sock: socket.socket, codec: FrameCodec) -> Peer:
     tune(sock)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        with contextlib.suppress(OSError):  # a system grants what it likes
+        with contextlib.suppress(OSError):  # a system may grant less
             sock.setsockopt(socket.SOL_SOCKET, option, _DEPTH_BYTES)
     return Peer(name, sock, codec.session)
 

@@ -19,9 +19,9 @@ from mdi.errors import EngineError, NodeLostError, WireError
 from mdi.security.session import TAG_BYTES, SealedSession
 
 HEAD = struct.Struct("<II")  # number of the message on this connection, bytes that follow
-SLEEP_S = 0.05  # after which who sleeps looks whether the run is over
+SLEEP_S = 0.05  # after which a sleeping node checks whether the run is over
 STALL_S = 300.0  # a node that lives computes its part of a frame's block in less
-VERDICT_S = 8.0  # the ring says who was lost by then
+VERDICT_S = 8.0  # by then the ring names the lost node
 N_TIMES = 4096  # of sums, that are kept
 BUSY_S = 0.002  # how long a node looks for a message before it sleeps, where cores are free
 
@@ -172,7 +172,7 @@ class Mesh:
         try:
             return self._swap(sends, receives)
         except NodeLostError:
-            self.check(VERDICT_S)  # the ring knows better who was lost: others close their connections for that
+            self.check(VERDICT_S)  # the ring names the lost node; other nodes close their connections because of it
             raise
 
     def _swap(self, sends: Iterable[tuple[int, Buffer]], receives: Iterable[tuple[int, int]]) -> dict[int, memoryview]:

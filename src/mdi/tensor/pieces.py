@@ -45,7 +45,7 @@ WHOLE = Piece()
 
 
 def piece_of(name: str, share: Share) -> Piece | None:
-    """The piece of a tensor, by its name in the full model; None if the node has nothing of it."""
+    """The piece of a tensor, by its name in the full model; None if the node has no part of it."""
     if name.startswith("lm_head."):
         return WHOLE if share.vocabulary is None else Piece(rows=(share.vocabulary,))
     match = _IN_BLOCK.fullmatch(name)

@@ -48,7 +48,7 @@ def groups_after(before: Mapping[str, str | None], names: Sequence[str]) -> dict
 
 
 def counts_after(before: Mapping[str, int], stages: Sequence[RingStage]) -> tuple[int, ...]:
-    """Blocks of each stage of the next ring: as before where the stages are the same, else by how many nodes each has.
+    """Blocks of each stage of the next ring: as before if the stages are the same, else by their numbers of nodes.
 
     Args:
         before: blocks of each stage of the ring that broke, by its name.

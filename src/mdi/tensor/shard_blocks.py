@@ -68,7 +68,7 @@ class ShardBlocks(Blocks):
 
         Args:
             rows: float32 (N, n_embd), contiguous; the same on all nodes.
-            ready: as of Blocks.forward_in_halves. Nothing is summed meanwhile but what norms over all heads need.
+            ready: as of Blocks.forward_in_halves. Only the sums of norms over all heads happen meanwhile.
 
         Raises:
             EngineError: as Blocks.forward. RingError: a node of the group is lost.

@@ -112,7 +112,7 @@ class ShardSource(DerivedSource):
         return source.packing.read(name, shape, source.array, source.specs, str(source))
 
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
-        """Of a plain tensor: only what is needed is packed, and the result is as if all had been packed first."""
+        """Packs only the needed part of a plain tensor, with the result of packing all of it first."""
         source = self._source
         array, spec = folded(name, self.packing, source.config_dict, source.array, source.specs)
         rows = piece.rows or ((0, shape[0]),)
@@ -131,14 +131,14 @@ class ShardSource(DerivedSource):
         return True
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
-        """The share of a tensor; a node's own wish for another format does not count here."""
+        """The share of a tensor; a node's own choice of another format is ignored."""
         return self.shard_of(name)
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         return shard_shapes(self.share, self.packing, part)
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
-        """The shards of a part, where they are packed already. A node's own wish for another format does not count here."""
+        """The shards of a part, if they are packed already. A node's own choice of another format is ignored."""
         return {key: weight for name in self.shapes(part) for key, weight in self.shard_of(name).items()}
 
 

@@ -18,7 +18,7 @@ class SharedHeadStage(KernelStarterStage):
 
     Args:
         config: litgpt's Config of the whole model, as a plain dict.
-        mesh: gives the group's connections, once they stand.
+        mesh: gives the group's connections, once they are open.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 
 Range = tuple[int, int]
-COLUMNS_TOGETHER = 64  # MLP columns that stay together where there are enough: whole groups of all packed formats
+COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head
 
 
@@ -70,7 +70,7 @@ class Share:
 
     @property
     def groups(self) -> Range:
-        """Groups of keys and values that its heads read; one, which nobody reads, where it has no heads."""
+        """Groups of keys and values that its heads read; without heads one group, which is not read."""
         first, end = self.heads
         n = self.heads_per_group
         if first == end:
@@ -98,7 +98,7 @@ class Share:
 
     @property
     def adds_attention_bias(self) -> bool:
-        """Whether this node is the one that adds what is added once, behind the sum over all nodes."""
+        """Whether this node adds the terms that are added only once, behind the sum over all nodes."""
         heads = self.shares.heads
         return self.rank == next(r for r in range(self.shares.n_nodes) if heads[r] < heads[r + 1])
 
@@ -130,14 +130,14 @@ def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
 
 
 def mlp_width(config: Mapping[str, Any]) -> int:
-    """Columns of the MLP that most of the work is in: of an expert, where there are experts."""
+    """Columns of the MLP with most of the work: of an expert, if there are experts."""
     if config["mlp_class_name"] == "LLaMAMoE" and config["moe_intermediate_size"]:
         return int(config["moe_intermediate_size"])
     return int(config["intermediate_size"])
 
 
 def why_not_shared_out(config: Mapping[str, Any]) -> str | None:
-    """What of a model cannot be shared out; None if all of it can."""
+    """The part of a model that cannot be shared; None if all of it can."""
     if (reason := why_not_in_kernels(config)) is not None:
         return reason
     if config["norm_qk"] and config["norm_qk_type"] == "olmo2" and config["norm_class_name"] != "RMSNorm":
@@ -164,7 +164,7 @@ def share_out(config: Mapping[str, Any], parts: Sequence[float], is_head_shared:
 
 
 def _bounds(n: int, parts: Sequence[float], together: int) -> tuple[int, ...]:
-    """Bounds that are multiples of `together`, but for the last."""
+    """Bounds that are multiples of `together`, except the last."""
     whole, done = sum(parts), 0.0
     bounds = [0]
     for part in parts[:-1]:

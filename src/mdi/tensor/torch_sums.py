@@ -55,13 +55,13 @@ class TorchSums(AllReduce):
             if self.is_spread:
                 self._group.broadcast(whole, 0).wait()
         except RuntimeError as e:
-            self.mesh.check(VERDICT_S)  # the ring knows who was lost
+            self.mesh.check(VERDICT_S)  # the ring names the lost node
             raise RingError(f"a sum by torch.distributed broke: {e}") from None
         if self._device != "cpu":
             x[:] = whole.cpu().numpy()
 
     def _agrees(self) -> bool:
-        """Whether all nodes get the same bits; told to all by the first."""
+        """Whether all nodes get the same bits; the first node tells all."""
         mesh, others = self.mesh, range(1, self.mesh.size)
         sample = np.random.default_rng(mesh.rank).standard_normal((1, _SAMPLE), dtype=np.float32)
         self._sum(sample)
@@ -75,7 +75,7 @@ class TorchSums(AllReduce):
 
 
 def _process_group(mesh: Mesh, addrs: Sequence[str], backend: str) -> Any:
-    """A group of torch's: its first node keeps the store by which the others find it."""
+    """A group of torch's: its first node has the store through which the others find it."""
     others = range(1, mesh.size)
     if mesh.rank == 0:
         store = distributed.TCPStore(addrs[0], 0, is_master=True, wait_for_workers=False, timeout=WAIT)

@@ -17,7 +17,7 @@ from mdi.window.slot_plan import WindowPlan, plan_window
 from mdi.window.weight_units import StoredMatrix, Unit
 from mdi.window.window_options import WindowOptions
 
-MARGIN_BYTES = 32 << 20  # what a process grows by while it runs: buffers of links, Python's objects
+MARGIN_BYTES = 32 << 20  # growth of a running process: buffers of links, Python's objects
 DEFAULT_UNITS = 2
 WIDER = (8, 6, 4)  # windows that are tried, widest first, where memory is left
 

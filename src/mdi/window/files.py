@@ -19,7 +19,7 @@ class WeightBytes:
     """A file of weights, open for reading. Safe for threads.
 
     Args:
-        path: of the file; with `fd`, what it is called in messages.
+        path: of the file; with `fd`, its name in messages.
         fd: an open file without a name; it is closed with this object.
 
     Attributes:
@@ -39,7 +39,7 @@ class WeightBytes:
         self._looks = self._look()
         self.n_bytes = self._looks[0]
         if _DIRECT:
-            with contextlib.suppress(OSError):  # a file system in memory, or one that does not know of it
+            with contextlib.suppress(OSError):  # a file system in memory, or one without it
                 again = path if fd is None else Path(f"/proc/self/fd/{fd}")
                 self._direct = os.open(again, os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
         self.is_direct = self._direct is not None
@@ -55,7 +55,7 @@ class WeightBytes:
         return found
 
     def stream(self, start: int, into: memoryview) -> int:
-        """Fill memory with what lies in the file from `start` on, or up to its end; both aligned to pages.
+        """Fill memory with the file's bytes from `start` on, or up to its end; both aligned to pages.
 
         Returns:
             bytes that were read.

@@ -61,7 +61,7 @@ def open_window(
             check()
             of = source(part)
             stored[part] = found.part(of, part)
-            of.release()  # what is mapped counts as this process' memory
+            of.release()  # mapped pages count as this process's memory
         found.finish()
         blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
         head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None

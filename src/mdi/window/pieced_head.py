@@ -22,7 +22,7 @@ class PiecedHead:
 
     Args:
         config: litgpt's Config as a plain dict.
-        weights: what is small of the part "head".
+        weights: the small tensors of the part "head".
         n_tokens: how many of the vocabulary it is for.
 
     Raises:

@@ -31,7 +31,7 @@ class WindowPlan:
 
     @property
     def slot_bytes(self) -> list[int]:
-        """Of each slot: what the largest of its units takes."""
+        """Bytes of each slot: those of its largest unit."""
         sizes = [0] * self.n_slots
         for position, i in enumerate(self.streamed):
             slot = position % self.n_slots

@@ -31,7 +31,7 @@ class StoredPart:
 
     Attributes:
         matrices: packed weights, by name, on the disk.
-        arrays: all that is small, in memory.
+        arrays: all small tensors, in memory.
         table: the embedding, on the disk.
     """
 
@@ -59,7 +59,7 @@ class StoredParts:
         self.packed_bytes = 0
 
     def part(self, source: WeightSource, part: str) -> StoredPart:
-        """Raises CheckpointError: the source does not have it, or there is no space for what has to be packed."""
+        """Raises CheckpointError: the source does not have it, or there is no space for packed weights."""
         stored = source.packing
         is_packed_so = stored is not None and stored.of_part(part) == self._packing.of_part(part)
         if stored is not None and is_packed_so and all(map(source.extent, source.part_specs(part))):
@@ -67,7 +67,7 @@ class StoredParts:
         return self._spilled(source, part)
 
     def finish(self) -> None:
-        """All parts have been asked for: what was packed is on the disk now."""
+        """All parts have been requested: packed weights are on the disk now."""
         if self._spill is not None:
             self._spill.finish()
 

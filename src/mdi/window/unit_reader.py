@@ -18,9 +18,9 @@ import numpy as np
 from mdi.errors import CheckpointError, EngineError
 from mdi.window.weight_units import Unit
 
-PIECE_BYTES = 8 << 20  # read at a time, so that what is not wanted any more can be left
+PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
 TOLD_S = 10.0  # a wait for the disk that is worth a word
-GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing at all is taken for dead
+GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
 
 logger = logging.getLogger("mdi")
 
@@ -53,7 +53,7 @@ class Reader:
 
     @contextlib.contextmanager
     def unit(self, index: int) -> Iterator[None]:
-        """Within it, unit `index` of a pass is in its slot. Units that lie between the last one and this are left out.
+        """Within it, unit `index` of a pass is in its slot. Units between the last one and this are skipped.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -125,10 +125,10 @@ class Reader:
                     position = self._next
                 self._read(position)
                 with self._changed:
-                    if self._next == position:  # else others are wanted by now
+                    if self._next == position:  # otherwise other units are needed by now
                         self._next += 1
                     self._changed.notify_all()
-        except BaseException as e:  # told to whoever waits
+        except BaseException as e:  # raised in the waiting thread
             with self._changed:
                 self._error = e
                 self._changed.notify_all()

@@ -38,7 +38,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Whole pages of a file, the bytes [start, stop), and where they come to lie in a unit's memory."""
+    """Whole pages of a file, the bytes [start, stop), and their place in a unit's memory."""
 
     file: WeightBytes
     start: int
@@ -79,7 +79,7 @@ class Unit:
 
 
 def _runs(matrices: Sequence[StoredMatrix]) -> tuple[ByteRun, ...]:
-    """The pages that some weights lie on, each once; what lies side by side is read at once."""
+    """The pages of some weights, each once; adjacent pages are read at once."""
     matrices = [stored for stored in matrices if stored.n_bytes]
     files = list(dict.fromkeys(stored.file for stored in matrices))
     runs: list[ByteRun] = []

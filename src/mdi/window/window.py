@@ -54,11 +54,11 @@ class Window:
         self._end = weakref.finalize(self, _close, self._reader, self._closed_with)
 
     def matrices(self, part: str) -> list[dict[str, Matrix]]:
-        """The weights of a part, by name: for each of its units, where it will lie."""
+        """The weights of a part, by name: for each of its units, its place in memory."""
         return [unit.placed(self._memory[i]) for i, unit in enumerate(self.plan.units) if unit.part == part]
 
     def unit(self, part: str, piece: int) -> contextlib.AbstractContextManager[None]:
-        """Within what it gives, the unit is in memory. Units are to be asked for in the order of a pass."""
+        """Within this context, the unit is in memory. Ask for units in the order of a pass."""
         place = self._place.get(self._index[part, piece])
         if place is None or self._reader is None:
             return contextlib.nullcontext()
@@ -72,7 +72,7 @@ class Window:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is left to read until a unit is let go of."""
+        """Whether there is nothing to read until a unit is freed."""
         return self._reader is None or self._reader.is_full
 
     @property
@@ -97,7 +97,7 @@ def _close(reader: Reader | None, others: list[Callable[[], None]]) -> None:
 
 
 def _pages(n_bytes: int) -> np.ndarray:
-    """Memory on a page of its own, uint8 (n_bytes), which goes back to the system with the last array that looks into it."""
+    """Memory on its own pages, uint8 (n_bytes), which is freed with the last array that uses it."""
     if not n_bytes:
         return np.empty(0, dtype=np.uint8)
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

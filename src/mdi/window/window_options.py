@@ -22,7 +22,7 @@ class WindowOptions:
     Attributes:
         units: halves of blocks, or pieces of the head, that are in memory at a time; None: chosen from `memory`, or 2.
         retain: every so-manieth block stays in memory for good; None: chosen from `memory`, or none does.
-        memory: bytes that the process may take in all; None is no limit.
+        memory: limit of the process in bytes; None is no limit.
     """
 
     units: int | None = None
@@ -44,11 +44,11 @@ def window_of(memory: WeightMemory, asked: Mapping[str, Any] | None = None) -> W
     """The window of a node, None if it has none.
 
     Args:
-        memory: what the node was started with; that goes first.
+        memory: what the node was started with; it overrides the request.
         asked: extensions of a run's request, what its starter asks for (`extensions_of`).
 
     Raises:
-        ControlError (400): what the starter asks for cannot be read.
+        ControlError (400): the starter's request cannot be read.
     """
     if isinstance(memory, WindowMemory):
         return memory.window
