@@ -121,6 +121,25 @@ def test_shares_of_all_blocks_have_windows_of_their_own(profiles: Path, capsys: 
     assert "share of secondary0" in told and "--parallel auto takes" in told
 
 
+def test_each_node_of_a_group_has_a_window_over_its_share(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(profiles.read_text())
+    for node in data["nodes"][1:]:
+        node["group"] = "b"
+    profiles.write_text(json.dumps(data))
+    flags = ["--config", CONFIG, "--sequence-length", "64", "--dtype", "float32", "--layers", "6,16", "--json"]
+    assert launch("plan", ["--profiles", str(profiles), *flags, "--window", "2", "--disk-rate", "100M"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in report["nodes"]] == ["starter", "b"]
+    windows = {window["name"]: window for window in report["windows"]}
+    assert list(windows) == ["starter", "secondary0", "secondary1"]
+    of_blocks = 16 * 4 * 2048 * (2 * 2048 + 512 + 3 * 5632)
+    assert windows["secondary0"]["pass_bytes"] == pytest.approx(of_blocks / 2, rel=0.1)
+    in_memory = sum(windows[name]["resident_bytes"] for name in ("secondary0", "secondary1"))
+    assert report["nodes"][1]["bytes"]["weights"] == in_memory
+    waits_s = windows["starter"]["chosen"]["times"]["wait_s"] + windows["secondary0"]["chosen"]["times"]["wait_s"]
+    assert report["tokens_per_s"] <= 1.01 / waits_s, "the nodes of a group wait at the same time"
+
+
 def test_it_is_told_in_words(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--profiles", str(profiles), "--nodes", "starter", "--config", CONFIG, "--sequence-length", "64"]
     assert launch("plan", [*flags, "--dtype", "float32", "--window", "2", "--disk-rate", "100M"]) == 0

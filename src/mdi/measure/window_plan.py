@@ -12,6 +12,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.errors import LimitError, UsageError
 from mdi.kernels.page_sizes import cache_classes
+from mdi.partition.group_profile import GroupPlan
 from mdi.partition.model import ModelShape
 from mdi.partition.node_window import NodeWindow, WindowChoice
 from mdi.partition.parallel import of_two
@@ -76,14 +77,21 @@ def with_windows(
         raise UsageError(f"a window is for the kernels, which do not have the format {form}")
     known = {node.name: node for node in profile.nodes}
     rates = {name: _rate(node, disk_bytes_s) for name, node in known.items()}
-    windows, nodes = [], []
-    for place, node in enumerate(report.nodes):
-        of = known[node.name]
-        window, chosen = _planned(_in_ring(report, place, of, rates[of.name], config, form, shape.kv_dtype), options)
-        windows.append(window)
-        memory = replace(node.memory, weights=chosen.resident_bytes)
-        nodes.append(replace(node, memory=memory, free_bytes=options.memory or of.memory_bytes))
-    in_ring = replace(_with_waits(report, windows), nodes=tuple(nodes), windows=tuple(windows))
+    windows: list[list[NodeWindow]] = []
+    nodes = []
+    for place, planned in enumerate(report.nodes):
+        group = next((group for group in report.groups if group.name == planned.name), None)
+        if group is None:
+            stages = [_in_ring(report, place, known[planned.name], rates[planned.name], config, form, shape.kv_dtype)]
+        else:
+            stages = _in_group(report, place, group, known, rates, config, form, shape.kv_dtype)
+        found = [_planned(stage, options) for stage in stages]
+        windows.append([window for window, _ in found])
+        memory = replace(planned.memory, weights=sum(plan.resident_bytes for _, plan in found))
+        free_bytes = sum(options.memory or stage.node.memory_bytes for stage in stages)
+        nodes.append(replace(planned, memory=memory, free_bytes=free_bytes))
+    waiting = _with_waits(report, [max(stage, key=lambda window: window.chosen.times.wait_s) for stage in windows])
+    in_ring = replace(waiting, nodes=tuple(nodes), windows=tuple(window for stage in windows for window in stage))
     return _with_shares(in_ring, known, rates, config, form, shape.kv_dtype, options)
 
 
@@ -94,7 +102,11 @@ def _rate(node: NodeProfile, disk_bytes_s: float | None) -> float:
 
 
 def _with_waits(report: PlanReport, windows: Sequence[NodeWindow]) -> PlanReport:
-    """The speeds with what nodes wait for their disks: one frame is in flight, and has a row of every text."""
+    """The speeds with what nodes wait for their disks: one frame is in flight, and has a row of every text.
+
+    Args:
+        windows: of each stage the one that waits longest.
+    """
     n, first = report.workload.n_sequences, windows[0].chosen.times
     round_s = first.pass_s - first.wait_s + sum(window.chosen.times.wait_s for window in windows)
     read_s = max(window.pass_bytes / window.disk_bytes_s for window in windows)
@@ -124,6 +136,24 @@ def _with_shares(
     return replace(
         report, tensor=None, share_windows=tuple(windows), parallel=of_two(report.tokens_s, timed, report.workload)
     )
+
+
+def _in_group(
+    report: PlanReport, place: int, group: GroupPlan, known: Mapping[str, NodeProfile], rates: Mapping[str, float],
+    config: Mapping[str, Any], form: str, kv_dtype: str,
+) -> list[_Stage]:  # fmt: skip
+    """The shares of a group's nodes in the blocks of a stage."""
+    planned, shares = report.nodes[place], share_out(config, group.parts)
+    alone = _in_ring(report, place, known[group.members[0]], 1.0, config, form, kv_dtype)
+    sums_s = len(alone.blocks) * group.sum_s
+    found = []
+    for rank, name in enumerate(group.members):
+        own = Share(shares, rank, config).shard_config()
+        blocks, head = units_of(own, form, planned.start, planned.stop, is_starter=place == rank == 0)
+        run = _run_memory(report, own, planned.start, planned.stop, kv_dtype)
+        compute_s = max(0.0, alone.compute_s - sums_s)
+        found.append(_Stage(known[name], blocks, head, run, rates[name], compute_s, group.sum_s, alone.pause_s))
+    return found
 
 
 def _in_ring(
