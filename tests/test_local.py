@@ -153,3 +153,20 @@ def test_a_node_that_is_not_there_yet_is_waited_for() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         reach_node(ControlClient(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, threading.Event(), check)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_child_that_waits_for_its_stdin_can_end_before() -> None:
+    """In good order, though a thread still reads; and by SIGTERM once it is closed."""
+    code = (
+        "import sys, threading, time\nfrom mdi.cli.secondary import leave_with_stdin\n"
+        "threading.Thread(target=leave_with_stdin, daemon=True).start()\ntime.sleep(float(sys.argv[1]))"
+    )
+    for seconds, status in ((0.1, 0), (60, -signal.SIGTERM)):
+        command = [sys.executable, "-c", code, str(seconds)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdin is not None and child.stderr is not None
+            if status:
+                child.stdin.close()
+            assert child.wait(DEADLINE_S) == status
+            assert child.stderr.read() == b""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +148,7 @@ def serve(
         node.open()
         _hand_over_when_terminated(node)
         if args.until_stdin_closes:
-            threading.Thread(target=_leave_with_stdin, name="stdin", daemon=True).start()
+            threading.Thread(target=leave_with_stdin, name="stdin", daemon=True).start()
         with reachable(args, node, keys):
             node.run()
     finally:
@@ -178,8 +177,12 @@ def _hand_over_when_terminated(node: SecondaryNode) -> None:
         signal.signal(signal.SIGTERM, on_signal)
 
 
-def _leave_with_stdin() -> None:
+def leave_with_stdin() -> None:
+    """End this process as by SIGTERM when its stdin is closed."""
     import signal
 
-    sys.stdin.buffer.read()
+    # Not by way of sys.stdin: its lock would be held when the interpreter ends, and make that a fatal error.
+    with contextlib.suppress(OSError):
+        while os.read(0, 1024):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
