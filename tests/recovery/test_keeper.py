@@ -117,6 +117,16 @@ def test_a_node_that_was_started_anew_has_its_place_back(monkeypatch: pytest.Mon
     assert world.formed == [NAMES] and 1003.0 <= world.now < 1004.0 and world.told() == [("a", "a")]
 
 
+def test_before_the_first_token_a_recovery_begins_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.last_token_s, lost_s = None, world.now
+    error = world.lose("a")
+    world.at[1003.0] = lambda: world.alive.update(a="a-2")
+    world.keeper.after_loss(error)
+    world.first_token_s = world.now + 1.0
+    assert [one.seconds for one in world.keeper.recoveries] == [world.now + 1.0 - lost_s]
+
+
 def test_without_a_spare_the_others_take_the_blocks_when_it_is_not_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.keeper.after_loss(world.lose("a"))

@@ -176,7 +176,7 @@ class RingKeeper:
     def _begin(self, search: Search, error: RingError) -> None:
         if self.texts.first_token_s is not None:
             self._records.end(self.texts.first_token_s)
-        self._records.begin([], self.texts.last_token_s or time.perf_counter())
+        search.last_s = self.texts.last_token_s or time.perf_counter()
         search.processes_before = dict(self._former.processes)
         search.processes = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
@@ -308,8 +308,7 @@ class RingKeeper:
     def _end(self, search: Search, following: Next) -> None:
         search.processes.update(self._former.processes)
         lost = self._replaced(search, following)
-        last_s = self.texts.last_token_s or time.perf_counter()
-        self._records.begin(lost, last_s)
+        self._records.begin(lost, search.last_s)
         for name in lost:
             by = takers(search.before[name], self._former.stages)
             self._records.replace(name, by, self._former.restored_by)

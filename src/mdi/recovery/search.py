@@ -12,6 +12,7 @@ class Search:
     Attributes:
         error: the last that was said of a loss.
         began, since: time.monotonic() of the first loss, and of the last one.
+        last_s: time.perf_counter() of the last token before; of the first loss if there was none.
         before, processes_before: the stages of the ring that broke, and the processes of its secondaries.
         processes: what nodes have answered since.
         answering: nodes that answered when they were asked last.
@@ -27,6 +28,7 @@ class Search:
     def __init__(self, error: RingError, now: float) -> None:
         self.error = error
         self.began = self.since = now
+        self.last_s = 0.0
         self.before: dict[str, Stage] = {}
         self.processes_before: dict[str, str] = {}
         self.processes: dict[str, str] = {}
