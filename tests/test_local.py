@@ -162,9 +162,10 @@ def test_a_child_that_waits_for_its_stdin_can_end_before() -> None:
         "import sys, threading, time\nfrom mdi.cli.secondary import leave_with_stdin\n"
         "threading.Thread(target=leave_with_stdin, daemon=True).start()\ntime.sleep(float(sys.argv[1]))"
     )
+    env = {**os.environ, "PYTHONPATH": str(Path(mdi.node.local.__file__).parents[2])}
     for seconds, status in ((0.1, 0), (60, -signal.SIGTERM)):
         command = [sys.executable, "-c", code, str(seconds)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as child:
             assert child.stdin is not None and child.stderr is not None
             if status:
                 child.stdin.close()
