@@ -43,10 +43,23 @@ def test_what_a_plan_takes_is_what_the_next_one_has_less() -> None:
         assert before.memory_bytes - after.memory_bytes == used and after.memory_bytes >= 50 * MB
 
 
+def test_the_nodes_of_a_group_take_their_parts() -> None:
+    nodes = cluster(node("starter"), node("secondary0", 3.0, group="b"), node("secondary1", 1.0, group="b"))
+    report = plan(nodes, model(6), Workload(1, 100), method="even")
+    rest = left_over(nodes, json.dumps(report.to_json()), "x")
+    used = [before.memory_bytes - after.memory_bytes for before, after in zip(nodes.nodes, rest.nodes, strict=True)]
+    of_group = report.nodes[1].memory
+    assert used[1] == pytest.approx(3 * used[2], abs=3) and used[1] + used[2] == pytest.approx(
+        of_group.total - of_group.process, abs=3
+    )
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
+        '{"nodes": [], "groups": 5}',
+        '{"nodes": [{"name": "b", "bytes": {"total": 1, "process": 0}}], "groups": [{"name": "b", "members": [1], "parts": [2]}]}',
         "[]",
         "{}",
         '{"nodes": 5}',

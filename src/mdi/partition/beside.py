@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +36,21 @@ def left_over(profile: ClusterProfile, text: str, where: str) -> ClusterProfile:
 def _taken_bytes(text: str, where: str) -> dict[str, int]:
     """All memory of the model by node, without the processes of secondaries."""
     try:
-        nodes = json.loads(text)["nodes"]
-        return {str(node["name"]): _bytes_of(node["bytes"], is_starter=not i) for i, node in enumerate(nodes)}
-    except (ValueError, KeyError, TypeError, RecursionError):
+        plan = json.loads(text)
+        groups = {group["name"]: (group["members"], group["parts"]) for group in plan.get("groups", [])}
+        found = {}
+        for i, node in enumerate(plan["nodes"]):
+            names, parts = groups.get(node["name"], ([node["name"]], [1.0]))
+            for k, (name, part) in enumerate(zip(names, parts, strict=True)):
+                found[str(name)] = _bytes_of(node["bytes"], part, is_starter=i == k == 0)
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{where} is not a plan: give the output of `plan.py --json` for the first model") from None
 
 
-def _bytes_of(entry: dict[str, Any], is_starter: bool) -> int:
+def _bytes_of(entry: dict[str, Any], part: float, is_starter: bool) -> int:
+    """`part` is a node's of a group, else 1; a starter counts for all, as a plan does not say what embedding and head take."""
     total, process = entry["total"], entry["process"]
-    if type(total) is not int or type(process) is not int or not 0 <= process <= total:
+    if type(total) is not int or type(process) is not int or not 0 <= process <= total or not 0 <= part <= 1:
         raise ValueError
-    return total if is_starter else total - process
+    return total if is_starter else math.ceil(part * (total - process))
