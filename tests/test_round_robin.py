@@ -79,6 +79,22 @@ def test_a_ring_waits_only_while_it_takes_part(turns: RoundRobin) -> None:
     finish(turns, thread)
 
 
+def test_what_came_before_the_first_frame_is_no_wait(turns: RoundRobin) -> None:
+    ring = FakeRing("a", 2, [])
+    ring.is_full = True
+    part = turn_of(ring)
+    turns.add(part)
+    thread = started(turns)
+    time.sleep(0.2)
+    begin = time.perf_counter()
+    with turns.changed:
+        ring.is_full = False
+        turns.changed.notify_all()
+    part.wait()
+    assert part.wait_s <= time.perf_counter() - begin
+    finish(turns, thread)
+
+
 def test_a_ring_whose_next_node_takes_nothing_does_not_stop_the_others(turns: RoundRobin) -> None:
     told: list[str] = []
     stuck, free = FakeRing("stuck", 2, told), FakeRing("free", 5, told)

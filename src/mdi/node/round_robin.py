@@ -27,7 +27,7 @@ class Turn:
         n_threads: to compute with; None is the process' number.
 
     Attributes:
-        wait_s: how long the thread had nothing to do, while this ring took part.
+        wait_s: how long the thread had nothing to do since this ring's first frame; before it, there was no text.
         has_begun: whether it had a turn.
     """
 
@@ -154,6 +154,8 @@ class RoundRobin:
                 turn.wait_s += now - max(begin, turn.since_s)
 
     def _serve(self, turn: Turn) -> None:
+        if not turn.has_begun:
+            turn.wait_s = 0.0
         if turn.n_threads != self._n_threads or not turn.has_begun:  # torch may have been loaded for this very ring
             self._n_threads, turn.has_begun = turn.n_threads, True
             compute_with(turn.n_threads)
