@@ -619,7 +619,7 @@ def test_a_port_in_use_is_told(served: tuple[FakeNode, ControlServer]) -> None:
     with pytest.raises(UsageError, match=message):
         ControlServer(FakeNode(), "127.0.0.1", port, "secondary0")
     for addr in ("192.0.2.1", "no-such-host.invalid", "a..b"):
-        with pytest.raises(UsageError, match="cannot listen on"):
+        with pytest.raises(UsageError):
             ControlServer(FakeNode(), addr, 0, "secondary0")
 
 

@@ -167,10 +167,10 @@ def test_a_sample_that_cannot_be_kept_ends_the_command() -> None:
 def test_commands_are_taken_apart() -> None:
     assert split_command(["--", "a", "b c"]) == ["a", "b c"]
     assert split_command(["a 'b c' d"]) == ["a", "b c", "d"]
-    with pytest.raises(UsageError, match="No closing quotation"):
+    with pytest.raises(UsageError):
         split_command(["a 'b"])
     for nothing in ([], ["--"], [""]):
-        with pytest.raises(UsageError, match="no command"):
+        with pytest.raises(UsageError):
             split_command(nothing)
 
 

@@ -193,10 +193,10 @@ def test_time_run_takes_the_present_time(tmp_path):
 
 
 def test_time_run_that_cannot_be_written(tmp_path):
-    with pytest.raises(UsageError, match="cannot add"):
+    with pytest.raises(UsageError):
         append(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot add"):
+    with pytest.raises(UsageError):
         append(tmp_path / "file" / "times.csv")
 
 

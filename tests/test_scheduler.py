@@ -148,7 +148,7 @@ def test_a_frame_out_of_nothing_is_refused() -> None:
 def test_a_frame_with_other_rows_is_refused(tokens: dict[int, list[int]]) -> None:
     scheduler = Scheduler(1)
     scheduler.submit(sequence(1))
-    with pytest.raises(EngineError, match="other sequences than it was sent with"):
+    with pytest.raises(EngineError):
         scheduler.update(next_plan(scheduler).number, tokens)
 
 

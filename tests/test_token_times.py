@@ -62,12 +62,12 @@ def test_bad_files_are_one_line(tmp_path: Path, content: str, words: str) -> Non
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError, match=words):
         read_token_times(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError):
         read_token_times(tmp_path / "none.csv")
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError):
         find_runs(tmp_path / "none", ["m"], 3)
     with pytest.raises(UsageError, match="it has none at all"):
         find_runs(tmp_path, ["m"], 3)

@@ -201,7 +201,7 @@ def test_a_header_of_any_numbers_promises_no_more_than_the_limits(fields: tuple[
 @settings(deadline=None)
 @given(data=st.binary(max_size=100) | st.text(alphabet='{}[]":,0123456789ntrufalse').map(str.encode))
 def test_a_hello_of_any_bytes_raises_only_wire_errors(data: bytes) -> None:
-    with pytest.raises(WireError, match="HELLO"):
+    with pytest.raises(WireError):
         Hello.from_bytes(data)
     assert isinstance(Fault.from_bytes(data), Fault)
 
@@ -218,7 +218,7 @@ def test_a_hello_of_any_bytes_raises_only_wire_errors(data: bytes) -> None:
     ],
 )
 def test_a_hello_with_other_fields_is_refused(data: bytes) -> None:
-    with pytest.raises(WireError, match="HELLO"):
+    with pytest.raises(WireError):
         Hello.from_bytes(data)
 
 

@@ -131,5 +131,5 @@ def test_rows_and_frames_follow_the_scheduler() -> None:
 
 @pytest.mark.parametrize("numbers", [(0, 10), (1, 0)])
 def test_a_run_has_something_to_do(numbers: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match="at least one"):
+    with pytest.raises(UsageError):
         Workload(*numbers)
