@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """MDI_CACHE_DIR, else a folder of our own where this system keeps such files."""
+    """MDI_CACHE_DIR, else our folder in the system's place for cache files."""
     if os.environ.get("MDI_CACHE_DIR"):
         return Path(os.environ["MDI_CACHE_DIR"])
     if sys.platform == "win32":

@@ -14,7 +14,7 @@ def width(text: str) -> int:
 
 
 def clip(text: str, columns: int) -> str:
-    """One line of at most so many columns, without control characters: they would reach the terminal."""
+    """One line of at most so many columns, without control characters, which must not reach the terminal."""
     text = " ".join(one_line(text).split())
     if width(text) <= columns:
         return text
@@ -24,7 +24,7 @@ def clip(text: str, columns: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cell; those in `left` begin together, the others end together.
+    """Lines of a table whose columns are as wide as their widest cell. Those in `left` are left-aligned, others right-aligned.
 
     Args:
         left: numbers of columns; None is all of them.

@@ -35,9 +35,9 @@ class NodeConfig:
         port_in: TCP port on which the previous node of the ring connects (0: any free one).
         port_out: accepted for compatibility; outgoing links use any free port.
         starter_addr: where a secondary expects its starter; informative.
-        device, dtype, threads: what the node computes with; None leaves the choice to the node.
+        device, dtype, threads: to compute with; None leaves the choice to the node.
         cores: numbers of the cores to compute on; None leaves that to the system.
-        kv_memory: bytes that caches may take; None is what is free after loading, less a margin.
+        kv_memory: limit for caches in bytes; None: the free memory after loading, less a margin.
         bind: address to listen on, if it is not `addr` (behind NAT, or "0.0.0.0").
         is_spare: whether it gets blocks only when another node is lost.
         group: nodes with the same name here are one stage of the ring, and compute its blocks together; None is a stage alone.
@@ -253,7 +253,7 @@ def check_dtype(name: str | None) -> str | None:
 
 
 def check_device(name: str | None) -> None:
-    """Raises UsageError if this is no device's name; whether the machine has it is another question."""
+    """Raises UsageError if this is not the name of a device. Does not check whether the machine has it."""
     if name is not None and not re.fullmatch(r"auto|(cpu|cuda|mps)(:\d{1,3})?", name):
         raise UsageError(f"unknown device {name!r}: expected cpu, cuda, cuda:<n> or mps")
 
@@ -295,12 +295,12 @@ WEIGHT_MODES = ("auto", "map", "copy")
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Where weights that lie in a file are read from.
+    """How weights in a file are read.
 
     Attributes:
         mode: "map" reads the file's pages, which nodes of one machine share; "copy" takes memory of its own; "auto" copies only
             where mapped pages are read a tenth slower.
-        lock: whether the system is to keep them in memory, whatever else wants it.
+        lock: whether the system must keep them in memory.
     """
 
     mode: str = "auto"

@@ -112,8 +112,8 @@ class TextStream:
     """The text of one sample, from ids as they come, up to a stop string.
 
     Args:
-        stop: strings that end the text and are not part of it.
-        continues: whether the text goes on from other text.
+        stop: strings that end the text and are removed from it.
+        continues: whether the text continues other text.
 
     Attributes:
         is_stopped: whether a stop string has been met; nothing comes after it.

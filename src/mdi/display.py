@@ -24,7 +24,7 @@ class Stream(Protocol):
 
 
 def open_stream(n_samples: int, out: TextIO | None = None) -> Stream:
-    """What suits this output and so many texts."""
+    """The display for this output and so many texts."""
     out = out or sys.stdout
     n_rows = shutil.get_terminal_size().lines
     if n_samples > 1 and can_redraw(out) and Panels.ROWS_EACH * n_samples < n_rows:
@@ -114,7 +114,7 @@ class Panels:
             self._draw(max(1, (shutil.get_terminal_size().lines - 1) // len(self._lines) - 1))
 
     def _draw(self, n_last: int | None) -> None:
-        """Write over what is there: the last lines of each text, None is all."""
+        """Overwrite the screen with the last lines of each text; None: all lines."""
         rows: list[str] = []
         for index, lines in enumerate(self._lines):
             shown = lines if n_last is None else lines[-n_last:]

@@ -53,7 +53,7 @@ class SplitError(UsageError):
 
 
 class MemoryShortError(MdiError):
-    """There is too little memory for what is to be read or computed; nothing is wrong with that."""
+    """There is too little memory to read or compute something that is itself correct."""
 
 
 class NoMemoryError(UsageError):
@@ -91,7 +91,7 @@ class PlacementError(MdiError):
 
 
 class DownloadError(MdiError):
-    """The model hub did not give what was asked for."""
+    """The model hub did not provide the requested files."""
 
 
 class WireError(MdiError):
@@ -120,7 +120,7 @@ class NodeLostError(RingError):
 
     Attributes:
         node: name of the node that was lost, as in the nodes file ("starter", "secondary0", ...).
-        code: "lost" if nothing is heard of it any more, ABSENT if nothing ever was; else that of what went wrong there.
+        code: "lost" if it is silent, ABSENT if it has never answered, else that of its own error.
     """
 
     def __init__(self, node: str, message: str, code: str = "lost") -> None:
@@ -139,7 +139,7 @@ class ControlError(MdiError):
     Attributes:
         status: HTTP status of the answer; None if there was no answer.
         problem: why there was none, or none of a node, as a key of `mdi.control.reach.PROBLEMS`; "" if a node refused.
-        code: what the node said, see `mdi.control.messages.CODES`.
+        code: the node's error code, see `mdi.control.messages.CODES`.
     """
 
     code = "control"
@@ -152,10 +152,10 @@ class ControlError(MdiError):
 
 
 class EngineError(MdiError):
-    """The generation loop met a state that it cannot go on from.
+    """The generation loop cannot continue from its state.
 
     Attributes:
-        code: "memory" if there is none left for caches or for what is computed.
+        code: "memory" if there is none left for caches or computing.
     """
 
     code = "engine"
@@ -166,4 +166,4 @@ class EngineError(MdiError):
 
 
 class KernelError(MdiError):
-    """The library of kernels is not there and cannot be compiled. Whoever can compute without it goes on in plain torch."""
+    """The library of kernels is missing and cannot be compiled. Callers that can do without it use plain torch."""

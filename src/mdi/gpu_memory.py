@@ -12,8 +12,8 @@ _DEADLINE_S = 10.0
 
 class Gpu:
     """Attributes:
-    is_shared: whether it has no memory of its own; what is in use is then the whole machine's.
-    baseline_bytes: in use before the command was started, on all GPUs; None: there is no GPU.
+    is_shared: whether it has no memory of its own; then the value is that of the whole machine.
+    baseline_bytes: memory in use on all GPUs before the command was started; None: there is no GPU.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def _smi_used_bytes() -> int | None:
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
-    """Rows of cells; none if there is no such program, or it has nothing to say."""
+    """Rows of cells; none if the program does not exist or prints nothing."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

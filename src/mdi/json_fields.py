@@ -20,10 +20,10 @@ class Fields:
     Args:
         where: names the object in errors, such as "nodes.json: nodes.starter"; "nodes.json:" for all of a file.
         error: makes the error of a message: UsageError where a person wrote the file, ControlError for a peer.
-        expected: what should stand here.
+        expected: the expected value, in words.
 
     Raises:
-        MdiError: of `error`; it is no object. The same goes for all methods and their fields.
+        MdiError: of type `error`, if it is not an object; in all methods, if the field is wrong.
     """
 
     def __init__(self, data: Any, where: str, error: Callable[[str], MdiError], expected: str = "an object") -> None:
@@ -41,7 +41,7 @@ class Fields:
         return f"{self.where} {key}" if self.where.endswith(":") else f"{self.where}.{key}"
 
     def only(self, names: Collection[str]) -> None:
-        """Refuse fields that nobody reads: they are mistakes of a person."""
+        """Refuse unknown fields, which are the user's mistakes."""
         for name in self.data:
             if name not in names:
                 raise self._error(f"{self.where}: unknown field {shown(name)}; expected {', '.join(names)}")
@@ -138,7 +138,7 @@ def parse_object(text: str | bytes, where: str, error: Callable[[str], MdiError]
 
 
 def shown(value: Any) -> str:
-    """A JSON value in an error message; what is nested, without its content, which may be nested without end."""
+    """A JSON value for an error message. Nested values are shown without their content, which may be endless."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -36,11 +36,11 @@ PRODUCT_LIMITS = {
     ("n_head", "v_head_dim"): 1 << 18,
     ("moe_intermediate_size", "n_shared_expert"): 1 << 18,
 }
-DEFAULT_LIMIT = 1 << 31  # of any other number of it that counts something
+DEFAULT_LIMIT = 1 << 31  # of any other count in it
 
 
 def excess(config: Mapping[str, Any]) -> str:
-    """The first number of a litgpt config (as a plain dict) that is no count of anything, or too large; "" if none is."""
+    """The first number of a litgpt config (as a plain dict) that is not a valid count, or is too large; "" if none is."""
     latent = config.get("latent_attention")
     numbers = {**(latent if isinstance(latent, Mapping) else {}), **config}
     for key, value in numbers.items():

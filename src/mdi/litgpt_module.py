@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def litgpt_module(name: str) -> Any:
-    """litgpt.<name>, a module that needs no torch. Where litgpt is not loaded it is a copy, with classes of its own."""
+    """litgpt.<name>, a module that needs no torch. If litgpt is not loaded, it is a copy with its own classes."""
     found = None if "litgpt" in sys.modules else importlib.util.find_spec("litgpt")
     if found is None:
         return importlib.import_module(f"litgpt.{name}")

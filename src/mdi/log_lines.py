@@ -16,12 +16,12 @@ from mdi.terminal import LineFormatter, one_line, plain
 VARIABLE = "MDI_LOG"
 PLAIN, TIMED, JSON = "plain", "time", "json"
 FORMS = (PLAIN, TIMED, JSON)
-# Commands that run until they are ended: what they write is read later.
+# Commands that run until they are ended, so their log is read later.
 SERVICES = ("secondary", "serve")
 
 
 def form_of(command: str, is_json: bool, environment: Mapping[str, str]) -> str:
-    """What --log-json says, else the environment, else what suits the command."""
+    """The form of --log-json, else of the environment, else the command's default."""
     if is_json:
         return JSON
     named = environment.get(VARIABLE, "")

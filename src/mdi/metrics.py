@@ -20,7 +20,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.json_fields import Fields
 from mdi.whole_files import replacing
 
-LONGEST_S = 1e15  # what a node says it did, in seconds
+LONGEST_S = 1e15  # a node's times, in seconds
 TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 
@@ -127,7 +127,7 @@ class SampleMetrics:
     Attributes:
         text: generated text, without the prompt.
         token_ids: generated ids, without the EOS or the stop sequence of ids that ended them.
-        finish_reason: "eos", "stop", "length", or what else ended it; None if the run ended first.
+        finish_reason: "eos", "stop", "length", or another reason; None if the run ended first.
         ttft_s: time to first token; None if none came.
         tokens_per_s: after the first token; 0 if there were fewer than two.
         token_times_s: when each of them came, rising; tokens that might have become a stop sequence come together.

@@ -31,7 +31,7 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
     """Draw tokens (upwards) over time (to the right) as a PNG file; missing folders are made.
 
     Args:
-        path: of the picture; one that is there is replaced.
+        path: of the picture; an existing one is replaced.
         series: name -> (time_s, tokens until then), rising. Where there is a "total", the others are drawn as bands below
             it, one upon the other: as lines, samples that keep pace would hide each other.
         title: above the picture; none if empty.
@@ -223,7 +223,7 @@ def _dress(axes: Any, title: str, n_series: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """matplotlib takes what stands between dollars for a formula."""
+    """Escapes dollars, because matplotlib reads text between dollars as a formula."""
     return text.replace("$", r"\$")
 
 

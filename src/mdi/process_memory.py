@@ -86,7 +86,7 @@ class MemorySample:
 
 
 class Family:
-    """A process and all that came from it, also what has lost its parent since."""
+    """A process and all its descendants, even those that have lost their parent."""
 
     def __init__(self, pid: int, gpu: Gpu) -> None:
         self._known: dict[int, psutil.Process] = {}
@@ -113,7 +113,7 @@ class Family:
 def monitor(command: Sequence[str], interval_s: float, take: Callable[[MemorySample], object]) -> int:
     """Runs the command to its end, and takes a sample of its memory at once and then every `interval_s`.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on to the command and what it started; how it then ends is its own affair.
+    Passes Ctrl-C, SIGTERM and SIGHUP on to the command and its children, which then end by themselves.
 
     Returns:
         its exit status; 128 + n if signal n ended it.
@@ -123,7 +123,7 @@ def monitor(command: Sequence[str], interval_s: float, take: Callable[[MemorySam
     """
     gpu = Gpu()
     try:
-        # In a session of its own, else a Ctrl-C would reach it twice: from the terminal and from here.
+        # In a session of its own; otherwise Ctrl-C would reach it twice, from the terminal and from here.
         child = subprocess.Popen(command, start_new_session=True)
     except OSError as e:
         raise UsageError(f"cannot start {command[0]!r}: {e.strerror or e}") from None
@@ -134,7 +134,7 @@ def monitor(command: Sequence[str], interval_s: float, take: Callable[[MemorySam
         n_taken = 0
         while child.poll() is None:
             take(family.sample(time.monotonic() - began))
-            # Moments that have passed meanwhile are left out, so that the samples keep their distance.
+            # Skips missed moments, so that the samples stay equally spaced.
             n_taken = max(n_taken + 1, int((time.monotonic() - began) / interval_s) + 1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, n_taken * interval_s - (time.monotonic() - began)))

@@ -22,7 +22,7 @@ def read_prompts(values: Sequence[str], n_samples: int | None = None, default: i
 
     Args:
         values: texts, or `FILE:path` for a text file with a prompt per paragraph; none is "Who are you?".
-        n_samples: prompts are cycled over or, with a warning in the log, left out to give so many. None: one sample per
+        n_samples: prompts are repeated in turn or, with a warning, left out to make so many. None: one sample per
             prompt, but `default` samples of a single prompt.
 
     Raises:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-REPLAY_BYTES = 64 << 20  # that a node keeps, if nothing else is said
+REPLAY_BYTES = 64 << 20  # default
 ROW_VALUE_BYTES = 4  # of a row's values, at most
 
 
 def most_bytes(limit_bytes: int, n_sequences: int, length: int, row_bytes: int) -> int:
-    """What rows may come to take: no more than all positions of all sequences have."""
+    """The most that rows can take: those of all positions of all sequences."""
     return min(limit_bytes, n_sequences * length * row_bytes)

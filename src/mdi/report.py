@@ -25,7 +25,7 @@ def format_report(run: RunMetrics) -> str:
 
 
 def format_comparison(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
-    """What a ring on one machine brought against one node of it that did the same, in a few honest lines.
+    """A ring on one machine compared with a single node, in a few lines.
 
     Args:
         n_cores: of the machine, which all nodes of the ring share.

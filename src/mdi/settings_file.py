@@ -34,10 +34,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(content: bytes, where: str) -> Any:
-    """What a YAML text stands for: mappings, lists and plain values.
+    """The values of a YAML text: mappings, lists and plain values.
 
     Raises:
-        CheckpointError: it is no YAML, too large, or aliases in it stand for too much (`where` names it).
+        CheckpointError: it is not YAML, too large, or its aliases expand to too much (`where` names it).
     """
     import yaml
 

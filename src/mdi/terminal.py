@@ -18,19 +18,19 @@ def plain(text: str) -> str:
 
 
 def one_line(value: Any) -> str:
-    """Anything, as one line: what is no printable character becomes a space, among it whatever turns the direction of text."""
+    """Anything as one line. Unprintable characters become spaces, also those that change the direction of text."""
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def show(text: str, end: str = "\n", out: TextIO | None = None) -> None:
-    """Print what others wrote, at once. A program that reads our output gets it as it is."""
+    """Print foreign text at once. A program that reads our output gets it unchanged."""
     out = out or sys.stdout
     out.write((plain(text) if out.isatty() else text) + end)
     out.flush()
 
 
 def show_error(message: Any) -> None:
-    """The one line that tells why a command, or one step of it, failed."""
+    """Print one line about why a command, or a step of it, failed."""
     print(f"error: {one_line(message)}", file=sys.stderr)
 
 

@@ -19,7 +19,7 @@ from mdi.prompts import refuse_surrogates
 from mdi.settings_file import parse_json, read_yaml
 from mdi.tokenizer_file import id_list, read_tokenizer
 
-# Names that litgpt's table takes for chat models although they are (also) those of base models.
+# Names that litgpt's table counts as chat models although base models have them, too.
 _BASE_MODEL = re.compile(
     r"Qwen2\.5-(?!.*Instruct)|Qwen3-.*-Base$|OLMo-.*(?<!Instruct)-hf$|CodeLlama-\d+b-(Python-)?hf$"
 )
@@ -126,7 +126,7 @@ class TextCodec:
         """Text of `ids`; special tokens, and ids that the tokenizer does not have, are nothing.
 
         Args:
-            continues: the text goes on after other text: Llama's tokenizers then keep a space before the first word,
+            continues: the text follows other text: Llama's tokenizers then keep a space before the first word,
                 which they drop at the beginning.
         """
         return self.decode_visible(self.visible(ids), continues)
@@ -142,7 +142,7 @@ class TextCodec:
         return str(self._processor.decode(self._anchor + ids))[self._anchor_chars :]
 
     def _find_anchor(self) -> list[int]:
-        """A token that stands for "there is text before this": it reads as itself, alone and before others."""
+        """A token that means "there is text before this": it decodes to itself, alone and before others."""
         for i in (self._piece_id("a"), *range(self.vocab_size)):
             if i is not None and i not in self._silent_ids and i not in self.byte_ids:
                 text = self._processor.decode([i])
@@ -165,7 +165,7 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
             chat model of this name, else none; or one of litgpt's styles.
 
     Raises:
-        UsageError: there is no such style, on the command line or in prompt_style.yaml.
+        UsageError: the style of the command line or prompt_style.yaml is unknown.
         CheckpointError: prompt_style.yaml is damaged.
     """
     if name == "none":
@@ -240,7 +240,7 @@ def _stop_sequences(style: Any, tokenizer: Any, eos_ids: frozenset[int]) -> list
     except ValueError as e:  # a style of another tokenizer's: still a way to write prompts
         _log.warning("the prompt style %s has stop tokens that this tokenizer lacks: %s", type(style).__name__, e)
         return []
-    # sentencepiece gives its unknown id for what it does not have.
+    # sentencepiece gives its unknown id for missing tokens.
     unknown = tokenizer.processor.unk_id() if tokenizer.backend == "sentencepiece" else None
     usable = [list(s) for s in stops if s and not any(i is None or i == unknown for i in s)]
     return [s for s in usable if not (len(s) == 1 and s[0] in eos_ids)]

@@ -25,7 +25,7 @@ class RunFile:
 
 
 def parse_name(path: Path) -> RunFile | None:
-    """None if this is no name that a run gives to its file."""
+    """None if this is not the name of a run's file."""
     match = _NAME.fullmatch(path.name)
     return RunFile(path, int(match[1]), match[2], int(match[3])) if match else None
 
@@ -57,7 +57,7 @@ def read_token_times(path: Path) -> list[tuple[float, int]]:
     """(time_s, tokens until then) for every token, rising; with or without the line of column names.
 
     Raises:
-        UsageError: it cannot be read, or a row is no such pair; names the line.
+        UsageError: it cannot be read, or a row is not such a pair; names the line.
     """
     points: list[tuple[float, int]] = []
     try:

@@ -18,7 +18,7 @@ class Ids(list[int]):
 
 
 class FileTokenizer:
-    """What `TextCodec` wants of litgpt's Tokenizer, with the same ids.
+    """The part of litgpt's Tokenizer that `TextCodec` uses, with the same ids.
 
     Args:
         directory: of the checkpoint.
@@ -64,7 +64,7 @@ class FileTokenizer:
         return list(self.processor.encode(text))
 
     def token_to_id(self, token: str) -> int:
-        """Raises ValueError if there is no such token."""
+        """Raises ValueError if the token does not exist."""
         is_huggingface = self.backend == "huggingface"
         found = self.processor.token_to_id(token) if is_huggingface else self.processor.piece_to_id(token)
         if found is None:
@@ -73,10 +73,10 @@ class FileTokenizer:
 
 
 def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> FileTokenizer:
-    """The tokenizer of a checkpoint, with what its other files say of it.
+    """The tokenizer of a checkpoint, with the settings in its other files.
 
     Args:
-        config, generation: what stands in tokenizer_config.json and generation_config.json; {} where there is none.
+        config, generation: content of tokenizer_config.json and generation_config.json; {} if missing.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -95,7 +95,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
     except Exception as e:  # tokenizers raises bare Exception
         raise CheckpointError(f"the tokenizer {directory / name} cannot be used: {' '.join(str(e).split())}") from e
     has_own = backend == "huggingface" and "add_bos_token" not in config and tokenizer.bos_id is not None
-    # A tokenizer that puts the id there by itself says it better than names do.
+    # A tokenizer that adds the id itself is a better source than names.
     is_first = has_own and tokenizer.processor.encode("").ids[:1] == [tokenizer.bos_id]
     tokenizer.use_bos = (_is_bos_wanted(directory, config) or is_first) and tokenizer.bos_id is not None
     return tokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mdi.errors import UsageError
 
-PANEL = 16  # outputs of a packed weight that lie side by side
+PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
 PACKING_SHARE = 0.75  # measured (docs/placement.md): what packing a part takes, of the bytes of the plain one
@@ -20,10 +20,10 @@ PACKING_SHARE = 0.75  # measured (docs/placement.md): what packing a part takes,
 
 @dataclass(frozen=True)
 class Layout:
-    """How one packed format lies, see `kernels.layout`.
+    """The layout of one packed format, see `kernels.layout`.
 
     Attributes:
-        number: what the kernels call the format.
+        number: of the format in the kernels.
         record_inputs: inputs to which n_in is padded.
         record_bytes: of these inputs in one panel.
         group: inputs that share a scale; 0 without scales.
@@ -58,7 +58,7 @@ OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "f
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the linear layers of blocks and head are held, and what is computed in.
+    """The format of linear layers in blocks and head, and the computing type.
 
     Attributes:
         bits: of a weight of a linear layer, scales included.
@@ -71,11 +71,11 @@ class WeightFormat:
 
     @property
     def is_packed_smaller(self) -> bool:
-        """Whether plain weights stand beside the packed ones while they are packed."""
+        """Whether plain weights are in memory beside the packed ones during packing."""
         return self.bits < 8 * self.value_bytes
 
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
-        """What a tensor of the model takes. An embedding is never in 4 bits, for one row of it is read per token."""
+        """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
         bits = 8.0 * self.value_bytes
         if name == EMBEDDING:
             bits = FORMATS["int8"].bits if self.name == "int4" else self.bits
@@ -103,14 +103,14 @@ FORMATS = {
 
 
 def weight_format(name: str) -> WeightFormat:
-    """Raises UsageError: there is no such format."""
+    """Raises UsageError: the format is unknown."""
     if name not in FORMATS:
         raise UsageError(f"unknown weight format {name!r}: expected {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def check_packed(name: str | None) -> None:
-    """Raises UsageError if a name is not one of `PACKED`; None is no format."""
+    """Raises UsageError if a name is not one of `PACKED`; None means no format."""
     if name is not None and name not in PACKED:
         raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(PACKED)}")
 
@@ -126,15 +126,15 @@ def is_packable(name: str, shape: Sequence[int]) -> bool:
 
 
 def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str | None = None) -> int:
-    """Memory that parts take once they are loaded, and while the last of them is, by what they take in their files.
+    """Memory of parts once they are loaded, and while the last one is loaded, from their sizes in files.
 
     Args:
         parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
-        held: what they are held in, a name in FORMATS.
+        held: their format in memory, a name in FORMATS.
     """
     stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * NUMBER_BYTES.get(stored, 4)
     form = weight_format(held)
-    # Where nothing changes the weights are mapped as they are; else the plain ones of one part stand beside the others.
+    # If the format stays, weights are mapped unchanged; otherwise the plain ones of one part are beside the packed ones.
     is_mapped = held == (stored_format or stored)
     extra = 0 if is_mapped else max(parts, default=0) * 8 * form.value_bytes / stored_bits
     return int(sum(parts) * form.bits / stored_bits + extra)

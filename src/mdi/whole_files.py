@@ -14,7 +14,7 @@ from mdi.errors import CheckpointError, MdiError
 
 @contextlib.contextmanager
 def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder: bool = False) -> Iterator[BinaryIO]:
-    """A binary file to write, which takes the place of `path` when the block ends well, and else is removed.
+    """A binary file to write. It replaces `path` when the block ends without an error, and is removed otherwise.
 
     Args:
         makes_folder: make the folder of `path` if it is not there.
@@ -41,7 +41,7 @@ def replacing(path: Path, error: type[MdiError] = CheckpointError, makes_folder:
 
 def _sweep(path: Path) -> None:
     """Remove what processes that were killed while they wrote this file have left."""
-    import psutil  # here, so that commands which write no file can say what is missing
+    import psutil  # here, so that commands that write no file can report missing libraries
 
     for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         number = part.name[len(path.name) + 1 : -len(".part")]

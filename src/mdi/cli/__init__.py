@@ -96,7 +96,7 @@ def program() -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; what is to be brought to an end has been.
+    """End this process at once, after everything has been closed.
 
     One that was interrupted goes at once: the interpreter would take seconds to take torch down, and wait for ever for a
     thread that a library was just running.
@@ -138,7 +138,7 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
 
 
 def _status_of(error: Exception, is_debugging: bool) -> int:
-    """The exit status of a command that failed, which is told in one line; a defect goes through while debugging."""
+    """The exit status of a failed command; prints the error in one line. With --debug, a defect passes through."""
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -196,7 +196,7 @@ def _tell_failure(message: Any) -> None:
 
 
 def set_wait_policy() -> None:
-    """Let idle compute threads sleep, here and in child processes; what the user has set himself stays.
+    """Let idle compute threads sleep, here and in child processes. The user's own settings stay.
 
     OpenMP reads the environment when torch is imported; later it is too late.
     """
@@ -205,7 +205,7 @@ def set_wait_policy() -> None:
 
 
 def _open_gguf(args: argparse.Namespace) -> None:
-    """A GGUF file may stand where a checkpoint's directory does: --ckpt becomes the directory that is made for it."""
+    """--ckpt may be a GGUF file: replace it by the directory that is made for it."""
     path = getattr(args, "ckpt", None)
     if isinstance(path, Path) and path.suffix == ".gguf":
         from mdi.checkpoint.ggufdirectory import gguf_directory
@@ -219,7 +219,7 @@ def ignore_interrupts() -> None:
 
 
 def heed_interrupts() -> None:
-    """After `ignore_interrupts`, where a command goes on with something else."""
+    """After `ignore_interrupts`, if the command continues."""
     _on_signal(signal.SIGINT, _raise_interrupted)
 
 
@@ -233,7 +233,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def output_dir(name: str) -> Path:
-    """Where files that nobody gave a name for go: src/<name> in a checkout, else ./<name>."""
+    """Folder for files without a given path: src/<name> in a checkout, else ./<name>."""
     src = Path(__file__).resolve().parents[2]
     return (src if (src / "starter.py").is_file() else Path.cwd()) / name
 
@@ -299,7 +299,7 @@ def _raise_terminated(signum: int, frame: FrameType | None) -> None:
 
 def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
     _ignore_both()
-    with contextlib.suppress(OSError):  # not by way of a stream: its lock may be held by what was interrupted
+    with contextlib.suppress(OSError):  # not through a stream, because the interrupted code may hold its lock
         os.write(2, b"\ninterrupted: ending ...\n")
     raise KeyboardInterrupt
 

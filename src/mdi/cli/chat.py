@@ -112,7 +112,7 @@ def _talk(session: Session, params: Any, stop: list[str]) -> None:
 
 
 def _obey(command: str, history: list[tuple[str, str]]) -> str:
-    """Do what a word with a slash says; the answer."""
+    """Execute a command with a slash; returns the answer."""
     if command == "/new":
         history.clear()
         return "All that was said is forgotten."
@@ -152,7 +152,7 @@ def answer(session: Session, history: list[tuple[str, str]], question: str, para
 
 
 class InputLines:
-    """Lines of stdin, with an eye on something else while none comes.
+    """Lines of stdin; while none comes, calls something else.
 
     Args:
         is_over: asked twice a second; once it is true, waiting ends.
@@ -168,7 +168,7 @@ class InputLines:
             fd = sys.stdin.fileno()
         except (OSError, ValueError):  # not a real file
             return sys.stdin.readline()
-        if sys.platform == "win32":  # which cannot wait for a console and for something else
+        if sys.platform == "win32":  # Windows cannot wait for a console and something else at the same time
             return sys.stdin.readline()
         while b"\n" not in self._read:
             if self._is_over():

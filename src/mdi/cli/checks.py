@@ -15,7 +15,7 @@ def check_model(args: argparse.Namespace, is_litgpt: bool = True) -> None:
         is_litgpt: whether the checkpoint must be a LitGPT one.
 
     Raises:
-        UsageError: what they name is not there.
+        UsageError: a named file does not exist.
     """
     from mdi.checkpoint.folder import check_folder
 
@@ -30,7 +30,7 @@ def check_model(args: argparse.Namespace, is_litgpt: bool = True) -> None:
 
 
 def check_cut(args: argparse.Namespace, n_nodes: int) -> None:
-    """--layers and the model, as `check_model` has left it, for so many nodes. Raises UsageError if it cannot be cut so."""
+    """--layers and the model (after `check_model`) for so many nodes. Raises UsageError if the model cannot be cut so."""
     from mdi.checkpoint.folder import stated_blocks
     from mdi.partition.split import check_n_nodes, parse_layers
 
@@ -65,7 +65,7 @@ def check_chunk(chunk: Path | None) -> None:
 
 
 def check_computing(args: argparse.Namespace) -> None:
-    """--device, --dtype, --threads and the weight formats. Raises UsageError; what this machine lacks is told later."""
+    """--device, --dtype, --threads and the weight formats. Raises UsageError. What this machine lacks is reported later."""
     from mdi.config import check_device, check_dtype
     from mdi.weight_formats import AUTO, check_packed
 

@@ -47,7 +47,7 @@ def add_network_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def cluster_of_flags(args: argparse.Namespace) -> ClusterConfig:
-    """Who the nodes are: a file that was named wins; else who has the key that was given; else the file of the checkout.
+    """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
 
     Raises:
         UsageError, ControlError: the file is wrong; too few nodes come.
@@ -88,7 +88,7 @@ def reachable(args: argparse.Namespace, node: SecondaryNode, keys: KeyFile | Non
 
 
 def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
-    """Announce a node in its own network; what ends that. A network without multicast is no reason not to run."""
+    """Announce a node in its own network; returns what ends that. Without multicast, only logs."""
     from mdi.cli.access import ip_address
     from mdi.discovery.announcement import Announcement
     from mdi.discovery.mdns import Announcer
@@ -105,7 +105,7 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
 
 def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
-    """Who is there, told as they come. Raises UsageError, ControlError: too few are."""
+    """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
     from mdi.cli.access import free_port, open_keys, own_address
     from mdi.config import NodeConfig
     from mdi.discovery.gather import Gathering, cluster_of
@@ -132,9 +132,9 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
 
 @contextmanager
 def sources(args: argparse.Namespace, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
-    """Where nodes are heard of."""
+    """The sources of nodes."""
     with ExitStack() as stack:
-        # An address that the user named is the network that is meant; else all that this machine is in.
+        # The network of an address that the user gave, else all networks of this machine.
         yield listen(args, keys, addr, [addr] if args.addr else [], stack)
 
 
@@ -153,7 +153,7 @@ def listen(
 
 
 def _relay(addr: str, port: int, keys: KeyFile) -> Relay:
-    """One per port, which goes on until the process ends: the nodes behind it are reached through it."""
+    """One relay per port, until the process ends, because the nodes behind it are reached through it."""
     from mdi.discovery.relay import Relay
 
     if (addr, port) not in _RELAYS:

@@ -124,7 +124,7 @@ def series(samples: Sequence[MemorySample]) -> dict[str, list[tuple[float, float
 
 
 def series_of_nodes(samples: Sequence[MemorySample]) -> dict[str, list[tuple[float, float]]]:
-    """What to draw with --per-node: of each node, PSS where the system says it, else RSS; in bytes over time."""
+    """The lines of --per-node: PSS of each node if the system has it, else RSS; bytes over time."""
     found: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
         sums: dict[str, int] = {}

@@ -70,7 +70,7 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
 
 
 def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
-    """What --time-run and --plots ask for; told on stderr, for stdout may be a program's."""
+    """Write the files of --time-run and --plots; reports on stderr, because a program may read stdout."""
     from mdi.cli import output_dir
     from mdi.metrics import append_time_run, write_tokens_csv
 

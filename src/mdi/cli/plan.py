@@ -135,7 +135,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _chunks_note(args: argparse.Namespace, report: PlanReport) -> list[str]:
-    """That chunks which lie in the checkpoint are cut in another way, and win over this plan."""
+    """A note that the checkpoint has chunks with another cut, which override this plan."""
     from mdi.errors import MdiError
     from mdi.measure.planning import told_blocks
     from mdi.node.starter_weights import StarterWeights
@@ -328,7 +328,7 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
-    """What the profile's times belong to; None if that cannot be told."""
+    """The model of the profile's times; None if it is unknown."""
     from mdi.measure.model_shape import model_shape
 
     if profile.config_hash == shape.config_hash:

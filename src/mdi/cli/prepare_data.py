@@ -117,7 +117,7 @@ def find_data(args: argparse.Namespace) -> tuple[Path, list[Path]]:
 
 
 def unnamed_file_near(folder: Path) -> BinaryIO:
-    """A file on the disk where the result will be; without a name, so that nothing is left of it whatever happens."""
+    """A nameless file on the disk of the result, so that nothing of it remains after any failure."""
     from mdi.config import nearest_existing
 
     near = nearest_existing(folder)

@@ -133,7 +133,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _check_cut(directory: Path, args: argparse.Namespace) -> None:
-    """Raises UsageError if there is no model in the directory, or it has not the blocks for such a cut."""
+    """Raises UsageError if there is no model in the directory, or it has too few blocks for the cut."""
     from mdi.checkpoint.folder import check_folder, stated_blocks
     from mdi.partition.split import check_n_nodes, parse_layers
 

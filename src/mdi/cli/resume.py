@@ -46,10 +46,10 @@ class Journaling:
     """The journal of a run of the starter, from its flags to its end.
 
     Args:
-        args: of the command; with --resume, those of the run that goes on are written into it.
+        args: of the command; with --resume, the flags of the resumed run are written into it.
 
     Raises:
-        UsageError: there is no such run, or another process goes on with it.
+        UsageError: the run does not exist, or another process has resumed it.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -65,11 +65,11 @@ class Journaling:
 
     @property
     def texts(self) -> list[JournalText] | None:
-        """Of the run that goes on; None if this is a new one."""
+        """The record of the resumed run; None if this is a new one."""
         return None if self._record is None else self._record.texts
 
     def begin(self, args: argparse.Namespace, session: Session, prompts: list[str]) -> None:
-        """From here on what is generated is written down. UsageError if it is not what the run began with."""
+        """From here on generated tokens are recorded. UsageError if the run began with something else."""
         from mdi.recovery.journal import Journal, JournalText, RunRecord
         from mdi.recovery.run_folders import new_run
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if input(f"remove {folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # others of the same organisation are there
+    with contextlib.suppress(OSError):  # there are other models of the same organisation
         folder.parent.rmdir()
     print(f"{args.name} is removed")
     return 0

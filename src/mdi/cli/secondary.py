@@ -109,7 +109,7 @@ def serve(
     family: Callable[[], ModelFamily] | None = None,
     nodes: Sequence[NodeConfig] = (),
 ) -> int:
-    """Be this node until told to end.
+    """Run this node until it is told to end.
 
     Args:
         family: makes that of the models that it runs; None is litgpt's.
@@ -162,7 +162,7 @@ def serve(
 
 
 def _hand_over_when_terminated(node: SecondaryNode) -> None:
-    """SIGTERM: have others take over what this node computes, if they can. Else, and if it comes again: end at once."""
+    """SIGTERM: move this node's blocks to other nodes, if they can take them. Otherwise, and if it comes again, end at once."""
     import signal
 
     before = signal.getsignal(signal.SIGTERM)

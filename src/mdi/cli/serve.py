@@ -98,7 +98,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     from mdi.serve.snapshot import Snapshots
     from mdi.tracing.recorder import SERVE_SPANS
 
-    nodes = _nodes(args)  # first, for it says how blocks lie on processes of this machine
+    nodes = _nodes(args)  # first, because it decides the placement on processes of this machine
     options = starter_options(args)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)

@@ -22,7 +22,7 @@ logger = logging.getLogger("mdi")
 
 
 def nodes_of(args: argparse.Namespace, find: Callable[[], ClusterConfig]) -> NodeSource:
-    """Nodes that others keep, or this process alone. UsageError if --cores is wrong."""
+    """Nodes that run already, or this process alone. UsageError if --cores is wrong."""
     from mdi.cli.access import with_keys
     from mdi.cli.checks import check_cut
     from mdi.cli.discover import arrivals
@@ -47,7 +47,7 @@ def processes_of(
 
     Args:
         cores: divided among the nodes; None keeps none on any.
-        told: shown a ring that was started.
+        told: called with a started ring.
         is_revived: see OwnProcesses.
     """
     from mdi.cli.access import KEY_VARIABLE, with_keys

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) -> None:
-    """`is_resumable` false: of a ring whose nodes nobody need look for, and that ends with this process."""
+    """`is_resumable` false: for a ring whose nodes are known and end with this process."""
     from mdi.cli import add_common_flags, default_nodes_config
     from mdi.cli.access import add_access_flags
     from mdi.cli.discover import add_discovery_flags
@@ -95,13 +95,13 @@ def generate_on(
     is_reported: bool = True,
     journaling: Journaling | None = None,
 ) -> RunMetrics:
-    """One run, from flags to what it measured.
+    """One run, from flags to its metrics.
 
     Args:
-        make_nodes: who takes part, called once the flags have been checked.
+        make_nodes: makes the nodes of the run, once the flags have been checked.
         family: makes that of the model; None is litgpt's.
         is_reported: show the texts as they grow, and tables and files at the end.
-        journaling: writes down what the run reaches.
+        journaling: records the progress of the run.
     """
     from mdi.cli.output import print_json
 

@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
 
 
 def _run(args: argparse.Namespace, device: str, processes: Processes, begin: Begin, stop: Callable[[], bool]) -> None:
-    """A function of its own, so that the session is gone before the processes part (`mdi.training.processes.joined`)."""
+    """A function of its own, so that the session is freed before the processes separate (`mdi.training.processes.joined`)."""
     session = make_session(args, device, processes, begin)
     session.run(stop)
     if processes.is_first:
@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace, device: str, processes: Processes, begin: Beg
 
 
 def make_session(args: argparse.Namespace, device: str, processes: Processes, begin: Begin) -> TrainingSession:
-    """Everything that a session needs, checked, and told in one line. Raises MdiError."""
+    """Check everything that a session needs, and print it in one line. Raises MdiError."""
     import torch
 
     from mdi.training.begin import check_fit, restore
@@ -196,7 +196,7 @@ def pick_device(name: str) -> str:
 
 
 def draw_losses(out: Path) -> None:
-    """losses.png beside losses.csv, if matplotlib is there; a run is not lost for a figure."""
+    """losses.png beside losses.csv, if matplotlib is installed; an error in it does not end the run."""
     from mdi.errors import MdiError
     from mdi.plots import plot_losses
     from mdi.training.record import read_losses

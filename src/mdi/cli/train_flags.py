@@ -129,7 +129,7 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
 def make_settings(
     args: argparse.Namespace, block_size: int, device: str, saved: SavedRun | None = None
 ) -> TrainingSettings:
-    """Settings from the flags, else from the run that is resumed, else as the model and the device suggest.
+    """Settings from the flags, else from the resumed run, else as the model and the device suggest.
 
     Raises:
         UsageError: a number is out of its range, or the device cannot train in that type.

@@ -18,23 +18,23 @@ from mdi.net.wire import SILENCE_S
 CONTROL_VERSION = 4
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
-    "busy": "with another run that does not share the node, or measuring itself: ask again in a moment",
-    "control": "the request is not as it must be",
+    "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
+    "control": "the request is malformed",
     "leaving": "the process is ending",
     "memory": "the stage and its caches do not fit into the node's memory",
     "disk": "the weights do not fit on the node's disk",
-    "role": "it is not that kind of node: a starter, or one without a head",
-    "run": "the node takes part in no such run, or not any more",
-    "usage": "the node cannot do that: no such device, format or type there",
-    "version": "it speaks another version of this protocol",
-    "weights": "weights are missing, damaged, or not those that were announced",
+    "role": "the node has another role: it is a starter, or has no head",
+    "run": "the node does not take part in this run (any more)",
+    "usage": "the node has no such device, format or type",
+    "version": "the node has another version of this protocol",
+    "weights": "weights are missing, damaged, or others than announced",
     "wire": "a frame that cannot be accepted",
     "ring": "the ring could not be closed, or it broke",
-    "lost": "a neighbour is not heard any more",
-    "engine": "the computation met a state that it cannot go on from",
+    "lost": "a neighbour is silent",
+    "engine": "the computation cannot go on from its state",
     "left": "the node was told to end",
     "key": "the other side does not have the same cluster key",
-    "nonce": "the request was signed with a nonce that is not good any more",
+    "nonce": "the request was signed with an expired nonce",
     "failed": "anything else",
 }
 N_SLOTS_LIMIT = 64  # nodes of one machine

@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """One node: as the starter reaches it, and as it describes itself (the starter: by itself)."""
+    """One node: how the starter reaches it, and its own status."""
 
     node: NodeConfig
     route: Route
@@ -54,7 +54,7 @@ class LinkFinding:
     """The way from one node to a ring neighbour.
 
     Attributes:
-        in_ring: whether frames go this way; else it is the way back.
+        in_ring: whether frames go this way; else it is the reverse direction.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Report:
 
     nodes: tuple[NodeFinding, ...]
     links: tuple[LinkFinding, ...]
-    own: tuple[Problem, ...] = ()  # what the starter noticed by itself
+    own: tuple[Problem, ...] = ()  # problems that the starter found itself
     problems: tuple[Problem, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Report:
 
 def _problems(report: Report) -> list[Problem]:
     found = list(report.own)
-    ill: dict[str, str] = {}  # node -> what the starter met at its ring port
+    ill: dict[str, str] = {}  # node -> the starter's result at its ring port
     for finding in report.nodes:
         mine = _node_problems(finding)
         ill[finding.node.name] = finding.route.ring.problem
@@ -153,7 +153,7 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
 
 
 def _setting_problems(finding: NodeFinding) -> list[Problem]:
-    """Where the node does not, or cannot, compute with what the nodes file says here."""
+    """Where the node does not or cannot compute as this nodes file says."""
     node, own, devices = finding.node, finding.status.get("own"), finding.status.get("devices")
     found = []
     named = _numbered(node.device)

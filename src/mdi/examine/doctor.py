@@ -57,7 +57,7 @@ def starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path
     """This machine, as it describes itself."""
     try:
         free = device_free_bytes(choose_device(node.device))
-    except UsageError:  # a device that is not here is told of with the devices that are
+    except UsageError:  # a missing device is reported together with the present ones
         free = free_memory_bytes()
     status = {
         "name": node.name,

@@ -68,7 +68,7 @@ class Computing:
 def choose_computing(
     config: Mapping[str, Any] | None, asked: Requested, stored: str, stored_format: str | None = None
 ) -> Computing:
-    """What a node computes with, from what was asked for.
+    """What a node computes with, from the request.
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.

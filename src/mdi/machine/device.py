@@ -29,12 +29,12 @@ def check_format(name: str | None, device: str) -> None:
 
 
 def stays_packed(name: str | None, device: str) -> bool:
-    """Whether weights of a format are held in it on this device; else they become plain numbers as they are loaded."""
+    """Whether weights stay in a format on this device; otherwise they are unpacked while they are loaded."""
     return device == "cpu" or (name in ROUNDED and device.startswith("cuda"))
 
 
 def choose_device(wanted: str | None) -> str:
-    """The device that was asked for, else a GPU if there is one (cuda, mps), else the CPU.
+    """The requested device, else a GPU if there is one (cuda, mps), else the CPU.
 
     Raises:
         UsageError: this machine does not have it.
@@ -116,7 +116,7 @@ def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | 
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
-        dtype: what the user wants to compute in; the kernels compute in float32.
+        dtype: the user's choice; the kernels compute in float32.
     """
     if config is None:
         return "a model that is not litgpt's"
@@ -139,7 +139,7 @@ def choose_packing(stored: str, blocks: str | None, head: str | None) -> Packing
 
 
 def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:
-    """What caches hold (kernels.page_sizes.CACHE_TYPES): with "auto" what the node computes in.
+    """Number type of caches (kernels.page_sizes.CACHE_TYPES): with "auto", the type that the node computes in.
 
     Args:
         why_torch: why the kernels do not compute, see `why_torch`; None if they do.

@@ -12,7 +12,7 @@ from mdi.control_groups import n_cores
 
 
 def host_of(addr: str) -> str:
-    """The machine behind an address, as far as that can be told: nodes of one machine share its cores."""
+    """The machine behind an address, as far as it is known: nodes of one machine share its cores."""
     try:
         found = str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):

@@ -12,7 +12,7 @@ from mdi.control_groups import CGROUPS, MEMBERSHIP, groups, number
 
 
 def free_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Main memory that can still be taken: what the system has, and what the limits of the groups leave."""
+    """Main memory that is still free: that of the system, within the limits of the control groups."""
     memory = psutil.virtual_memory()
     left = (_memory_left(folder, memory.total) for folder in groups("memory", root, membership))
     return max(min([memory.available, *(n for n in left if n is not None)]), 0)
@@ -21,9 +21,9 @@ def free_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
 def device_free_bytes(device: str) -> int:
     """Free memory of the device that a node computes on; a GPU without a memory of its own has the machine's."""
     if device.startswith("cuda"):
-        import torch  # only here: a local ring counts its cores before it loads what is slow
+        import torch  # only here: a local ring counts its cores before slow imports
 
-        # What was freed stays with torch, and is there for what comes next.
+        # torch keeps freed memory for the next use.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + kept)
     return free_memory_bytes()
@@ -39,7 +39,7 @@ def machine_free_bytes(device: str) -> int:
 
 
 def private_bytes() -> int:
-    """Memory of this process that no file stands behind: it comes back when the process lets go of it."""
+    """Memory of this process without a file behind it; freeing it returns it to the system."""
     info = psutil.Process().memory_info()
     return int(info.rss) - int(getattr(info, "shared", 0))
 

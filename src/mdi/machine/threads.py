@@ -54,14 +54,14 @@ def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Se
         pin_to_cores(cores)
         n = n or len(cores)
     of_process = n or _named() or fair_threads(beside)
-    # The default of 5 ms is what a ring thread would wait for the interpreter each time.
+    # With the default of 5 ms, a ring thread would wait so long for the interpreter each time.
     sys.setswitchinterval(0.0005)
     tell_torch()
 
 
 @contextlib.contextmanager
 def computing_threads(n: int | None) -> Iterator[None]:
-    """Compute with so many threads on the calling thread meanwhile; None changes nothing."""
+    """Within this context, the calling thread computes with so many threads; None changes nothing."""
     before = _of_thread.here
     compute_with(n or before)
     try:
@@ -71,7 +71,7 @@ def computing_threads(n: int | None) -> Iterator[None]:
 
 
 def compute_with(n: int | None) -> None:
-    """Compute with so many threads on the calling thread from now on; None is the process' number."""
+    """From now on, the calling thread computes with so many threads; None is the process's number."""
     _of_thread.here = n
     tell_torch()
 

@@ -150,7 +150,7 @@ class Bench(ABC):
         return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)), check)
 
     def _block_s(self, stage: Any, rows: int) -> float:
-        """One row each of `n` sequences or, for the largest number, a piece of one prompt."""
+        """One row each of `rows` sequences or, for the largest number, a piece of one prompt."""
         length = stage.max_length
         context = min(CONTEXT, length // 2)
         if rows == max(ROWS):

@@ -34,7 +34,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises UsageError if the file cannot be read, or is no trace that `write_trace` made."""
+    """Raises UsageError if the file cannot be read, or is not a trace of `write_trace`."""
     try:
         if path.stat().st_size > FILE_LIMIT_BYTES:
             raise UsageError(f"{path} is larger than any trace that --trace writes")

@@ -10,7 +10,7 @@ from mdi.block_ranges import block_span
 from mdi.tracing.summary import LinkLoad, NodeLoad, Summary
 from mdi.units import counted, duration, size
 
-BUSY = 0.75  # who is busy for so much of the time keeps the others waiting
+BUSY = 0.75  # a node that is busy for so much of the time makes the others wait
 UNEVEN = 1.15  # so much slower than the mean stage: blocks are worth moving
 PROMPTS = 0.25
 FEW_ROWS = 4.0  # weights are read once for a frame: so few rows cost about as much as one
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Findings, the most important first. The first one is what the ring waited for."""
+    """Findings, the most important first. The first one is what limited the ring."""
 
     summary: Summary
     findings: tuple[Finding, ...]
@@ -146,7 +146,7 @@ def _prompts(summary: Summary, share: float) -> Finding:
 
 
 def _machine(summary: Summary) -> Finding | None:
-    """That nodes take the cores of one machine from each other; None if each has one of its own."""
+    """The finding that nodes compete for the cores of one machine; None if each has its own."""
     counts = Counter(stage.addr for stage in summary.stages if stage.addr)
     addr, n = counts.most_common(1)[0] if counts else ("", 0)
     if n < 2:

@@ -10,11 +10,11 @@ from mdi.net.ring import LoopbackRing, Ring, TcpRing
 from mdi.net.wire import Frame
 from mdi.tracing.spans import N_SPANS, Activity, Span, SpanBuffer, pack
 
-LIVE_SPANS = 256  # that are told while a run goes on: enough for the last frames of its links
+LIVE_SPANS = 256  # reported during a run: enough for the last frames of its links
 SERVE_SPANS = 1024  # that a node of a server keeps, where no trace is asked for
 _FIELD = "spans"  # of the extensions of a run: how many each node keeps
 
-# How many texts run, how many wait for memory, and how often one was put out so far.
+# How many texts run, how many wait for memory, and how often one was evicted so far.
 Texts = Callable[[], tuple[int, int, int]]
 
 
@@ -43,7 +43,7 @@ class Recorder:
         self.buffer.add(Span(activity, begin_ns, end_ns, frame.number, n_rows, n_rows - n_decoding))
 
     def to_json(self, n_spans: int | None = None) -> dict[str, Any]:
-        """The last `n_spans`, or all, as a node hands them over."""
+        """The last `n_spans`, or all, in the form that a node sends."""
         return {"spans": pack(self.buffer.last(n_spans)), "spans_cut": self.buffer.is_full}
 
     # What the links call, from their threads
@@ -58,12 +58,12 @@ class Recorder:
 
 
 def extensions_of(n_spans: int) -> dict[str, Any]:
-    """What tells a node with its part of a run that it is to keep so many spans."""
+    """The extension of a node's request that makes it keep so many spans."""
     return {_FIELD: n_spans} if n_spans else {}
 
 
 def recorder_of(extensions: Mapping[str, Any]) -> Recorder | None:
-    """That of a node which was told so; no more than N_SPANS are kept, whatever it was told."""
+    """The recorder of a node with that extension; it keeps at most N_SPANS."""
     wanted = extensions.get(_FIELD)
     return Recorder(min(wanted, N_SPANS)) if type(wanted) is int and wanted > 0 else None
 

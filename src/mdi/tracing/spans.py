@@ -35,7 +35,7 @@ class Span(NamedTuple):
         frame: its number; the same on all nodes.
         n_rows: of the frame, where it is computed. Of TEXTS: how many run.
         n_prompt_rows: those of prompts among them. Of TEXTS: how many wait for memory.
-        n_bytes: of the payload, where it travels. Of TEXTS: how often one was put out so far.
+        n_bytes: of the payload on a link. For TEXTS: how often one was evicted so far.
     """
 
     activity: int

@@ -27,7 +27,7 @@ class Beginning:
     """Attributes:
     model: on the CPU, float32.
     files: to write beside the weights: the shape, the tokenizer, ...
-    saved: the run to go on with, if there is one.
+    saved: the run to resume, if there is one.
     base: of adapters.
     """
 
@@ -115,7 +115,7 @@ def restore(trainer: Trainer, saved: SavedRun) -> None:
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Refuses to train over a checkpoint that is there already, unless asked to.
+    """Refuses to train over an existing checkpoint, unless asked to.
 
     Raises:
         UsageError: names the file.

@@ -138,9 +138,7 @@ def load_state(folder: Path) -> SavedRun:
             lora=None if lora is None else LoraSettings(**{**lora, "targets": tuple(lora["targets"])}),
             base=None if base is None else Base(**base),
         )
-    except (
-        Exception
-    ) as err:  # torch raises RuntimeError, EOFError, pickle's errors, and what a strange content leads to
+    except Exception as err:  # torch raises RuntimeError, EOFError, pickle's errors, and others for strange contents
         reason = (str(err).splitlines() or [""])[0]
         raise CheckpointError(
             f"{path} cannot be used: {type(err).__name__}: {reason:.200}; start again, or begin with the weights by "

@@ -79,7 +79,7 @@ def encode_texts(
     """All texts after one another, encoded into a file bit by bit, so that they may be larger than the memory.
 
     Args:
-        file: to write the ids into; what comes back is a map of it.
+        file: to write the ids into; the result is a map of it.
         with_ends: after each text comes the end-of-text token, if the tokenizer has one.
         progress: called with the number of characters just encoded.
         n_workers: processes that encode; the ids do not depend on it.

@@ -12,7 +12,7 @@ from mdi.errors import DownloadError
 from mdi.training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
 _FULL = "free some space, choose another disk with --out, or fewer files with --files"
-# What lies in every repository and is no data.
+# Files of every repository that are not data.
 _NOT_DATA = re.compile(r"(^|/)(readme|license|licence|requirements|\.git.*|dataset_infos?)[^/]*$", re.IGNORECASE)
 
 
@@ -25,7 +25,7 @@ def download_texts(
     token: str | None = None,
     revision: str | None = None,
 ) -> list[Path]:
-    """Fetches a data set's files into a folder; those that are there already are not fetched again.
+    """Downloads a data set's files to a folder. Existing files are not downloaded again.
 
     Args:
         repo_id: "org/name".

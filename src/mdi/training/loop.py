@@ -26,7 +26,7 @@ from mdi.training.windows import Windows
 
 @dataclass
 class TrainingProgress:
-    """Where a run stands: all that is needed, besides weights and optimizer, to go on from there.
+    """The progress of a run: everything that resuming needs besides weights and optimizer.
 
     Attributes:
         n_steps: optimizer steps done.
@@ -65,13 +65,13 @@ def make_optimizer(model: GPT, settings: TrainingSettings) -> torch.optim.AdamW:
 
 
 class Trainer:
-    """One training run, or one process' part of it.
+    """One training run, or one process's part of it.
 
     Args:
         model: with float32 weights, on the device to train on.
         train, val: windows of settings.sequence_length.
         forward: what computes the logits, if it is not the model itself (a compiled or wrapped one).
-        progress: to go on from, together with the optimizer; a new run if not given.
+        progress: to resume from, together with the optimizer; a new run if not given.
         processes: that train together; grad_acc_steps has to be a multiple of their number.
 
     Raises:

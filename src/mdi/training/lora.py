@@ -58,7 +58,7 @@ def load_base(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def trained_weights(model: GPT) -> dict[str, torch.Tensor]:
-    """What training changes: the adapters alone if there are some, else everything."""
+    """The trained weights: only the adapters if there are some, else everything."""
     state: dict[str, torch.Tensor] = model.state_dict()
     if not has_adapters(model):
         return state

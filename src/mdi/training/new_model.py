@@ -102,7 +102,7 @@ def _named(name: str) -> Config:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, as YAML's safe form wants them."""
+    """Tuples as lists, as YAML's safe form needs."""
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mdi.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# A process that waits longer than this for the others takes them for dead. Writing a large checkpoint takes minutes.
+# A process that waits longer than this counts the others as dead. Writing a large checkpoint takes minutes.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -45,7 +45,7 @@ class Processes:
         """As torchrun says; one process alone if there is no torchrun.
 
         Raises:
-            UsageError: the variables are there but make no sense.
+            UsageError: the variables exist but contradict each other.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
@@ -80,7 +80,7 @@ class Processes:
         return f"cuda:{self.local_rank}"
 
     def share(self, n_parts: int) -> range:
-        """Which of so many equal parts of a step are this process' own."""
+        """This process's parts of a step of so many equal parts."""
         return range(self.rank, n_parts, self.count)
 
     def sums(self, values: list[float], device: torch.device) -> list[float]:

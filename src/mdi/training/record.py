@@ -19,7 +19,7 @@ class LossRecord:
     """A CSV file with one row per report, each on disk as soon as it is added.
 
     Args:
-        n_steps: to go on from; rows of later steps are dropped, earlier ones stay. 0 starts a new file.
+        n_steps: to resume from; rows of later steps are dropped, earlier ones stay. 0 starts a new file.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -63,7 +63,7 @@ class LossRecord:
     def __exit__(
         self, error_type: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what is left in the buffer of a full disk
+        with contextlib.suppress(OSError):  # the rest in the buffer for a full disk
             self._handle.close()
 
 

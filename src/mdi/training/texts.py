@@ -23,10 +23,10 @@ PIECE_CHARS = 1 << 20
 
 
 def find_texts(path: Path) -> list[Path]:
-    """The file itself, or every text below the folder, sorted by name; where there are plain ones, only those.
+    """The file itself, or every text below the folder, sorted by name; only plain ones if there are any.
 
     Raises:
-        UsageError: nothing is there, or the folder holds no text.
+        UsageError: the path does not exist, or the folder has no text.
     """
     if not path.exists():
         raise UsageError(missing(path, "the text"))
@@ -48,7 +48,7 @@ def read_texts(paths: list[Path], column: str) -> Iterator[str]:
     """The texts of all files, one after another; empty rows are left out.
 
     Args:
-        column: in which the text stands, where a file has rows.
+        column: of the text, in files with rows.
 
     Raises:
         UsageError: a file cannot be read, or has no such column; names the row.

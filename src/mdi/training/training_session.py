@@ -55,7 +55,7 @@ class TrainingSession:
         self._is_state_saved = False
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Trains, and says how it ended; whatever ends it, what was saved last stays.
+        """Trains, and prints how it ended. The last save always stays.
 
         Raises:
             CheckpointError: a file cannot be written.
@@ -119,7 +119,7 @@ class TrainingSession:
             lora=beginning.lora,
             base=beginning.base,
         )
-        # Last of all: a run that goes on from it finds the other files at least as new.
+        # Last of all, so that a resumed run finds the other files at least as new.
         save_state(self.out, state)
         self._is_state_saved = True
 

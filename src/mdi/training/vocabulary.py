@@ -64,7 +64,7 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Vocabulary:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # litgpt reads "tokenizer_class" without asking whether it is there.
+    # litgpt reads "tokenizer_class" without checking that it exists.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS_TOKEN,
@@ -82,7 +82,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
     """The tokenizer of a folder (tokenizer.json, else tokenizer.model) or of such a file.
 
     Raises:
-        UsageError: nothing is there or it cannot be read as a tokenizer.
+        UsageError: it does not exist, or cannot be read as a tokenizer.
     """
     if not path.exists():
         raise UsageError(missing(path, "the tokenizer"))
