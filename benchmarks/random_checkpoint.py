@@ -55,7 +55,7 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     if shape not in PACKED_ONLY:
         _make_weights(folder, config)
     save_config(config, folder)
-    _make_tokenizer(folder)
+    write_tokenizer(folder)
     (folder / _DONE).write_text(json.dumps({"shape": shape}))
 
 
@@ -76,7 +76,8 @@ def _make_weights(folder: Path, config: Any) -> None:
     torch.save(weights, folder / "lit_model.pth")
 
 
-def _make_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Bytes, and nothing that ends a text: every run has the length that it is asked for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,20 @@ def add_json_flag(parser: argparse.ArgumentParser, name: str) -> None:
         "--json", type=Path, default=path, metavar="FILE",
         help=f"where the numbers are written (default: {path.relative_to(ROOT)})",
     )  # fmt: skip
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags of a benchmark; what follows `--` is for the program that it runs, and becomes `flags`."""
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:end])
+    args.flags = given[end + 1 :]
+    return args
+
+
+def told(args: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The flags as they are written down."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in without}
 
 
 def machine() -> str:

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from records import add_json_flag, save
+from records import add_json_flag, parsed, save, told
 from serve_client import HOST, SRC, Answer, answering, complete, p95, rss_bytes, serving
 
 
@@ -228,10 +228,7 @@ def main() -> None:
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="peer: the same model for it")
     add_json_flag(parser, "serving")
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    args = parser.parse_args(given[:end])
-    args.flags = given[end + 1 :]
+    args = parsed(parser)
     sys.path.insert(0, str(SRC))
     with contextlib.suppress(ImportError, ValueError):
         import resource
@@ -240,10 +237,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     found = WHAT[args.what](args)
     print(json.dumps(found, indent=1))
-    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
     old = json.loads(args.json.read_text()) if args.json.is_file() else {}
     kept = {name: value for name, value in old.items() if name in WHAT}
-    save(args.json, {**kept, args.what: {"flags": shown, **found}})
+    save(args.json, {**kept, args.what: {"flags": told(args, "json"), **found}})
 
 
 if __name__ == "__main__":

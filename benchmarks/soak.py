@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from endurance import Held
-from records import add_json_flag, save
+from records import add_json_flag, parsed, save, told
 from serve_client import HOST, SRC, complete, request, serving
 
 PROMPTS = (
@@ -317,18 +317,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="a line a minute (%(default)s)")
     add_json_flag(parser, "soak")
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    args = parser.parse_args(given[:end])
-    args.flags = given[end + 1 :]
+    args = parsed(parser)
     sys.path.insert(0, str(SRC))
     asked = pool(args.ckpt, args.tokens)
     begin = time.monotonic()
     with serving(args) as (port, process):
         tally = asyncio.run(soak(args, port, process.pid, asked))
-    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("json", "log")}
     found = {
-        "flags": shown, "minutes": (time.monotonic() - begin) / 60, "exit_status": process.returncode, "requests": tally.what,
+        "flags": told(args, "json", "log"), "minutes": (time.monotonic() - begin) / 60, "exit_status": process.returncode, "requests": tally.what,
         "kills": len(tally.kills), "n_lost": len(tally.lost), "lost": tally.lost[:20], "n_wrong": len(tally.wrong),
         "wrong": tally.wrong[:5], "slowest_request_s": tally.slowest_s, "first_middle_last": grown(tally.counts),
     }  # fmt: skip

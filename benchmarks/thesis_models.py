@@ -14,10 +14,10 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gpt.shape import GPT2_CONTEXT, GPT2_SIZES, GPT2_VOCAB, nano_config
 from gpt.weights import nano_config_file
+from random_checkpoint import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DONE = "complete"  # a file that says that the others are
@@ -36,7 +36,7 @@ def make_checkpoint(folder: Path, key: str) -> Path:
         _write_gpt2(where, *GPT2_SIZES[key])
     else:
         _write_llama(where, key)
-    _write_tokenizer(where)
+    write_tokenizer(where)
     (where / DONE).touch()
     return where
 
@@ -103,13 +103,3 @@ def _ones(*shape: int) -> torch.Tensor:
 
 def _normal(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
-
-
-def _write_tokenizer(where: Path) -> None:
-    """Bytes, and nothing that ends a text: every run has the length that it is asked for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(where / "tokenizer.json"))
-    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

@@ -16,6 +16,7 @@ from mdi.whole_files import replacing
 
 TOTAL = "total"
 _LEGEND_LINES = 12  # more would cover the picture
+_GRID: dict[str, Any] = {"color": "0.88", "linewidth": 0.8}
 _LINE_STYLES = ("-", "--", ":", "-.")  # there are ten colours
 
 
@@ -61,7 +62,13 @@ def plot_tokens_over_time(path: str | Path, series: Mapping[str, Sequence[tuple[
             zorder=3 if main else 2,
         )
     _draw_bands(axes, bands)
-    _dress(axes, title, n_series=len(series))
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_axisbelow(True)
+    if len(series) > _LEGEND_LINES:
+        axes.plot([], [], " ", label=f"and {len(series) - _LEGEND_LINES} more")
+    _dress(axes, title, "time since the run was ready (s)", "generated tokens", "upper left" if series else None)
     return save_figure(figure, Path(path))
 
 
@@ -80,14 +87,7 @@ def plot_losses(path: str | Path, series: Mapping[str, Sequence[tuple[int, float
         steps, losses = zip(*points, strict=True)
         label = _plain(f"{name}: {losses[-1]:.3f}, lowest {min(losses):.3f}")
         axes.plot(steps, losses, label=label, color=f"C{i}", marker="o" if len(steps) < 50 else "", markersize=3)
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(True, color="0.88", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
-    if any(series.values()):
-        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
+    _dress(axes, title, "optimizer steps", "loss (nats per token)", "upper right" if any(series.values()) else None)
     return save_figure(figure, Path(path))
 
 
@@ -117,7 +117,6 @@ def plot_time_over_tokens(
     for view in views:
         for i, (name, (times_s, counts)) in enumerate(lines.items()):
             view.plot(counts, times_s, label=_plain(name), color=f"C{i % 10}", linestyle=_LINE_STYLES[i // 10 % 4])
-        view.grid(True, color="0.88", linewidth=0.8)
         view.set_ylim(bottom=0)
         view.set_xlim(left=0)
     if n_detail > 0:  # room above the lines, so that the enlarged view covers none of them
@@ -128,13 +127,9 @@ def plot_time_over_tokens(
         view.set_ylim(0, max(ends_s, default=0.0) * 1.05 or 1.0)
         view.set_title(f"the first {n_detail} tokens", fontsize=8)
         view.tick_params(labelsize=7)
+        view.grid(True, **_GRID)
         axes.indicate_inset_zoom(view, edgecolor="0.4")
-    axes.set_xlabel("generated tokens")
-    axes.set_ylabel("time since the run was ready (s)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
-    if title:
-        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
+    _dress(axes, title, "generated tokens", "time since the run was ready (s)", "upper right")
     return save_figure(figure, Path(path))
 
 
@@ -154,16 +149,11 @@ def plot_memory(path: str | Path, series: Mapping[str, Sequence[tuple[float, flo
         label = _plain(f"{name}: at most {max(sizes) / 1e6:,.0f} MB")
         mb = [size / 1e6 for size in sizes]
         axes.plot(times_s, mb, label=label, color=f"C{i}", marker="." if len(mb) < 50 else "")
-    axes.set_xlabel("time (s)")
-    axes.set_ylabel("memory of all processes (MB)")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.grid(True, color="0.88", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+    _dress(axes, title, "time (s)", "memory of all processes (MB)", None)
     if series:
         figure.legend(loc="outside lower center", ncols=len(series), fontsize=9, edgecolor="none")  # covers no line
-    if title:
-        axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
     return save_figure(figure, Path(path))
 
 
@@ -205,21 +195,16 @@ def _figure(path: str | Path) -> Any:
     return figure
 
 
-def _dress(axes: Any, title: str, n_series: int) -> None:
-    axes.set_xlabel("time since the run was ready (s)")
-    axes.set_ylabel("generated tokens")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.grid(True, color="0.88", linewidth=0.8)
-    axes.set_axisbelow(True)
+def _dress(axes: Any, title: str, x_label: str, y_label: str, legend: str | None) -> None:
+    """What all figures have; `legend` says where theirs is."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(True, **_GRID)
     axes.spines[["top", "right"]].set_visible(False)
     if title:
         axes.set_title(_plain(title), loc="left", fontsize=11, wrap=True)
-    if n_series > _LEGEND_LINES:
-        axes.plot([], [], " ", label=f"and {n_series - _LEGEND_LINES} more")
-    if n_series:
-        axes.legend(loc="upper left", fontsize=9, framealpha=0.9, edgecolor="none")
+    if legend is not None:
+        axes.legend(loc=legend, fontsize=9, framealpha=0.9, edgecolor="none")
 
 
 def _plain(text: str) -> str:
