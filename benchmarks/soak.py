@@ -324,7 +324,8 @@ def main() -> None:
     with serving(args) as (port, process):
         tally = asyncio.run(soak(args, port, process.pid, asked))
     found = {
-        "flags": told(args, "json", "log"), "minutes": (time.monotonic() - begin) / 60, "exit_status": process.returncode, "requests": tally.what,
+        "flags": told(args, "json", "log"),
+        "minutes": (time.monotonic() - begin) / 60, "exit_status": process.returncode, "requests": tally.what,
         "kills": len(tally.kills), "n_lost": len(tally.lost), "lost": tally.lost[:20], "n_wrong": len(tally.wrong),
         "wrong": tally.wrong[:5], "slowest_request_s": tally.slowest_s, "first_middle_last": grown(tally.counts),
     }  # fmt: skip
