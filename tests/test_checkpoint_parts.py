@@ -145,12 +145,13 @@ def test_a_type_that_no_file_holds() -> None:
         spec_of(torch.zeros(2, dtype=torch.complex64))
 
 
-def test_a_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_file_that_fails_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    with pytest.raises(KeyError), replacing(path) as file:
-        file.write(b"new")
-        raise KeyError
+    with pytest.raises(error), replacing(path) as file:
+        file.write(b"half of the ne")
+        raise error
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
     with pytest.raises(CheckpointError, match="cannot write"), replacing(tmp_path / "no" / "x"):

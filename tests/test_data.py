@@ -209,16 +209,6 @@ def test_the_output_folder_cannot_be_a_file(tmp_path: Path) -> None:
         prepare(tmp_path / "text.txt", "--out", tmp_path / "text.txt" / "below", "--vocab-size", 300)
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as handle:
-        handle.write(b"half of the ne")
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")

@@ -16,8 +16,10 @@ import pytest
 from cluster_keys import key_file
 from loopback import DEADLINE_S, Nodes, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
+from mdi.net.connection import Connection
 from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
+from mdi.net.link import Link
 from mdi.net.meeting import call
 from mdi.net.reconnect import Dialer
 from mdi.net.ring import Seat, TcpRing
@@ -112,13 +114,18 @@ def test_a_connection_that_breaks_while_nothing_is_sent_is_made_again() -> None:
         assert ring.endings.empty()
 
 
+def first_link(ring: Passing) -> tuple[Link, Connection]:
+    """The starter's to the next node, after two rounds."""
+    list(ring.rounds(0, 2, 1))
+    link = ring.nodes.rings[0].next_link
+    assert link.connection is not None
+    return link, link.connection
+
+
 def test_a_frame_that_was_sent_in_half_comes_whole() -> None:
     """The connection is closed in the middle of a frame: its beginning is dropped, and it is sent again."""
     with passing(2) as ring:
-        list(ring.rounds(0, 2, 1))
-        link = ring.nodes.rings[0].next_link
-        connection = link.connection
-        assert connection is not None
+        link, connection = first_link(ring)
         connection.sock.sendall(connection.codec.head(batch(ring.nodes.epoch, 2))[:50])
         link.interrupt()
         list(ring.rounds(2, 4, 1))
@@ -212,10 +219,7 @@ def test_the_numbers_of_a_hello(received: int | None) -> None:
 def test_a_frame_that_is_missing_ends_the_link() -> None:
     """Numbers tell: what the neighbour did not keep long enough cannot be made up for."""
     with passing(2) as ring:
-        list(ring.rounds(0, 2, 1))
-        link = ring.nodes.rings[0].next_link
-        connection = link.connection
-        assert connection is not None
+        link, connection = first_link(ring)
         send_frame(connection.sock, batch(ring.nodes.epoch, 9), connection.codec)
         name, error = ring.endings.get(timeout=DEADLINE_S)
         assert name == "secondary0" and isinstance(error, NodeLostError) and error.node == "starter"

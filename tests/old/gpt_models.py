@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -71,3 +72,9 @@ def write_gpt2(folder: Path) -> Path:
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     return folder
+
+
+def check_refusal(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """One line of error, with these words."""
+    told = capsys.readouterr().err.strip()
+    assert words in told and told.startswith("error: ") and "\n" not in told

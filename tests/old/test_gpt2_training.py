@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt_models import write_gpt2
+from gpt_models import check_refusal, write_gpt2
 from test_gpt_commands import data_set, losses, run
 
 from gpt.commands import gpt2_sample, gpt2_train
@@ -71,8 +71,7 @@ def test_what_makes_no_sense_is_refused(
     data_set(tmp_path)
     capsys.readouterr()
     assert train(tmp_path, tmp_path / "gpt2", 1, *flags) in (1, 2)
-    told = capsys.readouterr().err.strip()
-    assert words in told and told.startswith("error: ") and "\n" not in told
+    check_refusal(capsys, words)
 
 
 @pytest.mark.parametrize(
