@@ -1,5 +1,5 @@
-"""Where text leaves for a person. What models, peers and files say may hold escape sequences, which would move the cursor,
-change the title or the clipboard, or hide what is really there: they are taken out here.
+"""Output for people. Text of models, peers and files may have escape sequences, which could move the cursor, change the
+title or the clipboard, or hide other text; they are removed here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The directory of a GGUF file: config, tokenizer, and a note with its path. The weights stay in the file.
 
-It stands for the model wherever a checkpoint's directory does. Chunks that are cut lie in it.
+It can be used wherever a checkpoint's directory can. Its chunks are in it, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the tokenizer in a GGUF file's metadata as Hugging Face tokenizer files.
 
-Knows no weights. The chat template is kept as data; which of litgpt's prompt styles it is, is told by its marks.
+Reads no weights. The chat template is kept as data; its markers show which of litgpt's prompt styles it is.
 """
 
 from __future__ import annotations

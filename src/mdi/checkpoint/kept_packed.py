@@ -1,7 +1,7 @@
 """Keeps parts that were packed for the kernels on disk, so that the next start maps them instead of packing.
 
-They lie in a node's store of parts under the sha256 of their own bytes, which are those that prepare_model.py --quantize would
-have made. A small file beside them says which of them was made of which plain part.
+They are in a node's store of parts under the sha256 of their own bytes, which equal those of prepare_model.py --quantize.
+A small file beside them says which one was made from which plain part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KeptPacked:
     def part(
         self, source: WeightSource, part: Part, packing: Packing, keep: set[str], check: Callable[[], None]
     ) -> WeightSource:
-        """Where a part is to be read from: its packed form, made now if it is not here yet; `source` if that cannot be kept.
+        """The source of a part: its packed form, made now if it is missing; `source` if that cannot be kept.
 
         Args:
             source: has the part.

@@ -1,8 +1,8 @@
 """The packed form of each tensor of a model, and how tensors are packed and unpacked.
 
-Weights of linear layers lie as the kernels read them (kernels.layout), norms, biases and routers of experts are float32, the
-embedding keeps the type that it has in the checkpoint, or has 8 bits and a scale per token. In a file each of them is a list
-of bytes or numbers, padded with zeros so that the next one begins on a cache line, and large ones so that they fill pages.
+Weights of linear layers have the layout of the kernels (kernels.layout). Norms, biases and routers of experts are float32. The
+embedding keeps its type of the checkpoint, or has 8 bits and a scale per token. In a file each tensor is a list of bytes or
+numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill pages.
 """
 
 from __future__ import annotations

@@ -178,9 +178,7 @@ def _signals(is_ended_at_once: bool) -> Iterator[None]:
             _on_signal(signal.SIGINT, _raise_interrupted)
         yield
     except KeyboardInterrupt:
-        handlers.update(
-            dict.fromkeys(handlers, signal.SIG_IGN)
-        )  # the interpreter's own end is not to be disturbed either
+        handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))  # nothing may disturb the interpreter's own end either
         raise
     finally:
         for number, handler in handlers.items():
@@ -249,7 +247,7 @@ def default_nodes_config() -> Path:
 
 @contextlib.contextmanager
 def _log_lines(command: str, args: argparse.Namespace) -> Iterator[None]:
-    """Log lines as the flags want them, here and in child processes. Afterwards all is as it was, and no file is open."""
+    """Log lines as the flags say, here and in child processes. Restores everything afterwards, and closes its file."""
     is_debugging, is_verbose = bool(getattr(args, "debug", False)), bool(getattr(args, "verb", False))
     inherited = os.environ.get(VARIABLE)
     form = os.environ[VARIABLE] = form_of(command, bool(getattr(args, "log_json", False)), os.environ)

@@ -1,4 +1,4 @@
-"""What flags say of a model and of how to compute, checked before anything heavy is imported: a slip is told at once."""
+"""Checks the flags about the model and computing before anything heavy is imported, so that mistakes are reported at once."""
 
 from __future__ import annotations
 

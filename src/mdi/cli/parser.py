@@ -1,4 +1,4 @@
-"""How the commands read their arguments: what is wrong with them is told in one line, as all other errors are."""
+"""The parser of the commands' arguments: it reports a mistake in one line, like all other errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help is a module's docstring as it stands."""
+    """Its help text is a module's docstring."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)

@@ -1,4 +1,4 @@
-"""--resume: a run whose starter ended goes on with every text that was not finished; and what is written down for that."""
+"""--resume: continues a run whose starter ended, with every unfinished text; and the journal for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From flags to a session: the nodes, what is to be computed how, and the draws."""
+"""From flags to a session: its nodes, how to compute, and how to draw."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A socket whose reads must all be done by one moment. A timeout alone begins anew with every byte that comes, so that a peer
-which sends one byte a second holds its other side for ever.
+"""A socket with one deadline for all its reads. A timeout alone begins again with every byte, so a peer that sends one byte a
+second could block this side for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The announcement of a node on its network: its address, and a tag by which nodes of its cluster recognise it.
 
-The tag is a short code over what is announced and a salt that the node draws at its start. Who lacks the key can neither make
-one nor tell whether two nodes have the same key. Who copies one announces the node that it belongs to.
+The tag is a short code over the announcement and a salt that the node draws at its start. Without the key nobody can make a
+tag, or see whether two nodes have the same key. A copied tag only announces the node that it belongs to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Announcement:
         return any(hmac.compare_digest(self.tag.encode(), _tag(key, *fields).encode()) for key in keys)
 
     def fields(self) -> dict[str, str]:
-        """What travels beside address and control port."""
+        """The texts of an announcement besides address and control port."""
         return {
             "name": self.name,
             "ring": str(self.ring_port),

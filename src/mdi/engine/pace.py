@@ -1,10 +1,10 @@
 """How many prompt rows go into a frame while others decode.
 
-One prompt lets the others wait at most twice as long for their tokens. Where more sequences wait for their first token than
-decode, they get as much more of the time as they are more.
+One prompt makes the others wait at most twice as long for their tokens. If more sequences wait for their first token than
+decode, they get more of the time in the same proportion.
 
-What prompt rows cost depends on how many they are: kernels take rows in tiles, so that a few more may cost nothing, or as much
-as a whole tile. So nothing is concluded from few rows on many: the number follows what frames with about so many rows took, up
+The cost of prompt rows depends on their number: kernels take rows in tiles, so a few more may cost nothing, or as much as a
+whole tile. So few rows say nothing about many: the number of rows follows the times of frames with about as many rows, up
 slowly and down fast. Pure: times come in as numbers.
 """
 

@@ -24,7 +24,7 @@ class PlannedSlice:
 
 @dataclass(frozen=True)
 class Plan:
-    """One frame to be sent: its number, its slices, the sequences whose caches are to be freed before, and then those that
+    """One frame to send: its number, its slices, the sequences whose caches are to be freed before, and then those that
     begin with a copy of another one's (sequence, new sequence).
 
     A replay has rows that only the nodes need which have lost their caches (net.wire.Frame).

@@ -1,7 +1,7 @@
 """Caches of ended sequences: a new sequence that begins with the same tokens continues from a copy of them.
 
-Pure: which caches there are, which fits best, and which to give up. Pages are shared and not copied (kernels.pages), so that
-what is kept costs nothing but the memory that nobody wants at that moment.
+Pure: which caches exist, which one fits best, and which one to drop. Pages are shared and not copied (kernels.pages), so kept
+caches only cost memory that is not needed at that moment.
 """
 
 from __future__ import annotations

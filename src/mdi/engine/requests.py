@@ -1,7 +1,7 @@
 """Messages between the engine's loop and readers of texts: commands one way, events the other.
 
-Neither side waits for the other: commands lie in an `Inbox` until the loop looks between two frames, events in a queue of
-each request until its reader takes them. What a reader does with them is never done in the loop's thread.
+Neither side waits for the other: commands stay in an `Inbox` until the loop reads them between two frames, events in a queue of
+each request until its reader takes them. The reader's code never runs in the loop's thread.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class FrameRows(Protocol):
         """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
 
     def wanting_logits(self, x: Any, slices: Slices) -> Any:
-        """Of all rows of a frame, those that want logits."""
+        """The rows of a frame that need logits."""
 
     def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
         """What rows travel as, the name of the type and the bytes, which may be their memory."""

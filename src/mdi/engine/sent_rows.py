@@ -1,6 +1,6 @@
 """The rows that a node has sent to the next one, kept so that a replacement of that one can restore its caches.
 
-Petals (section 3.2) keeps them with the client; here the node before has them anyway. They are kept as they were sent, byte for
+In Petals (section 3.2) the client keeps them; here the previous node has them anyway. They are kept as they were sent, byte for
 byte, so that the caches become the same again.
 """
 

@@ -102,6 +102,6 @@ def pinned_buffer(n_bytes: int) -> Any:
 
 
 def logit_rows(x: torch.Tensor, slices: Slices) -> torch.Tensor:
-    """Of all rows of a frame, those that want logits."""
+    """The rows of a frame that need logits."""
     kept = arrays.logit_rows(slices)
     return x if kept is None else x[kept]

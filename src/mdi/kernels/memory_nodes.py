@@ -1,9 +1,8 @@
 """Machines with several memory nodes (sockets, or halves of one): which node has the memory that threads read.
 
-The system gives a page from the memory node of the core that touches it first. A process whose cores are all of one memory node
-needs no more than that. Where its cores are of several ones, any thread may compute with any part of a weight, so pages are
-dealt out evenly: no memory node is asked more than the others. Pages of a mapped file lie where the first process that read
-them ran, and can only be copied.
+The system takes a page from the memory node of the core that touches it first. If all cores of a process belong to one memory
+node, this is enough. If they belong to several, any thread may compute with any part of a weight, so pages are spread
+evenly over the memory nodes. Pages of a mapped file are where the first process that read them ran, and can only be copied.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What key/value caches take, in pages of 32 positions. All who reckon with cache memory ask here: stages of the kernels and of
-torch, admission, nodes, plans. Numbers alone; neither numpy nor torch is needed.
+"""Sizes of key/value caches, in pages of 32 positions, for all code that counts cache memory: stages of the kernels and of
+torch, admission, nodes, plans. Pure numbers; neither numpy nor torch is needed.
 
 Blocks with the same sliding window form a class: a page holds 32 positions of all of them.
 """

@@ -1,12 +1,12 @@
 """Key/value caches as pages of 32 positions, from one pool for all sequences of a stage.
 
 Blocks with the same sliding window have the same pages (`kernels.page_sizes`). A sequence is a table of
-pages for each such class, so that cutting, copying and freeing it moves no keys or values. Pages are counted by reference;
-one that several sequences share is copied before rows are written into it. (The idea is that of PagedAttention, Kwon et al.
+pages for each such class, so that cutting, copying and freeing it moves no keys or values. Pages have reference
+counts; a shared page is copied before rows are written into it. (The idea is that of PagedAttention, Kwon et al.
 2023, section 4.)
 
 A page has one slot for each block of its class and each group of heads: keys, then values, each 32 positions; int8 has
-32 scales of keys and of values behind them. How keys and values lie within a slot is the matter of who computes with them.
+32 scales of keys and of values behind them. The code that computes decides the layout of keys and values within a slot.
 """
 
 from __future__ import annotations

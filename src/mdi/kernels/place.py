@@ -1,8 +1,8 @@
-"""Where the compiled library lies: beside this module, if it was installed with it, else in the cache folder, where the first
+"""The path of the compiled library: beside this module, if it was installed with it, else in the cache folder, where the first
 process that needs it compiles it.
 
-Names hold a hash of the sources, so that a library of other sources is never taken for this one; in the cache, which machines
-may share, also one of the compiler and what it compiles for.
+Its name has a hash of the sources, so that a library of other sources is never used. In the cache, which machines may share,
+the name also has a hash of the compiler and its target.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("mdi")
 
 
 def packaged_name() -> str:
-    """What the library is called beside this module. Raises KernelError without sources."""
+    """Name of the library beside this module. Raises KernelError without sources."""
     return _name(build.sources_hash(build.CSRC))
 
 

@@ -1,7 +1,7 @@
 """A node's share of its machine while it computes: measured alone, and together with the machine's other nodes.
 
-All nodes of a machine are told at the same moment when each is to compute: first one after the other, then all together. That
-takes a second or two, so that alone and together are measured while the machine is equally busy.
+All nodes of a machine get their times to compute at the same moment: first one after the other, then all together. This takes a
+second or two, so that the machine is equally busy in both cases.
 """
 
 from __future__ import annotations

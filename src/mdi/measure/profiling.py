@@ -1,7 +1,7 @@
 """Measures this node in a few seconds: memory, disk, and the blocks of one model in one format.
 
-Times are means over a fixed span, not best cases: a node under a CPU quota is halted and let go on in periods of 100 ms, and
-the best case would be that of a node without one. What computes, kernels or torch, has a module of its own.
+Times are means over a fixed span, not best cases: a CPU quota halts a node for parts of every 100 ms, and the best case
+would be that of a node without a quota. Kernels and torch have modules of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be measured: one model, computed as this node would.
+    """The subject of a measurement: one model, computed as on this node.
 
     Attributes:
         config: litgpt Config as a plain dict; `config_hash` is its hash.

@@ -27,7 +27,7 @@ from mdi.model.batch import Alone, Batch, Together
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """Attention of query rows folded into their groups, so that keys and values are read once per group, as they lie.
+    """Attention of query rows folded into their groups, so that keys and values are read once per group, in place.
 
     Args:
         q: (B, G, R, k_size), R = query heads of the group times rows.
@@ -104,7 +104,7 @@ class CachedAttention(nn.Module):
         heads = self.qkv(x).view(x.size(0), -1, c.head_size)
         if c.norm_qk:
             heads = self._normed(heads)
-        turned = heads[:, : -c.n_query_groups]  # queries and keys lie side by side, and are turned together
+        turned = heads[:, : -c.n_query_groups]  # queries and keys are adjacent, and are rotated together
         if c.rope_n_elem != c.head_size:
             turned = turned[..., : c.rope_n_elem]
         rotate_(turned, cos, sin, c.rope_interleave)

@@ -1,8 +1,8 @@
 """Key/value caches of the torch path: the pages of `mdi.kernels.pages` in torch's memory. A block gathers by page number what a
 sequence has.
 
-Of each block a page has the keys of its 32 positions, (32, G, k_size), then the values, (32, G, v_size), so that pages behind
-each other are a sequence's keys in their order.
+For each block a page has the keys of its 32 positions, (32, G, k_size), then the values, (32, G, v_size), so that consecutive
+pages have a sequence's keys in order.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class FrameCodec:
         return self.head(frame), frame.payload
 
     def head(self, frame: Frame) -> bytes:
-        """Header and tables of a frame, to be followed on the wire by `frame.payload` as it is."""
+        """Header and tables of a frame; `frame.payload` follows on the wire unchanged."""
         fields, tables = _fields_of(frame), _tables_of(frame)
         return fields + _check_of(fields, tables, frame.payload) + tables
 
@@ -249,7 +249,7 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) 
 def _check_slices(slices: Sequence[Slice], n_rows: int) -> None:
     rows = sum(s.n_rows for s in slices)
     logits = sum(s.n_logits for s in slices)
-    # The last stage returns only the rows that want logits; every other frame holds all rows.
+    # The last stage returns only the rows that need logits; every other frame has all rows.
     if n_rows not in (rows, logits):
         raise WireError(f"a payload of {n_rows} rows for slices of {rows} rows, {logits} of them for logits")
     if any(s.n_logits > s.n_rows for s in slices):

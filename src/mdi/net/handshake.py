@@ -1,9 +1,9 @@
 """Closing the ring, link by link.
 
 The starter connects to its next node, which connects to its own next one before it answers, and so on until the last
-connects to the starter. So the answer that reaches the starter means that every link stands, and an error on the way comes
-back to it in words (docs/protocol.md, "Closing the ring"). Who waits for an answer gives signs of life to the node before
-it, so that a node that is frozen is told from one that waits itself.
+connects to the starter. So the answer that reaches the starter means that every link is open, and errors on the way come
+back to it (docs/protocol.md, "Closing the ring"). A node that waits for an answer sends PINGs to the node before it, which
+distinguishes a waiting node from a frozen one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """One link of the ring: a TCP connection between neighbours with two threads, replaced if it breaks.
 
-The thread `ring-send` owns what goes out and a bounded channel of it, the thread `ring-recv` what comes in. Neither
-computes, so a stage that takes long for a frame still gives signs of life (PING) and still hears STOP and ERROR, which pass
-the channels by. Links move buffers; they know no tensors.
+The thread `ring-send` sends frames from a bounded channel, the thread `ring-recv` receives them. Neither computes, so a node
+whose stage takes long for a frame still sends PINGs and still receives STOP and ERROR, which overtake the channels. Links move
+buffers and do not use tensors.
 
-A connection that breaks is replaced (`mdi.net.reconnect`) as long as the neighbour lives. The frames of a ring are numbered one
-by one, and no more than its capacity are in flight: so what the neighbour can lack is among the last that were sent, which are
-kept for that, and what it gets twice it knows by the number.
+A broken connection is replaced (`mdi.net.reconnect`) as long as the neighbour lives. Frames are numbered without gaps, and no
+more than the ring's capacity are in flight. So the neighbour can lack only the last frames, which the link keeps, and it
+recognises a repeated frame by its number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ring port of a node. It is open for the node's whole life and accepts only the right neighbour.
 
-One thread, `ring-accept`, reads the first frame of every connection without ever waiting for a single one of them: a
-stranger, silent or talking, before the neighbour or after it, costs nothing but a place among the pending ones.
+One thread, `ring-accept`, reads the first frames of all connections without waiting for any single one. So a stranger,
+silent or not, only costs a place among the pending connections.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replaces a broken connection while both nodes live.
 
-The node that sends the rows calls again (`Dialer`), the other one waits for the call (`Waiter`). It must be the same process on
-either side: one that was started anew has no caches, and is lost. Each says which frame came last, so that the other can send
-again what is lacking. Where there is a key, both sides prove again that they have it, and get new session keys.
+The node that sends the rows calls again (`Dialer`), the other one waits for the call (`Waiter`). Both must be the same
+processes as before: a restarted one has no caches and counts as lost. The answer says which frame came last, so that the
+caller can send the missing ones again. With a key, both sides prove again that they have it, and get new session keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("mdi")
 
 
 class _RefusedError(Exception):
-    """Nobody listens there, or it does not want this node."""
+    """Nothing listens there, or the node refuses this one."""
 
 
 class Dialer:

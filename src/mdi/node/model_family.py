@@ -1,8 +1,8 @@
 """What the nodes of a ring must know about a model: which node gets which parts, and how weights become stages.
 
-The one here is that of all models that litgpt describes. Others derive from it and are handed to StarterNode and
-SecondaryNode; everything else, from the control plane to the frames, is the same for all.
-Torch and litgpt are imported only where stages of torch are made.
+The family here is that of all models that litgpt describes. Others derive from it and are given to StarterNode and
+SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
+Torch and litgpt are imported only for stages in torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ModelFamily:
         return Stage(self.config(request.config), *request.blocks, check)
 
     def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
-        """What that stage takes beside its weights, with the caches of one sequence; nothing is built to tell it."""
+        """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.model.cache import TORCH_TYPES
         from mdi.model.stage import module_bytes, run_bytes
 

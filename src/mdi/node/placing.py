@@ -51,7 +51,7 @@ def measured_cluster(
 
 
 def without(cluster: ClusterConfig, error: NodeLostError) -> ClusterConfig:
-    """The nodes of a run that nobody has blocks of yet, once one was lost: a spare that answers takes its place.
+    """The nodes of a run without blocks yet, after a loss: a spare that answers takes the lost node's place.
 
     Raises:
         NodeLostError: `error`, where it is about no secondary, or about one that was never there and no spare is.

@@ -1,7 +1,7 @@
 """The computing thread of a secondary: it takes the next frame of each ring in turn.
 
-A ring whose next node takes nothing more has no turn until it does, so no ring waits for another one's neighbours: links have
-queues and threads of their own.
+A ring whose next node reads nothing is skipped until it does, so no ring waits for another one's neighbours: links have queues
+and threads of their own.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class RoundRobin:
             task.drop(ControlError("the node is ending", 503, code="leaving"))
 
     def _next(self) -> Turn | MainThreadTask | None:
-        """What is to be done next, waited for; None at the end."""
+        """Wait for the next thing to do; None at the end."""
         begin = 0.0
         with self.changed:
             while not self._closed:

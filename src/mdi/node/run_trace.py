@@ -33,7 +33,7 @@ class RunTrace:
         self._readings: dict[str, list[Reading]] = {}
 
     def read_clocks(self, clients: Sequence[ControlClient]) -> None:
-        """Compare the clocks of all nodes with this one's, if a trace is to be made; one that does not answer is left out."""
+        """Compare the clocks of all nodes with this one's, if there will be a trace; nodes that do not answer are left out."""
         if self._n_spans <= SERVE_SPANS:
             return
         for client in clients:

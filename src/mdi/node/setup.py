@@ -235,7 +235,7 @@ class SecondarySetup:
                 self._report(status)
 
     def _report(self, status: dict[str, Any]) -> None:
-        """A line about what the node says has arrived: what the sender has handed to its system is not there yet."""
+        """A line about the bytes that the node has received; bytes in the sender's buffers do not count."""
         ours, progress, loading = self._progress, status.get("progress"), status.get("loading")
         if status["state"] == "LOADING" and isinstance(loading, dict):
             logger.info("%s loads its weights: %s of %s parts", self.name, loading.get("done"), loading.get("total"))
@@ -255,7 +255,7 @@ class SecondarySetup:
 
 
 def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> NodeLostError:
-    """The error of a ring port that nobody got through to, and what the node itself says of that port, if it is another."""
+    """The error of a ring port that could not be reached, with the node's own port if that is another one."""
     if not isinstance(ring_port, int) or ring_port == node.port_in:
         return error
     return NodeLostError(error.node, f"{error}. {port_remedy(ring_port, 'inference.port_in')}")

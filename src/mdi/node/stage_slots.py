@@ -1,7 +1,7 @@
 """The stages in a secondary's memory, one slot each, within one memory budget.
 
-A stage outlives its ring. After a good end it stays until another run wants its memory; after a ring that broke it is kept
-for KEPT_S with its caches, for the run's next ring.
+A stage outlives its ring. After a normal end it stays until another run needs its memory. After a broken ring it is kept for
+KEPT_S with its caches, for the run's next ring.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StageSlots:
                 slot.weights = {(sha, packing): stage.part_bytes(part) for part, sha in slot.shas.items()}
 
     def grant(self, slot: Slot, request: InitRequest) -> CacheReport:
-        """What the caches of a ring may take, that is about to be closed.
+        """The limit for the caches of a ring that will be closed next.
 
         No more is kept for it than its `n_sequences` need, unless it says itself which share it may take.
         """
@@ -239,7 +239,7 @@ class StageSlots:
         return slot.stage.max_length >= max_length
 
     def _loaded(self, request: InitRequest, computing: Computing) -> dict[str, Weights]:
-        """Weights of parts that another stage has in memory, in the form that this one needs. Its run's own one is let go."""
+        """Weights of parts that another stage has in memory, in the form that this one needs. Frees the run's own old stage."""
         found: dict[str, Weights] = {}
         for slot in self._slots:
             if slot.use == "KEPT" and slot.run == request.run:

@@ -1,7 +1,7 @@
 """The temporary folder of a local ring. It is removed with the ring, even if its process was killed.
 
-Whoever uses such a folder holds a lock on a file in it, which the system gives back however a process ends. So a folder whose
-lock is free is nobody's, and the ring's own children or the next ring remove it. Where there are no such locks (Windows), a
+The process that uses such a folder holds a lock on a file in it, which the system releases however the process ends. So a
+folder with a free lock is unused, and the ring's own children or the next ring remove it. Without such locks (Windows), a
 folder stays if its process was killed.
 """
 

@@ -85,7 +85,7 @@ class Joins:
         return dict(call_roll(come, frozenset(), GRACE_S).answers) if come else {}
 
     def _is_known(self, name: str) -> bool:
-        """Whether its times are there, as far as they are to be; without them it counts as a mean node."""
+        """Whether its times are known, if they are needed; without them it counts as a mean node."""
         asked = self._measuring.get(name)
         if asked is None:
             return True
@@ -98,7 +98,7 @@ class Joins:
 
 
 def better_with(ring: Sequence[Stage], name: str, cut: MovingCut) -> Next | None:
-    """The ring with one node more, at the place where the least has to be moved; None if it does not gain JOIN_GAIN."""
+    """The ring with one more node, at the place where the fewest bytes move; None if it does not gain JOIN_GAIN."""
     best: Next | None = None
     best_s = float("inf")
     for place in range(1, len(ring) + 1):

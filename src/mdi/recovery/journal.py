@@ -94,7 +94,7 @@ class Journal:
 
     @classmethod
     def reopen(cls, path: Path) -> tuple[Journal, RunRecord]:
-        """The journal of a run that goes on, and what it holds; a damaged end is cut off. UsageError also if it is none."""
+        """The journal of a resumed run, and its records; a damaged end is cut off. UsageError if it is not a journal."""
         file = _opened(path, 0)
         try:
             record = read_record(path)

@@ -104,7 +104,7 @@ class RingKeeper:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another ring is being formed, or is to be."""
+        """Whether another ring is being formed, or will be."""
         return self._is_busy
 
     @property

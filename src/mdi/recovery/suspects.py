@@ -1,7 +1,7 @@
 """Texts that may have brought a node down.
 
-A text whose rows end a process, by a fault of the kernels, say, or by the memory that they take, would end one node after the
-other. What was under way when a node was lost is suspected if the same positions of it are under way when the next one is.
+A text whose rows end a process, for example by a fault of the kernels or by their memory, would end one node after the
+other. A text is suspected if the same positions of it were under way at two losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Suspects:
     def take(self, in_flight: Mapping[int, Span], n_known: Mapping[int, int]) -> frozenset[int]:
         """Texts that were under way with the same positions at this loss and at the one before, and got no token meanwhile.
 
-        One alone has brought two nodes down. Among several nobody knows which it was: they are to run one by one, and the
+        A single one has brought two nodes down. Of several, it is unknown which one did: they must run one by one, and the
         next loss tells more.
 
         Args:

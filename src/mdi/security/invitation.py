@@ -1,8 +1,8 @@
 """An invitation: its code gives the cluster key, once, within 15 minutes.
 
-The code has 80 random bits, too many to be guessed, also by somebody who has recorded or relayed the exchange. Both sides draw
-a public value (X25519); a code that only who knows the invitation can make goes with the guest's; the key file's text comes
-back encrypted under what the two values and the code make, so that nobody in between reads or changes it.
+The code has 80 random bits, too many to guess, even for an attacker who has recorded or relayed the exchange. Both sides draw
+a public value (X25519). The guest sends its value with a proof that needs the code. The key file's text comes back encrypted
+with a key from the two values and the code, so that nobody in between can read or change it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides which texts run and which wait: a queue with a limit, by priority, and fair among clients.
 
-Of those with the same priority, the one whose key has the fewest texts under way goes first; then the one who came first.
+Among texts of the same priority, the one whose key has the fewest running texts goes first, then the oldest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The API process: HTTP, JSON, text and slow clients, in another interpreter than the one that feeds the ring.
 
-Started by `mdi.serve.process` as `python -m mdi.serve.api`, with two sockets that it inherits: the one that it listens on,
-and the one to the engine process. What it is to do stands in its stdin. It ends when the engine process does.
+`mdi.serve.process` starts it as `python -m mdi.serve.api`, with two inherited sockets: the one that it listens on, and the
+one to the engine process. Its settings come through stdin. It ends when the engine process does.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Chat(EndpointJob):
         return await encoded(model, text, encode, "messages")
 
     def _delta(self, answer: _Answer, piece: TextPiece) -> dict[str, Any]:
-        """What of a piece is to be shown now."""
+        """The part of a piece that can be shown now."""
         is_over = piece.finish_reason is not None
         answer.held += piece.text
         answer.reason = piece.finish_reason

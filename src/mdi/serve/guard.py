@@ -1,7 +1,7 @@
 """Checks who may use the server: the API key, the host name of the request, and the web page that it comes from.
 
-A browser sends a page's requests to any server that it reaches. The Host header tells a name that somebody else has pointed at
-this machine (DNS rebinding), and the Origin header a page of somebody else's.
+A browser sends a page's requests to any server that it reaches. The Host header shows foreign names that point at this machine
+(DNS rebinding), and the Origin header shows foreign pages.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ class ModelHost:
     # From any thread
 
     def want(self, name: str, is_wanted: bool = True) -> None:
-        """Have a model loaded, beside those that are, or given up; returns when that is done.
+        """Load a model beside the others, or unload it; returns when that is done.
 
         Raises:
-            MdiError: it cannot be loaded; with the code "memory" or "busy", not beside those that are.
+            MdiError: it cannot be loaded; with the code "memory" or "busy", it cannot be loaded beside the others.
         """
         done: Future[None] = Future()
         self._wanted.put((name, is_wanted, done))

@@ -1,7 +1,7 @@
 """Which models are loaded, which requests use them, and which one is unloaded for another.
 
-A request for a model that is not loaded has it loaded beside the others. Where the memory does not suffice, the one that nobody
-has used for longest is given up, once those who use it are done, and so on until it does.
+A request for a model that is not loaded loads it beside the others. If the memory is not enough, the least recently used
+model is unloaded as soon as its requests are done, and so on until there is enough.
 """
 
 from __future__ import annotations

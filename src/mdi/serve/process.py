@@ -65,7 +65,7 @@ class ApiProcess:
         return self._process.pid
 
     def drain(self) -> None:
-        """Take no more requests, and wait until those that are under way have been answered, as long as that may take."""
+        """Accept no more requests, and wait until those under way have been answered."""
         self.lines.send({"is": "drain"})
         try:
             self._process.wait(DRAIN_S + END_S)

@@ -1,5 +1,5 @@
-"""What the API process asks the engine process: to load a model or give it up, and, for the page, the doctor's report and a
-plan by what the ring measures now.
+"""The API process's questions to the engine process: load or unload a model, and, for the page, the doctor's report and a plan
+by the ring's present measurements.
 """
 
 from __future__ import annotations

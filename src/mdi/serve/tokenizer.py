@@ -1,5 +1,5 @@
-"""The tokenizer of the loaded model in the API process, which has neither litgpt nor torch: what the engine process found out
-about it, and the library that reads its file.
+"""The tokenizer of the loaded model in the API process, without litgpt and torch: the engine process's report about it, and the
+library that reads its file.
 """
 
 from __future__ import annotations

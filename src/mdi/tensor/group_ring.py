@@ -1,5 +1,5 @@
-"""The ring as the nodes of a group see it. A frame goes through a group from node to node, each passes it on before it computes
-its share, and the last one has the rows that leave the group.
+"""The ring as the nodes of a group see it. A frame goes through a group from node to node. Each node passes it on before it
+computes its share, and the last one sends the result to the next stage.
 """
 
 from __future__ import annotations

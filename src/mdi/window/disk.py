@@ -1,5 +1,4 @@
-"""Which way of reading is faster here: past the system's memory of files, or through it. Measured, with a unit that is to be
-read anyway."""
+"""Measures which way of reading is faster, with or without the system's page cache, by a unit that must be read anyway."""
 
 from __future__ import annotations
 

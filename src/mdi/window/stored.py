@@ -1,5 +1,5 @@
-"""Where the weights of a part lie on the disk as the kernels read them; those that lie nowhere so are packed, and written to a
-file without a name, which goes with the process."""
+"""The places of a part's weights on the disk in the layout of the kernels. Weights without such a place are packed and written
+to a nameless file, which disappears with the process."""
 
 from __future__ import annotations
 
