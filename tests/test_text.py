@@ -376,6 +376,18 @@ def test_stop_tokens_that_the_tokenizer_lacks_are_left_out(tmp_path, caplog):
     assert TextCodec.from_checkpoint(tmp_path / "spm", "llama3").stop_sequences == []
 
 
+@pytest.mark.parametrize(("style", "word", "newline"), [("falcon", "User", 193), ("phi-1", "Answer", 198)])
+def test_styles_that_name_their_stops_as_ids(tmp_path, style, word, newline):
+    """A model of these seldom ends with its own token: it goes on with the next question."""
+    byte_level(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([word])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    own, colon = map(tokenizer.token_to_id, (word, ":"))
+    first, second = TextCodec.from_checkpoint(tmp_path, style).stop_sequences
+    assert first == [own, colon] and second[:2] == [newline, own]
+
+
 # ---- detokenizer
 
 
