@@ -67,7 +67,7 @@ class NodeConfig:
 class ClusterConfig:
     """All nodes of a ring, in ring order: the starter, then the secondaries; `keys` is the cluster's, if it has one.
 
-    `spares` are nodes beside the ring, which take the places of lost ones.
+    `spares` are nodes outside of the ring, which replace lost ones.
     """
 
     starter: NodeConfig
@@ -259,7 +259,7 @@ def check_device(name: str | None) -> None:
 
 
 def refuse_shared_ports(cluster: ClusterConfig, where: str) -> None:
-    """Raises UsageError if two nodes of one address want the same port."""
+    """Raises UsageError if two nodes of one address have the same port."""
     seen: dict[tuple[str, int], str] = {}
     for node in (*cluster.nodes, *cluster.spares):
         for port, what in ((node.port, "communication port"), (node.port_in, "port_in")):

@@ -10,7 +10,7 @@
     |-- PlacementError        a model that fits no node, or not as asked
     |-- DownloadError         the hub: unknown, gated, unreachable
     |-- WireError             bytes on a ring link that are no frame of ours
-    |-- AccessError           somebody without our cluster key, or with another
+    |-- AccessError           a peer without our cluster key, or with another
     |-- RingError             the ring could not be formed, or a link of it was lost
     |   `-- NodeLostError     ... and we know which node it was
     |-- RingEndedError        the ring was ended in good order, here or by another node

@@ -61,7 +61,7 @@ class TextCodec:
             config_name: name of the model; None takes the one in model_config.yaml, else that of the directory.
 
         Raises:
-            CheckpointError: no tokenizer is there, or it or a file beside it is damaged.
+            CheckpointError: there is no tokenizer, or it or a file beside it is damaged.
             UsageError: the prompt style is not known.
         """
         ckpt_dir = Path(ckpt_dir)
@@ -72,13 +72,13 @@ class TextCodec:
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
 
     def facts(self) -> dict[str, Any]:
-        """What another process needs, beside the tokenizer's file, to read and write texts as this codec does; plain JSON."""
+        """What another process needs besides the tokenizer's file to read and write texts as this codec does; plain JSON."""
         tokenizer = self._tokenizer
         found = {"backend": tokenizer.backend, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
         return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids)}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, behind the beginning-of-text id if the model wants one; of "" that id alone, or none.
+        """Ids of `text`, behind the beginning-of-text id if the model needs one; for "" only that id, or none.
 
         Raises:
             UsageError: `text` holds surrogates, i.e. it came from bytes that were not UTF-8.

@@ -37,7 +37,7 @@ def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFil
         names: that the model may have in them; compared as a whole, so that a name does not find longer ones.
 
     Raises:
-        UsageError: there is none; says what there is.
+        UsageError: there are none; names the existing ones.
     """
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder}; starter.py --plots writes its files there")

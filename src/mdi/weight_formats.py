@@ -84,9 +84,9 @@ class WeightFormat:
         return math.prod(shape) * bits / 8
 
     def load_bytes(self, n_values: int) -> int:
-        """What a part takes beside the weights that it becomes, while it is loaded.
+        """Additional memory while a part is loaded, besides its final weights.
 
-        A plain one is mapped from its file, and stays there or can be read again. One that is to be packed stands there in
+        A plain part is mapped from its file, and stays there or can be read again. A part that will be packed is in memory in
         plain numbers, for it may come from a checkpoint, and is packed beside them.
         """
         return round((1 + PACKING_SHARE) * n_values * self.value_bytes) if self.is_packed_smaller else 0

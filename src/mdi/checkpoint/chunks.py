@@ -86,7 +86,7 @@ def _label(manifest: Manifest) -> str | None:
 
 
 def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
-    """The manifest of a node's chunk, with hashes yet to be filled in."""
+    """The manifest of a node's chunk, still without hashes."""
     start, stop = ranges(counts)[node]
     names = stage_parts(start, stop, starter=node == 0)
     return Manifest(
@@ -167,7 +167,7 @@ def _head(manifest: Manifest, specs: dict[str, TensorSpec], order: Sequence[str]
 
 
 def _check_disk(todo: Sequence[tuple[Path, Manifest]]) -> None:
-    """Each file is written beside the one that it then replaces."""
+    """Each file is written under another name, and then replaces the old one."""
     if not todo:
         return
     held = peak = 0

@@ -48,7 +48,7 @@ def is_hf_dir(path: str | Path) -> bool:
 
 
 def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
-    """Whether there is a Hugging Face checkpoint, and no LitGPT one in `target` (None: beside it) that is as new."""
+    """Whether there is a Hugging Face checkpoint, and no equally new LitGPT one in `target` (None: beside it)."""
     path = Path(path)
     target = target or path
     if not is_hf_dir(path):

@@ -35,7 +35,7 @@ def find_folder(name: Path, home: Path) -> Path:
     """The folder that a user means: the path itself, else one below `home`, where prepare_model.py puts checkpoints.
 
     Raises:
-        UsageError: there is none, or it is a file; the message lists what there is in `home`.
+        UsageError: there is none, or it is a file; the message lists the folders in `home`.
     """
     given = name.expanduser()
     if given.is_dir():

@@ -33,7 +33,7 @@ def folded(
     name: str, packing: Packing, config: Mapping[str, Any], array: Callable[[str], np.ndarray],
     specs: Mapping[str, TensorSpec],
 ) -> tuple[np.ndarray, TensorSpec]:  # fmt: skip
-    """A plain tensor as it is to be packed.
+    """A plain tensor in the form for packing.
 
     Args:
         array: gives tensors of the same part; specs are theirs.

@@ -1,7 +1,7 @@
 """The safetensors format as this project writes and checks it: names, types, shapes, offsets; no data.
 
 Knows nothing of models or parts. Reading of tensors is left to the safetensors library; the writing is here because the
-library wants all tensors in memory at once.
+library needs all tensors in memory at once.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class BlockStore:
 
     @staticmethod
     def _resume(file: BinaryIO, offset: int) -> Any:
-        """Keep the first `offset` bytes of a file; the sha256 of those, to go on with."""
+        """Keep the first `offset` bytes of a file; returns their sha256 to continue with."""
         file.truncate(offset)
         digest = hashlib.sha256()
         while piece := file.read(PIECE_BYTES):

@@ -20,7 +20,7 @@ _SAMPLE_BYTES = 32 << 20  # of a weight that is read to compare
 
 
 class WeightPlacer:
-    """Puts the weights of one stage where they are to be read, part by part."""
+    """Puts the weights of one stage into the memory from which they are read, part by part."""
 
     def __init__(self, memory: WeightMemory) -> None:
         self._memory = memory

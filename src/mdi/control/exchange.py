@@ -57,7 +57,7 @@ def exchange(
         body, n_bytes: the bytes to send, and their number; an error of the iterable passes through.
         connect_s: for the connection.
         answer_s: for each piece of the body to leave, and then for the whole answer.
-        headers: to be sent beside those of every exchange.
+        headers: to send besides those of every exchange.
 
     Raises:
         ExchangeError

@@ -181,7 +181,7 @@ class ProfileRequest(Requested):
         config: litgpt Config as a plain object; `config_hash` is its hash.
         stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
-        run: id of the run that is to be placed, if there is one: its starter may end the node's process, part or no part.
+        run: id of the run to place, if there is one: its starter may end the node's process even if the node gets no blocks.
         slots: the node is to measure nothing but what it takes of its machine, at these times.
     """
 
@@ -218,7 +218,7 @@ class ProbeRequest:
     Attributes:
         name: of that node.
         addr, port, port_in: where its control port and its ring port should be.
-        measure: whether the bandwidth is to be measured as well, with a few megabytes.
+        measure: whether to measure the bandwidth as well, with a few megabytes.
     """
 
     name: str

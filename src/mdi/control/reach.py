@@ -34,7 +34,7 @@ PROBLEMS = {
     "timeout": "no answer",
     "unreachable": "no way there",
     "silent": "it takes connections, but does not answer",
-    "closed": "the connection was broken off",
+    "closed": "the connection was closed",
     "stranger": "what answers is no node of MDI-LLM",
     "other": "another node answers there",
     "key": "it does not have the same cluster key",

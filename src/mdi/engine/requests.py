@@ -94,7 +94,7 @@ class Request:
         return is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
 
     def keep_logprobs(self, number: int, logprobs: TokenLogprobs) -> None:
-        """Of the sequence's new token `number`, from 0 on; one that was lost on its way is drawn again."""
+        """Called for the sequence's new token `number`, from 0 on; a lost token is drawn again."""
         self._logprobs[number] = logprobs
 
     def logprobs_of_next(self, n: int) -> tuple[TokenLogprobs, ...]:

@@ -74,7 +74,7 @@ class SecondaryLoop:
 
         Raises:
             RingError: the ring broke.
-            MdiError: this node cannot go on; the caller must tell the ring.
+            MdiError: this node cannot continue; the caller must tell the ring.
         """
         while True:
             try:

@@ -37,7 +37,7 @@ class FreeCores:
         self._spins = 0
 
     def spins(self) -> int:
-        """How often an idle thread of the kernels may look for work before it sleeps; 0 beside other work or under a quota."""
+        """How often an idle thread of the kernels may poll for work before it sleeps; 0 beside other work or under a quota."""
         now = self._clock()
         if not self._can_spin or now - self._begin < SPAN_S:
             return self._spins

@@ -115,7 +115,7 @@ class KernelStage:
 
     @property
     def gathered_share(self) -> float:
-        """The kernels read keys and values where they lie."""
+        """The kernels read keys and values in place."""
         return 0.0
 
     def compile(self) -> None:

@@ -56,7 +56,7 @@ def skipped(form: str, first: int, last: int) -> int:
 
 
 def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, last: int) -> Bytes:
-    """The packed bytes of the inputs [start, last), of which those before `first` are to be zero."""
+    """The packed bytes of the inputs [start, last); those before `first` become zero."""
     layout = LAYOUTS[matrix.format]
     n_records = padded(matrix.n_in, layout.record_inputs) // layout.record_inputs
     are_panels = (

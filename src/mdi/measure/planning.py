@@ -70,7 +70,7 @@ def profile_cluster(
         computing: of the starter; `asked` is what the other nodes compute with, in its format.
         cache_dir: folder for the starter's own measurements; None: this process's cache folder.
         fresh: measure again, whatever is kept.
-        run: id of the run that is to be placed; None is only a plan.
+        run: id of the run to place; None is only a plan.
     """
     folder = cache_dir or Path.cwd()
     profiler = Profiler(cluster.starter.name, folder)

@@ -91,7 +91,7 @@ def join_ring(
         listener: where it can call again if its connection breaks; without, it is lost then.
 
     Raises:
-        RingError: the next node cannot be reached or refuses; the previous node has been told, and both sockets closed.
+        RingError: the next node cannot be reached or refuses; the previous node knows it, and both sockets are closed.
     """
     sock_out: socket.socket | None = None
     codec_in = codec_in or FrameCodec(HANDSHAKE_LIMITS)

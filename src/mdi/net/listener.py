@@ -148,7 +148,7 @@ class RingListener:
         return port
 
     def expect(self, epoch: int, hello: Hello, answer: Frame | None = None) -> Expectation:
-        """From now on, let in the one connection that says `hello` for run `epoch`, beside those expected before.
+        """From now on, also accept the one connection with `hello` for run `epoch`.
 
         Args:
             answer: sent back at once if given; otherwise the thread that takes the connection answers.

@@ -61,7 +61,7 @@ class CacheReport:
 
 
 class CachingStage(Protocol):
-    """Of a stage that is loaded and prepared, what there is to know of its memory."""
+    """The memory of a loaded and prepared stage."""
 
     start: int
     stop: int
@@ -147,7 +147,7 @@ class SharedCaches:
         Args:
             by_hand: the limit that the user set, for all of the process together.
             share: part of the free memory that one run may take.
-            rows_bytes: that are kept beside them, of rows that were sent.
+            rows_bytes: memory for the rows that were sent, kept beside them.
         """
         with self._lock:
             self._granted.pop(stage, None)

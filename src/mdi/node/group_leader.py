@@ -169,7 +169,7 @@ class GroupLeader(RingOfGroups):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Of the share, and of embedding and head."""
+        """Weights of the share, and of embedding and head."""
         share = super().weight_use
         if not self._is_loaded or self._window is not None:  # a window holds them all
             return share

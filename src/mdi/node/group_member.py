@@ -43,7 +43,7 @@ def share_stage(
 
 
 def check_torch_sums(algorithm: str) -> None:
-    """Raises UsageError if sums are to be torch's, and torch is not here."""
+    """Raises UsageError if torch must compute sums and is not installed."""
     if algorithm in TORCH_SUMS and not has_torch():
         raise UsageError(f"--reduce {algorithm} needs torch: install it on all nodes, or use --reduce auto")
 

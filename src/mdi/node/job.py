@@ -170,7 +170,7 @@ class Job:
             ring.fail(fault)
 
     def replace(self, name: str) -> None:
-        """End it in favour of another ring of the same run, which may go on with its caches."""
+        """End it for another ring of the same run, which may use its caches."""
         self.is_replaced = True
         self.abort(Fault("", f"{name} takes part in another ring of this run", name, "run"))
 

@@ -45,7 +45,7 @@ class LocalRing:
         ckpt: read by the secondaries themselves, so that nothing has to be sent.
         cores: divided among the nodes, each of which stays on its own; None pins nothing.
         kv_memory: bytes for caches on each node.
-        n_spares: nodes beside those of the ring, which take the places of lost ones.
+        n_spares: nodes besides those of the ring, which replace lost ones.
     """
 
     cluster: ClusterConfig  # from `__enter__` on

@@ -86,7 +86,7 @@ class OwnStage:
         return self._family.secondary_parts(index, n_nodes, *blocks)
 
     def extensions(self, index: int) -> dict[str, Any]:
-        """What node `index` of the ring must know beside what all nodes do."""
+        """What only node `index` of the ring must know."""
         return {}
 
     def expect(self, listener: RingListener | None, epoch: int, placement: str, process: str) -> None:
@@ -101,7 +101,7 @@ class OwnStage:
 
     @property
     def compute_s(self) -> float:
-        """What this node has computed beside the engine."""
+        """What this node has computed besides the engine."""
         return 0.0
 
     @property

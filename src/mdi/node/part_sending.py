@@ -57,7 +57,7 @@ class _Tries:
         self._n_broken, self._deadline = 0, time.monotonic() + STALL_S
 
     def add(self, error: ControlError) -> None:
-        """One has failed; raises if there is to be no other."""
+        """One transfer has failed; raises if there will be no other."""
         if error.status is None:
             self._n_broken += 1
             if self._n_broken > N_BROKEN:
@@ -125,7 +125,7 @@ class PartSending:
             have = there
 
     def _holders_of(self, part: PartSpec) -> list[ControlClient]:
-        """Nodes to be asked for the part: first those that should have it, and have sent the fewest."""
+        """Nodes to ask for the part: first those that should have it and have sent the fewest."""
         own, known = self._client.node.name, self._holders.known.get(part.sha256, ())
         asked = sorted(known, key=lambda one: self._n_sent.get(one.node.name, 0))
         asked += [one for one in self._holders.beside if one not in known]
@@ -139,7 +139,7 @@ class PartSending:
         logger.debug("%s has sent %s to %s", holder.node.name, part.name, node.name)
 
     def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
-        """The bytes of a part from `skip` on, until the set-up is broken off."""
+        """The bytes of a part from `skip` on, until the set-up is interrupted."""
         for piece in from_offset(self._weights.pieces(part.name), skip):
             self._check()
             yield piece

@@ -39,7 +39,7 @@ def measured_cluster(
     Args:
         cluster: with the ports that the starter really has.
         computing: what the starter computes with.
-        run: id of the run that is to be placed.
+        run: id of the run to place.
         check: called repeatedly meanwhile; its exceptions end the waiting.
 
     Raises:

@@ -103,7 +103,7 @@ class SecondaryNode:
         self.is_leaving = self._closed = False
 
     def open(self) -> None:
-        """Bind both ports; UsageError if that is not possible. In any case, `close` is to be called afterwards."""
+        """Bind both ports; UsageError if that is not possible. Call `close` afterwards in any case."""
         name = self.config.name
         self._stages.check_folder()
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")

@@ -26,7 +26,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Division:
-    """What the first ring of a run is to be.
+    """The plan of a run's first ring.
 
     Attributes:
         stages: in ring order; `counts` are the blocks of each.

@@ -28,7 +28,7 @@ class StarterWeights:
 
     Args:
         ckpt: directory of a LitGPT checkpoint, or None.
-        chunk: the starter's chunk, or None; the other nodes' chunks are looked for beside it.
+        chunk: the starter's chunk, or None; the other nodes' chunks must be beside it.
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
         quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.

@@ -43,7 +43,7 @@ class TorchStage:
         return WeightUse(n_bytes, n_bytes, 0.0)
 
     def close(self) -> None:
-        """There is nothing to be ended."""
+        """Nothing needs to be ended."""
 
     def run_bytes(self, max_length: int) -> int:
         return self.inner.run_bytes(max_length, self._kv_dtype)

@@ -16,7 +16,7 @@ from mdi.recovery.moving import MovingCut
 from mdi.recovery.replacement import Next, Stage, cut_over
 from mdi.recovery.roll_call import GRACE_S, Answer, call_roll
 
-JOIN_GAIN = 1.1  # a node is taken in if a round then takes so much less
+JOIN_GAIN = 1.1  # a node joins if a round then takes so much less
 
 # Nodes that were found, by the numbers of their processes.
 Newcomers = Callable[[], Mapping[str, NodeConfig]]

@@ -19,7 +19,7 @@ KEPT_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run that was broken off; `changed_s` is when it was last written to, in seconds since 1970."""
+    """An interrupted run; `changed_s` is the time of its last write, in seconds since 1970."""
 
     name: str
     path: Path

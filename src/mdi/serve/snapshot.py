@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mdi.node.starter import StarterNode
     from mdi.serve.host import ModelHost
 
-Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and how its timer stands to ours
+Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and its timer compared with ours
 ANSWER_S = 0.7  # the page shows a node that is silent for so long as gone
 
 

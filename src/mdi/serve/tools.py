@@ -37,7 +37,7 @@ class ToolUse:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """What an answer must look like that is to be a call."""
+        """The form of an answer that is a call."""
         if not self.forced:
             return None
         calls = []

@@ -68,7 +68,7 @@ class OwnProcesses(NodeSource):
 
     Args:
         make: the ring, not started yet.
-        begun: told of a ring that was started; the nodes as the starter is to see them.
+        begun: called with a started ring; its nodes as the starter sees them.
         is_revived: `check` starts an ended process again, and the others continue; else `check` raises.
     """
 

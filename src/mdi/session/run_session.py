@@ -28,7 +28,7 @@ class Session:
         nodes: the nodes of the run; they outlive the session.
         options: the user's choices.
         n_tokens: that a text may have beyond the longest prompt.
-        prompts: texts that are to be submitted, or their ids; placement and caches are made for these.
+        prompts: texts that will be submitted, or their ids; placement and caches are made for these.
         n_texts: at the same time; None: as many as prompts.
         family: makes that of the model; None is litgpt's.
         leave: end the processes of all secondaries as well, once the session is left without an error.

@@ -21,7 +21,7 @@ class MemberRing:
     Args:
         stage: the node's share.
         is_whole: the group is the whole ring: its first node, the starter, has the result as well, and nothing leaves but
-            this node's part of the logits. The loop is to keep only the rows that want some.
+            this node's part of the logits. The loop must keep only the rows that need some.
     """
 
     def __init__(self, inner: Any, stage: ShardStage, group: Group, is_whole: bool) -> None:
@@ -98,7 +98,7 @@ class LeaderRing:
 
 
 class _Share(SecondaryLoop):
-    """A loop's computing, without its ring: rows that want logits come back, as from a ring's last node."""
+    """A loop's computing, without its ring: rows that need logits come back, as from a ring's last node."""
 
     def __init__(self, stage: FrameStage, ring: Ring) -> None:
         super().__init__(stage, ArrayRows(), ring, is_last=True)

@@ -1,8 +1,8 @@
 """Connections between all nodes of a group for their sums. The computing thread reads and writes them.
 
 Every message has a length that both sides know. Sockets do not block: a node that must both send and receive does what can be
-done, so that two nodes never wait for each other to read. Who waits looks again and again for a moment where cores are free,
-and sleeps else; while it sleeps, it is told when the run is over.
+done, so that two nodes never wait for each other to read. A waiting node polls for a moment if cores are free, and sleeps
+otherwise; while it sleeps, it still notices the end of the run.
 """
 
 from __future__ import annotations

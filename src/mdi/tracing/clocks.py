@@ -32,7 +32,7 @@ def read_clock(ask: Callable[[], float], n_round_trips: int = N_ROUND_TRIPS) -> 
 
 
 def settled(delays_s: Sequence[float], errors_s: Sequence[float]) -> list[float]:
-    """By how much each node's clock is to be put on, so that the links of a ring are as alike as the clocks' errors allow.
+    """Corrections of the nodes' clocks that make the links of a ring as equal as the clocks' errors allow.
 
     What all links take together is known well, for the first node sees frames leave and come back; how it is shared out is
     known as well as the clocks are. Of all clocks that may be right, those are taken that make no link odd without a reason.

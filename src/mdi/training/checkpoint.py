@@ -51,7 +51,7 @@ class SavedRun:
     Attributes:
         weights: of the model, or of its adapters if there is a base; float32.
         optimizer, scaler: their state dicts.
-        files: what belongs beside the weights, the shape among it; the tokenizer comes with the data.
+        files: to write beside the weights, with the shape; the tokenizer comes with the data.
         data_sha256: of the train.bin that it was trained on.
     """
 

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM while training: the first ends the run after the present step, the second at once.
 
-A step that is broken off leaves weights half updated, which nothing could go on from.
+An interrupted step leaves weights half updated, from which training could not be resumed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What a run takes beside weights, in bytes.
+    """Memory of a run besides weights, in bytes.
 
     Attributes:
         sequence: caches of one sequence of full length, and tables of positions.
@@ -62,7 +62,7 @@ def choose_window(
 ) -> WindowPlan:
     """The window that was asked for, or the best that the memory holds.
 
-    What stays for good is not read again, so as many blocks stay as fit beside two units; what is left goes into a wider
+    Blocks that stay are not read again, so as many stay as fit beside two units; the rest is for a wider
     window, which evens out a disk that is slow now and then.
 
     Args:

@@ -47,7 +47,7 @@ def open_window(
         stage: made, not loaded.
         name: of the node.
         source: gives that of each part.
-        folder: for weights that have to be packed first.
+        folder: for weights that must be packed first.
         check: called repeatedly; its exceptions pass through.
 
     Raises:

@@ -15,7 +15,7 @@ class WindowPlan:
     Attributes:
         units: of one pass, in order; None is a position of the window that holds nothing, see window.unit_reader.
         kept: indices of those that stay.
-        n_slots: units in memory at a time, beside those that stay.
+        n_slots: units in memory at a time, besides those that stay.
         retain: every so-manieth block stays; None: none does.
     """
 

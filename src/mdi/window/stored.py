@@ -45,7 +45,7 @@ class StoredParts:
 
     Args:
         packing: the formats wanted.
-        folder: for weights that have to be packed first.
+        folder: for weights that must be packed first.
         limit: bytes that the process may take meanwhile; None is no limit.
 
     Attributes:
