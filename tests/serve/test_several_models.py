@@ -11,6 +11,8 @@ from own_server import right, run, server
 from mdi.errors import EngineError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
+from mdi.serve.api_errors import ApiError
+from mdi.session.run_session import Session
 from secondaries import secondaries
 
 
@@ -26,6 +28,34 @@ def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryN
             await made.until(lambda: set(made.client.state.rings) == {"one", "two"})
 
     run(scenario())
+
+
+def test_a_model_that_cannot_be_used_is_told_and_the_others_continue(
+    folder: Path, nodes: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_session = Session.open
+
+    def fail(self: Session) -> None:
+        if self.options.ckpt == folder / "two":
+            raise ValueError("as only a defect would")
+        open_session(self)
+
+    monkeypatch.setattr(Session, "open", fail)
+    template = folder / "three" / "chat_template.jinja"
+    template.write_text("{% for")
+
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            for name, status in (("two", 503), ("three", 500)):
+                with pytest.raises(ApiError) as caught:
+                    await made.write(name, 5)
+                assert caught.value.status == status
+            assert await made.write("one", 20) == right("one", 20)
+
+    try:
+        run(scenario())
+    finally:
+        template.unlink()
 
 
 def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(

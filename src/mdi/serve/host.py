@@ -159,9 +159,8 @@ class ModelHost:
                 self._load(name)
                 self._lost.pop(name, None)
             done.set_result(None)
-        except MdiError as e:
-            self._tell("failed", name, str(e))
-            done.set_exception(e)
+        except Exception as e:
+            done.set_exception(self._failure(name, e))
 
     def _give_up(self, name: str, error: MdiError | None = None) -> None:
         """End a model's run; `error` is why, if it was one."""
@@ -194,10 +193,18 @@ class ModelHost:
         try:
             self._load(name)
             del self._lost[name]
-        except MdiError as e:
-            self._tell("failed", name, str(e))
-            logger.warning("%s; the next attempt follows in %.0f s", e, lost.wait_s)
+        except Exception as e:
+            failure = self._failure(name, e)
+            logger.warning("%s; the next attempt follows in %.0f s", failure, lost.wait_s)
             self._lost[name] = _Lost(time.monotonic() + lost.wait_s, min(2 * lost.wait_s, LAST_RETRY_S))
+
+    def _failure(self, name: str, error: Exception) -> MdiError:
+        """Why a model could not be loaded. Whatever it was, the other models continue."""
+        if not isinstance(error, MdiError):
+            logger.error("%s cannot be loaded", name, exc_info=error)
+            error = EngineError(f"{name} cannot be loaded: {type(error).__name__}: {error}")
+        self._tell("failed", name, str(error))
+        return error
 
     def _load(self, name: str) -> None:
         self._n_loads += 1

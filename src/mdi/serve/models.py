@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mdi.errors import MdiError
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
@@ -140,7 +141,10 @@ class Models:
             return None
         facts = state.models[name]
         if name not in self._read or self._read[name][0] is not facts:
-            self._read[name] = facts, LoadedModel.of(facts)
+            try:
+                self._read[name] = facts, LoadedModel.of(facts)
+            except MdiError as e:
+                raise ApiError(500, f"{name} cannot be used: {e}", e.code) from e
         return self._read[name][1]
 
     def _check(self, name: str) -> None:
