@@ -10,7 +10,7 @@ import { RingView } from "./ring.js";
 const RING_MS = 1000; // between two looks at the ring, when it is shown
 const STATE_MS = 4000; // else
 const THEMES = ["auto", "light", "dark"];
-const THEME_NAMES = { auto: "as the system has them", light: "light", dark: "dark" };
+const THEME_NAMES = { auto: "as the system", light: "light", dark: "dark" };
 const FIELDS = { model: "", temperature: "0.8", "max-tokens": "512", system: "", key: "" };
 
 const storage = browserStorage();
@@ -58,7 +58,7 @@ async function loadModels() {
     return true;
   } catch (error) {
     if (error.status === 401) {
-      notify("This server asks for an API key: give it under Options.");
+      notify("This server needs an API key: enter it under Options.");
       byId("options").open = true;
     }
     return false;

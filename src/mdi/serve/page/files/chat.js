@@ -118,7 +118,7 @@ export class ChatView {
           this.grow();
         }
         if (event.usage) clock.n = event.usage.completion_tokens;
-        if (event.reason === "length") message.note = "cut off at the number of tokens that is allowed";
+        if (event.reason === "length") message.note = "cut off at the token limit";
       }
     } catch (error) {
       if (error.name !== "AbortError") message.failure = error.message;
@@ -149,7 +149,7 @@ export class ChatView {
   }
 
   keep() {
-    if (!this.chats.save()) this.notify("This browser does not keep the chats: its storage is full, or forbidden.");
+    if (!this.chats.save()) this.notify("This browser cannot store the chats: its storage is full or not allowed.");
   }
 }
 

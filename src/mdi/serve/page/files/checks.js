@@ -15,7 +15,7 @@ async function ask(path, draw) {
   const answer = byId("answer");
   buttons.forEach((button) => { button.disabled = true; });
   answer.hidden = false;
-  answer.replaceChildren("The nodes are asked …");
+  answer.replaceChildren("Asking the nodes …");
   try {
     answer.replaceChildren(...draw(await postJson(path)));
   } catch (error) {

@@ -1,4 +1,4 @@
-// The ring of a model as it is now: figures, a picture, its nodes and links, and what waits for whom.
+// The present state of a model's ring: figures, a picture, its nodes and links, and which node limits it.
 
 import { byId, el, svg } from "./dom.js";
 import { bytes, rate, share, time } from "./units.js";
@@ -95,8 +95,8 @@ function points(rates) {
 
 function waits(ring) {
   const slowest = (ring.nodes ?? []).find((node) => node.name === ring.waits_for);
-  if (!slowest) return [ring.texts?.running ? "No node is waited for: the frames are on their way most of the time." : "Nothing to do: all nodes wait for a text."];
-  return [el("strong", { text: slowest.name }), ` is what the others wait for: it computes for ${share(slowest.busy)} of the time.`];
+  if (!slowest) return [ring.texts?.running ? "No node limits the ring: frames spend most of their time on links." : "Idle: all nodes wait for a text."];
+  return [el("strong", { text: slowest.name }), ` limits the ring: it computes ${share(slowest.busy)} of the time.`];
 }
 
 function place(i, n) {
