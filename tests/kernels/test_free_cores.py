@@ -70,3 +70,5 @@ def test_only_this_process_cores_count(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.sysconf", lambda name: 100)
     assert busy_core_s(stat) == 1.56
     assert busy_core_s(tmp_path / "none") is None
+    stat.write_text("cpu  9 9 9 9 9 9 9 9 0 0\n")
+    assert busy_core_s(stat) is None, "as where a sandbox hides the cores"

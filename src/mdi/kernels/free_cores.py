@@ -59,9 +59,10 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
     except OSError:
         return None
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    busy = 0
+    busy, n_found = 0, 0
     for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
         if name in cores:
             user, nice, system, _idle, _iowait, *interrupted = map(int, fields[:8])
             busy += user + nice + system + sum(interrupted)
-    return busy / os.sysconf("SC_CLK_TCK")
+            n_found += 1
+    return busy / os.sysconf("SC_CLK_TCK") if n_found == len(cores) else None  # a sandbox may show fewer
