@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from mdi.node.starter import StarterNode
 from mdi.recovery.keeper import RingKeeper
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
+from waiting import until
 
 PROMPT, N_TOKENS = "The ring", 24
 
@@ -95,6 +98,25 @@ def test_each_node_is_asked_once(
     assert sorted(asked) == [("secondary0", "/init"), ("secondary1", "/init")]
     assert [(one["node"], one["replaced_by"]) for one in recoveries] == [(f"secondary{failed}",) * 2]
     assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
+
+
+def test_rings_of_the_past_keep_no_buffers(tmp_path: Path) -> None:
+    """Only what they measured is kept."""
+    past: list[weakref.ref[Any]] = []
+    frames: list[int] = []
+
+    def break_it(node: SecondaryNode) -> None:
+        past.append(weakref.ref(starter.rings.ring))  # type: ignore[union-attr, arg-type]
+        frames.append(starter.rings.measured()[3])  # type: ignore[union-attr]
+        fail(node)
+
+    with ring(tmp_path, 1 << 20) as (nodes, starter):
+        ids = generate(starter, {6: lambda: break_it(nodes[0]), 12: lambda: break_it(nodes[1])})
+        rings = starter.rings
+        assert rings is not None
+        until(lambda: (rings.measured(), gc.collect(), past[0]())[2] is None)  # it looks which rings are closed
+        assert rings.measured()[3] > frames[1] > frames[0] > 0
+    assert ids == list(reference(PROMPT, N_TOKENS, 4))
 
 
 def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(

@@ -84,7 +84,9 @@ class EngineThread:
         try:
             self.engine.run(ring if self._recorder is None else self._recorder.over(ring), until_idle=False)
         except RingError as e:
-            return e
+            return e.with_traceback(
+                None
+            )  # whoever keeps it, a log say, would keep the frames, and they the ring's buffers
         return None
 
     def close(self) -> None:

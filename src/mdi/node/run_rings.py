@@ -38,7 +38,7 @@ ENDED = ("left", "leaving", "disk")
 
 logger = logging.getLogger("mdi")
 
-
+Measured = tuple[float, float, int, int]
 MakeOwn = Callable[[ClusterConfig, Mapping[str, str]], tuple[ClusterConfig, OwnStage]]
 
 
@@ -91,8 +91,9 @@ class RunRings:
         self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
         self._is_configured = False
         self._is_first = True
-        self._closed: list[LoopbackRing | TcpRing] = []
-        self._closers: list[threading.Thread] = []
+        self._closing: list[tuple[threading.Thread, LoopbackRing | TcpRing]] = []
+        self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
+        self._lock = threading.Lock()  # of these two
 
     @property
     def run(self) -> str:
@@ -252,15 +253,17 @@ class RunRings:
         self._is_configured = False
         return dismiss(self.clients, self.run, leave, patient)
 
-    def measured(self) -> tuple[float, float, int, int]:
-        """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far."""
-        rings = [*self._closed, *([] if self.ring is None else [self.ring])]
-        return (
-            sum(ring.inbox.wait_s for ring in rings),
-            sum(ring.send_s for ring in rings),
-            sum(ring.bytes_sent for ring in rings),
-            sum(ring.n_frames for ring in rings),
-        )
+    def measured(self) -> Measured:
+        """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far; from any thread."""
+        with self._lock:
+            for closer, ring in self._closing:
+                if not closer.is_alive():
+                    self._past = _sum(self._past, _measured_of(ring))
+            self._closing = [(closer, ring) for closer, ring in self._closing if closer.is_alive()]
+            found = self._past
+            for ring in (*(ring for _, ring in self._closing), *(() if self.ring is None else (self.ring,))):
+                found = _sum(found, _measured_of(ring))
+            return found
 
     @property
     def weight_use(self) -> WeightUse:
@@ -285,13 +288,22 @@ class RunRings:
     def _close(self, is_awaited: bool = True) -> None:
         ring, self.ring = self.ring, None
         if ring is not None:
-            self._closed.append(ring)
             ring.stop("the run is over")
-            self._closers.append(threading.Thread(target=ring.close, name="ring-close", daemon=True))
-            self._closers[-1].start()
+            closer = threading.Thread(target=ring.close, name="ring-close", daemon=True)
+            closer.start()
+            with self._lock:
+                self._closing.append((closer, ring))
             if self.own is not None:
                 self.own.leave()
         if is_awaited:
-            for closer in self._closers:
+            for closer, _ in self._closing:
                 closer.join()
-            self._closers.clear()
+        self.measured()
+
+
+def _measured_of(ring: LoopbackRing | TcpRing) -> Measured:
+    return ring.inbox.wait_s, ring.send_s, ring.bytes_sent, ring.n_frames
+
+
+def _sum(a: Measured, b: Measured) -> Measured:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
