@@ -110,7 +110,8 @@ def test_stages_by_what_nodes_measure(
 def test_groups_that_nobody_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """--parallel auto: the starter and the last node are near each other, and so are the two others."""
     pairs = ({"starter", "secondary2"}, {"secondary0", "secondary1"})
-    board = replace(mdi.partition.example.boards().nodes[0], block_s=((1, 0.1),), memory_bytes=10**9, head_s=())
+    times = ((1, 0.1), (2, 0.15), (3, 0.2))  # by which two groups are a third faster than anything else
+    board = replace(mdi.partition.example.boards().nodes[0], block_s=times, memory_bytes=10**9, head_s=())
     names = ("starter", "secondary0", "secondary1", "secondary2")
     ways = tuple(LinkProfile(a, b, 1e-4 if {a, b} in pairs else 0.05, 1e8) for a in names for b in names if a != b)
     with contextlib.closing(open_source(checkpoint)) as source:
