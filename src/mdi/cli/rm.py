@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{folder} is a link to {folder.resolve()}: remove the link yourself, the model stays there")
     if not args.yes:
         if not sys.stdin.isatty():
-            raise UsageError("this is not a terminal, so there is no question: give --yes")
+            raise UsageError("without a terminal there is no confirmation: give --yes")
         if input(f"remove {folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     shutil.rmtree(folder)
