@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import mdi.net.link
 from cluster_keys import key_file
 from loopback import DEADLINE_S, Nodes, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
+from mdi.net.codec import FrameCodec
 from mdi.net.connection import Connection
 from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
@@ -25,6 +27,7 @@ from mdi.net.reconnect import Dialer
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.keys import KeyFile
+from waiting import until
 
 N_COLS = 2048
 
@@ -112,6 +115,25 @@ def test_a_connection_that_breaks_while_nothing_is_sent_is_made_again() -> None:
         reset(ring.nodes.rings[1], True)
         list(ring.rounds(3, 3, 3))
         assert ring.endings.empty()
+
+
+def test_a_notice_that_was_lost_with_its_connection_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system took it, and it never left: nobody knows."""
+    broken: set[socket.socket] = set()
+
+    def lose_notices(sock: socket.socket, frame: Frame, codec: FrameCodec, **options: bool) -> int:
+        if frame.type is FrameType.NOTICE and len(broken) < 2:
+            broken.add(sock)
+            sock.shutdown(socket.SHUT_RDWR)
+            return 0
+        return send_frame(sock, frame, codec, **options)
+
+    monkeypatch.setattr(mdi.net.link, "send_frame", lose_notices)
+    with passing(3) as ring:
+        list(ring.rounds(0, 3, 3))
+        ring.nodes.rings[2].announce_leave()
+        until(lambda: ring.nodes.rings[0].leaving == ("secondary1",))
+        assert len(broken) == 2 and ring.endings.empty()
 
 
 def first_link(ring: Passing) -> tuple[Link, Connection]:

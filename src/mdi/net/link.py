@@ -87,6 +87,7 @@ class Link:
         self._epoch = epoch
         self.outbox: Channel[Frame] = Channel(capacity, on_space=on_space)
         self.sent_frames: deque[Frame] = deque(maxlen=capacity if reconnect else 0)
+        self._notices: list[Frame] = []  # no numbers say whether they have come; twice does no harm
         self._received: int | None = None
         self._taken: int | None = None  # number of the last frame that the neighbour is known to have
         self._inbox = inbox
@@ -162,6 +163,8 @@ class Link:
                     return
                 if frame is not None and frame.type is FrameType.BATCH:
                     self.sent_frames.append(frame)
+                elif frame is not None and frame.type is FrameType.NOTICE:
+                    self._notices.append(frame)
                 last, connection = connection, self._connected()
                 if connection is None:
                     return
@@ -184,9 +187,10 @@ class Link:
             return self.connection
 
     def _lacking(self, connection: Connection, frame: Frame | None) -> list[Frame]:
-        """What the neighbour has not had, over a new connection; a STOP or ERROR behind it."""
+        """What the neighbour has not had, or may not have had, over a new connection; a STOP or ERROR behind it."""
         due = [one for one in self.sent_frames if connection.received is None or one.number > connection.received]
-        return due if frame is None or frame.type is FrameType.BATCH else [*due, frame]
+        last = [frame] if frame is not None and frame.type in (FrameType.STOP, FrameType.ERROR) else []
+        return [*due, *self._notices, *last]
 
     def _close_before(self, connection: Connection) -> None:
         """Called here, because only this thread may still use an older socket."""
@@ -210,8 +214,6 @@ class Link:
                     return True
         except OSError:
             self._break(connection)
-            if frame.type is FrameType.NOTICE:
-                self.put_notice(frame)
             return self._ending  # what ends the run does not wait for another connection
         return False
 
