@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
+    from mdi.checkpoint.weights import WeightSource
     from mdi.config import NodeConfig
     from mdi.node.model_family import ModelFamily
     from mdi.node.secondary import SecondaryNode
+    from mdi.security.keys import KeyFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,35 +117,17 @@ def serve(
         family: makes that of the models that it runs; None is litgpt's.
         nodes: of the ring, as far as they are known: some may be on this machine.
     """
-    from mdi.cache_dir import default_cache_dir
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import open_keys, refuse_exposure
-    from mdi.cli.checks import check_chunk, check_computing, found_ckpt
+    from mdi.cli.checks import check_chunk, check_computing
     from mdi.cli.discover import reachable
-    from mdi.cli.session_flags import cores_of, parsed_bytes
-    from mdi.cli.window_flags import weight_memory
+    from mdi.node.temporary import sweep
 
     keys = open_keys(args)
     refuse_exposure(args, keys, config)
     check_computing(args)
     check_chunk(args.chunk)
-    path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
-    kv_memory, cache_bytes = parsed_bytes(args, "kv_memory"), parsed_bytes(args, "cache_size")
-    cores = cores_of(args) or config.cores
-
-    from mdi.control.requested import Requested
-    from mdi.machine.neighbours import threads_beside
-    from mdi.machine.threads import choose_threads
-    from mdi.node.model_family import ModelFamily
-    from mdi.node.secondary import SecondaryNode
-    from mdi.node.temporary import sweep
-
-    asked = replace(Requested.of(args), threads=args.threads or config.threads or (len(cores) if cores else None))
-    choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
-    model = ModelFamily() if family is None else family()
-    weights = model.open_source(path) if path is not None else None
-    cache_dir = args.cache_dir or default_cache_dir()
-    node = SecondaryNode(config, weights, cache_dir, asked, kv_memory, model, cache_bytes, weight_memory(args), keys)
+    node, weights = _made_node(args, config, family, nodes, keys)
     try:
         node.open()
         _hand_over_when_terminated(node)
@@ -159,6 +143,35 @@ def serve(
         if args.until_stdin_closes:
             sweep()  # of its starter, if that was killed
     return 0
+
+
+def _made_node(
+    args: argparse.Namespace, config: NodeConfig, family: Callable[[], ModelFamily] | None, nodes: Sequence[NodeConfig],
+    keys: KeyFile | None,
+) -> tuple[SecondaryNode, WeightSource | None]:  # fmt: skip
+    """The node that the flags describe, with the weights on this machine, if any. UsageError, CheckpointError."""
+    from mdi.cache_dir import default_cache_dir
+    from mdi.cli.checks import found_ckpt
+    from mdi.cli.session_flags import cores_of, parsed_bytes
+    from mdi.cli.window_flags import weight_memory
+
+    path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
+    kv_memory, cache_bytes = parsed_bytes(args, "kv_memory"), parsed_bytes(args, "cache_size")
+    cores = cores_of(args) or config.cores
+
+    from mdi.control.requested import Requested
+    from mdi.machine.neighbours import threads_beside
+    from mdi.machine.threads import choose_threads
+    from mdi.node.model_family import ModelFamily
+    from mdi.node.secondary import SecondaryNode
+
+    asked = replace(Requested.of(args), threads=args.threads or config.threads or (len(cores) if cores else None))
+    choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
+    model = ModelFamily() if family is None else family()
+    weights = model.open_source(path) if path is not None else None
+    cache_dir = args.cache_dir or default_cache_dir()
+    memory = weight_memory(args)
+    return SecondaryNode(config, weights, cache_dir, asked, kv_memory, model, cache_bytes, memory, keys), weights
 
 
 def _hand_over_when_terminated(node: SecondaryNode) -> None:

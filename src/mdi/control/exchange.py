@@ -6,7 +6,7 @@ import contextlib
 import errno
 import http.client
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mdi.control.deadline import DeadlineSocket
@@ -70,31 +70,37 @@ def exchange(
         raise ExchangeError("name", str(e)) from None
     connection.sock = sock
     sock.settimeout(answer_s)
-    with contextlib.closing(connection):
-        try:
-            # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
-                own = {"Content-Length": str(n_bytes), "Connection": "close"}
-                connection.request(method, target, body, {**own, **(headers or {})})
-            sock.read_within(answer_s)
-            with connection.getresponse() as response:
-                found = HttpAnswer(
-                    response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
-                )
-                is_whole = not response.length
-        except TimeoutError:
-            raise ExchangeError("silent", "no answer in time") from None
-        except OSError as e:
-            raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
-        except (http.client.RemoteDisconnected, http.client.IncompleteRead):
-            raise ExchangeError("closed", "it closed the connection without an answer") from None
-        except (http.client.HTTPException, ValueError) as e:
-            raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
+    with contextlib.closing(connection), _explained():
+        # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
+            own = {"Content-Length": str(n_bytes), "Connection": "close"}
+            connection.request(method, target, body, {**own, **(headers or {})})
+        sock.read_within(answer_s)
+        with connection.getresponse() as response:
+            found = HttpAnswer(
+                response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
+            )
+            is_whole = not response.length
     if len(found.body) > ANSWER_LIMIT_BYTES:
         raise ExchangeError("stranger", f"its answer is longer than {ANSWER_LIMIT_BYTES} bytes")
     if not is_whole:
         raise ExchangeError("closed", "it closed the connection in the middle of its answer")
     return found
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what goes wrong on the way into an ExchangeError."""
+    try:
+        yield
+    except TimeoutError:
+        raise ExchangeError("silent", "no answer in time") from None
+    except OSError as e:
+        raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
+    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+        raise ExchangeError("closed", "it closed the connection without an answer") from None
+    except (http.client.HTTPException, ValueError) as e:
+        raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
 
 
 def _titled(response: http.client.HTTPResponse) -> dict[str, str]:

@@ -91,18 +91,15 @@ class StarterWeights:
         )
         if self._wanted is not None and self.quantize not in (None, self._wanted):
             raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
-        self._take_cut(self._cut(n_nodes, layers))
+        self.take_blocks(self._cut(n_nodes, layers))
 
     def cut_anew(self, counts: Sequence[int]) -> None:
         """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
-        self._take_cut(ranges(counts))
+        self.take_blocks(ranges(counts))
 
     def take_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         """The blocks of each node, the same for nodes that compute them together. CheckpointError if one is not here."""
-        self._take_cut(list(blocks))
-
-    def _take_cut(self, blocks: list[tuple[int, int]]) -> None:
-        self.blocks = blocks
+        self.blocks = list(blocks)
         for node, (start, stop) in enumerate(self.blocks):
             for part in stage_parts(start, stop, starter=node == 0):
                 self._source_of(part)  # complain now, not in the middle of a transfer

@@ -8,6 +8,7 @@ programming over the blocks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ def spread(cost: CostModel, ring: RingOrder, below_s: float = _INF) -> Spread | 
     return _fastest_stages(attempt, fill, terms, ring, best, machines)
 
 
-class _Fill:
+class _Fill(ABC):
     """Finds the counts with the shortest sum of stages under a limit for each stage."""
 
+    @abstractmethod
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
-        raise NotImplementedError
+        """Blocks of each node; None if they cannot be spread so."""
 
     def balanced(self, stage_s: float) -> tuple[int, ...] | None:
         """The same, with equal nodes treated alike."""

@@ -95,12 +95,8 @@ async def write_texts(
                 if index not in unfinished:
                     continue  # tokens beyond a stop string
                 now = time.monotonic()
-                for observer in api.observe:
-                    is_first = last[index] == begin
-                    if event.tokens and is_first:
-                        observer.first_token(now - begin)
-                    if event.tokens:
-                        observer.tokens(len(event.tokens), 0.0 if is_first else now - last[index])
+                if event.tokens:
+                    _count(api, len(event.tokens), begin, last[index], now)
                 last[index] = now
                 piece = _piece(index, event, answers[index])
                 if piece.finish_reason is not None:
@@ -113,6 +109,15 @@ async def write_texts(
         for observer in api.observe:
             for _ in unfinished:
                 observer.ended("cancelled")
+
+
+def _count(api: ApiState, n_tokens: int, begin: float, last: float, now: float) -> None:
+    """Tell the observers of new tokens of a text, whose last ones came at `last`."""
+    is_first = last == begin
+    for observer in api.observe:
+        if is_first:
+            observer.first_token(now - begin)
+        observer.tokens(n_tokens, 0.0 if is_first else now - last)
 
 
 def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:

@@ -135,15 +135,10 @@ def write_data_set(
             f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves no tokens to train on or to test"
         )
     make_folder(folder)
-    hashes = {}
-    for name, part in (("train.bin", ids[:n_train]), ("val.bin", ids[n_train:])):
-        digest = hashlib.sha256()
-        with replacing(folder / name, UsageError) as handle:
-            for start in range(0, len(part), PIECE_CHARS):
-                raw = part[start : start + PIECE_CHARS].tobytes()
-                digest.update(raw)
-                handle.write(raw)
-        hashes[name] = digest.hexdigest()
+    hashes = {
+        "train.bin": _write_ids(folder / "train.bin", ids[:n_train]),
+        "val.bin": _write_ids(folder / "val.bin", ids[n_train:]),
+    }
     for name, content in vocabulary.files().items():
         with replacing(folder / name, UsageError) as handle:
             handle.write(content)
@@ -161,6 +156,17 @@ def write_data_set(
     with replacing(folder / "meta.json", UsageError) as handle:
         handle.write(json.dumps(meta, indent=2).encode() + b"\n")
     return meta
+
+
+def _write_ids(path: Path, ids: TokenIds) -> str:
+    """The sha256 of the file."""
+    digest = hashlib.sha256()
+    with replacing(path, UsageError) as handle:
+        for start in range(0, len(ids), PIECE_CHARS):
+            raw = ids[start : start + PIECE_CHARS].tobytes()
+            digest.update(raw)
+            handle.write(raw)
+    return digest.hexdigest()
 
 
 def load_data_set(folder: Path) -> DataSet:
