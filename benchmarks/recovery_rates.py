@@ -236,7 +236,10 @@ def no_cache_s(ring: Ring, ids: list[int]) -> float:
 
 
 def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int) -> list[dict[str, Any]]:
-    """A line for each way and rate: what is left of the speed without failures, measured and computed."""
+    """A line for each way and rate: what is left of the same way's speed without failures, measured and computed.
+
+    The rates of a way take turns; the ways do not, and the machine's speed changes from one to the next.
+    """
     plain_s = statistics.median(row.seconds for row in rows if not row.rate)
     lines = []
     for way in (*RESTORED, "restart", "no cache"):
@@ -256,7 +259,7 @@ def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int
             measured_s = statistics.mean(row.seconds for row in found) if found else None
             lines.append({
                 "way": way, "rate": rate, "texts": len(found), "failures": sum(row.failures for row in found),
-                "left": plain_s / measured_s if measured_s else None, "computed": plain_s / computed_s,
+                "left": own_s / measured_s if measured_s else None, "computed": own_s / computed_s,
                 "s_per_failure": cost_s if way in RESTORED else None,
             })  # fmt: skip
     return lines
