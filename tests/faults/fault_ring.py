@@ -158,12 +158,19 @@ class FaultRing:
 
     def state(self, index: int) -> str:
         """What a secondary says of itself; "" if it says nothing."""
+        return str(self._status(index).get("state", ""))
+
+    def knows(self, index: int, run: str) -> bool:
+        """Whether a secondary has been told of a run."""
+        return self._status(index, run).get("epoch") is not None
+
+    def _status(self, index: int, run: str = "") -> dict[str, Any]:
         port = self.ports[index + 1][0]
         try:
-            with requests.get(f"http://{BACK}:{port}/", timeout=5) as response:
-                return str(response.json().get("state"))
+            with requests.get(f"http://{BACK}:{port}/", {"run": run} if run else None, timeout=5) as response:
+                return dict(response.json())
         except requests.RequestException:
-            return ""
+            return {}
 
     def is_alive(self, index: int) -> bool:
         process = self.secondaries[index]

@@ -150,9 +150,11 @@ class Loading(Saboteur):
     """Kills the first node as soon as it has been told of the run, with its weights on the way or all there."""
 
     def _reach(self, fault: Fault) -> bool:
-        return self.running.wait_until(
-            lambda: self.running.state == "LOADING" and self.ring.state(0) in ("LOADING", "READY")
-        )
+        return self.running.wait_until(self._is_told)
+
+    def _is_told(self) -> bool:
+        node = self.running.node
+        return node is not None and self.ring.knows(0, node.run_id)
 
 
 def test_a_node_that_dies_before_the_ring_is_closed_is_replaced(nodes: FaultRing, checkpoint: Path) -> None:
