@@ -240,13 +240,13 @@ def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int
 
     The rates of a way take turns; the ways do not, and the machine's speed changes from one to the next.
     """
-    plain_s = statistics.median(row.seconds for row in rows if not row.rate)
+    plain_s = statistics.mean(row.seconds for row in rows if not row.rate)
     lines = []
     for way in (*RESTORED, "restart", "no cache"):
         own = [row for row in rows if row.way == way]
         failed = [row for row in own if row.failures]
         n_failures = sum(row.failures for row in failed)
-        own_s = statistics.median([row.seconds for row in own if not row.rate] or [plain_s])
+        own_s = statistics.mean([row.seconds for row in own if not row.rate] or [plain_s])
         cost_s = sum(row.seconds - own_s for row in failed) / n_failures if n_failures else 0.0
         for rate in rates:
             found = [row for row in own if row.rate == rate]
