@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,7 +19,7 @@ from mdi.serve.parameters import CommonFields
 logger = logging.getLogger("mdi")
 
 
-class EndpointJob:
+class EndpointJob(ABC):
     """A parsed request: what to generate, and how to answer. See completions.py and chat.py.
 
     Attributes:
@@ -29,8 +30,9 @@ class EndpointJob:
     fields: CommonFields
     n_texts: int
 
+    @abstractmethod
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
-        raise NotImplementedError
+        """Have the texts generated, and answer with them."""
 
 
 class Endpoint:
