@@ -23,6 +23,7 @@ from mdi.kernels.layout import Matrix, pack, unpack
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
+
 @pytest.mark.parametrize("family", KNOWN)
 def test_logits_equal_the_uncached_model(family: str) -> None:
     gpt = model_of(family)

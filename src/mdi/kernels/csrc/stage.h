@@ -296,7 +296,8 @@ class Runner {
     for (int64_t i = 0; i < (int64_t)n_ * width; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
   }
 
-  // The k largest scores, in falling order, the lower number first among equals; and a softmax over them.
+  // The k largest scores, in falling order, the lower number first among equals; and a softmax over them, of NaN if any score is
+  // not finite.
   static void choose(const float* score, int n, int k, int32_t* choice, float* probability) {
     for (int i = 0; i < k; i++) {
       int best = -1;
@@ -309,6 +310,7 @@ class Runner {
     }
     alignas(64) float e[16];
     float total = 0;
+    for (int i = 0; i < n; i++) total += score[i] - score[i];
     for (int i = 0; i < k; i++) {
       store(e, exp(splat(score[choice[i]] - score[choice[0]])));
       probability[i] = e[0];
