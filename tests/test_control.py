@@ -388,6 +388,13 @@ FIELDS_OF_VERSION = {
         "compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype threads "
         "wire_dtype",
     ),
+    5: (
+        "allow_clipping blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over "
+        "index keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts "
+        "placement quantize quantize_head replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+        "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype "
+        "threads wire_dtype",
+    ),
 }
 
 
@@ -440,6 +447,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         assert len(str(e)) < 500
     else:
         of_that_type = {
+            "allow_clipping",
             "compile",
             "exclusive",
             "hand_over",
@@ -473,7 +481,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, r"request.parts\[0\]: expected an object, found 7"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "sha256: expected 64 hex digits"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "n_bytes: expected a whole number from 1"),
-        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 4"),
+        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 5"),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:

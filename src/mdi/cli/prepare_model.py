@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cli.flags import add_allow_clipping
 from mdi.config import DTYPES
 from mdi.errors import UsageError
 from mdi.units import size
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "int4 an eighth (default: the smallest without loss)",
     )  # fmt: skip
     cut.add_argument("--quantize-head", choices=PACKED, help="the same for head and embedding (default: as --quantize)")
+    add_allow_clipping(cut)
     hub = parser.add_argument_group("hub")
     hub.add_argument(
         "--ckpt-folder", type=Path, metavar="DIR", help="folder for downloaded models (default: src/checkpoints)"
@@ -96,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
     directory, results = _convert(directory, args)
     source = open_source(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
-        source = CastSource(source, args.dtype)
+        source = CastSource(source, args.dtype, args.allow_clipping)
     if args.n_nodes is not None:
         own = own_packing(source.dtype)
         head = args.quantize_head or args.quantize or own.head
-        source = PackedSource(source, Packing(args.quantize or own.blocks, head))
+        source = PackedSource(source, Packing(args.quantize or own.blocks, head, args.allow_clipping))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.config_dict["n_layer"]
@@ -183,7 +185,8 @@ def _convert(directory: Path, args: argparse.Namespace) -> tuple[Path, Path]:
     from mdi.cli import default_ckpt_folder
 
     out = None if args.export is not None else args.out
-    checkpoint, results = ready(directory, args.ckpt_folder or default_ckpt_folder(), out, args.model_name, args.dtype)
+    home, clips = args.ckpt_folder or default_ckpt_folder(), args.allow_clipping
+    checkpoint, results = ready(directory, home, out, args.model_name, args.dtype, clips)
     if args.model_name is not None:
         held = read_config(checkpoint / "model_config.yaml")
         names = {held["name"], (held["hf_config"] or {}).get("name")}

@@ -15,7 +15,7 @@ from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 4
+CONTROL_VERSION = 5
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",

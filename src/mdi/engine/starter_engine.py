@@ -18,7 +18,7 @@ from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.engine.starter_part import StarterFrameStage, StarterRows
+from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
@@ -271,12 +271,9 @@ class StarterEngine:
             x = self._rows.read(frame, self.stage.returned_width)
             if len(x) != len(wanting):
                 raise EngineError(f"{len(x)} rows came back for {len(wanting)} sequences")
-            if not self._rows.are_finite(x):
-                raise EngineError(
-                    "the blocks returned numbers that are not finite: most likely float16 overflowed on a node (use --dtype "
-                    "float32 or bfloat16 there), or weights are damaged"
-                )
+            check_finite(self._rows, x, "the blocks returned numbers")
             logits = self.stage.head(x)
+            check_finite(self._rows, logits, "the head gave logits")
             drawn = sample(logits, [self._row_of(seq_id) for seq_id in wanting])
             self._keep_logprobs(logits, wanting, drawn)
             for seq_id, token in zip(wanting, drawn, strict=True):

@@ -127,15 +127,16 @@ def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | 
     return why_not_in_kernels(config)
 
 
-def choose_packing(stored: str, blocks: str | None, head: str | None) -> Packing:
+def choose_packing(stored: str, blocks: str | None, head: str | None, clips: bool = False) -> Packing:
     """What the kernels are to read.
 
     Args:
         stored: type of the checkpoint's weights.
         blocks, head: formats that were asked for; None takes those that lose nothing.
+        clips: see Packing.
     """
     own = own_packing(stored)
-    return Packing(blocks or own.blocks, head or own.head)
+    return Packing(blocks or own.blocks, head or own.head, clips)
 
 
 def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:

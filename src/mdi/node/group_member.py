@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mdi.checkpoint.store import BlockStore
@@ -60,7 +61,8 @@ def own_shards(group: Group, request: InitRequest, source: WeightSource | None) 
             ShardSource(source, group.share(request.config), group.packing) if source.packing == group.packing else None
         )
     is_quick = group.packing.blocks not in ("int8", "int4")
-    return ShardSource(source, group.share(request.config), group.packing) if is_quick else None
+    packing = replace(group.packing, clips=request.allow_clipping)
+    return ShardSource(source, group.share(request.config), packing) if is_quick else None
 
 
 def sent_shard(group: Group, store: BlockStore, part: PartSpec, request: InitRequest) -> WeightSource:

@@ -235,7 +235,6 @@ class OwnStage:
 
             self.stage = of_torch = self._family.starter_stage(self._config, stop, n_nodes)
             loaded = TorchStage(of_torch, computing, None if weights.stored_format else weights.dtype)
-            formats = computing.quantize, computing.quantize_head
-            loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
+            loaded.load(parts, lambda part: torch_weights(source(part), part, computing))
             self.loaded = loaded
         logger.debug("%s", computing.told(self._name, 0, stop))

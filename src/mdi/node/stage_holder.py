@@ -267,7 +267,7 @@ class StageHolder:
 
             stored = None if request.stored_format else request.stored_dtype
             stage = TorchStage(self.family.secondary_stage(request, check), computing, stored)
-            stage.load(list(parts), lambda name: torch_weights(source(name), name, computing.quantize, None))
+            stage.load(list(parts), lambda name: torch_weights(source(name), name, computing))
         logger.debug("%s", computing.told(self._name, *request.blocks))
         if computing.compile:
             stage.compile()
