@@ -23,6 +23,7 @@ from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, Slice
+from tolerance import assert_alike
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 SAMPLED = SamplingParams(n_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=7)
@@ -492,7 +493,7 @@ def test_several_slices_with_several_logits() -> None:
     ring = Feeding([frame_of(x, 3, 0, slices, ())], x.shape[1])
     SecondaryLoop(last, TensorRows(CPU, torch.float32), ring, True).run()
     expected = [gpt(torch.tensor([texts[s.seq_id]]))[0, -s.n_logits :] for s in slices if s.n_logits]
-    torch.testing.assert_close(starter.head(ring.sent[0]), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    assert_alike(starter.head(ring.sent[0]), torch.cat(expected), gpt.config)
     assert ArrayRows().wanting_logits(np.arange(22), slices).tolist() == [2, 3, 4, *range(9, 15), 21]
 
 

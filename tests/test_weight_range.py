@@ -189,9 +189,8 @@ def test_a_gguf_file_with_a_scale_that_is_not_finite_is_refused(tmp_path: Path, 
 
 
 def started(folder: Path, *flags: str) -> int:
-    alone = str(Path(__file__).parents[1] / "src/settings_distr/standalone.json")
     run = ["--prompt", "Who are you?", "--n-tokens", "4", "--temperature", "0", "--json"]
-    return launch("starter", ["--nodes-config", alone, "--ckpt", str(folder), *flags, *run])
+    return launch("sample", ["--ckpt", str(folder), *flags, *run])
 
 
 @pytest.mark.parametrize("flags", [(), ("--quantize", "int8"), ("--quantize", "int4")])
