@@ -1,5 +1,7 @@
 """Mutants of the journal, from which an interrupted run goes on."""
 
+from __future__ import annotations
+
 from mutants.mutant import Mutant
 
 MUTANTS = [
@@ -39,15 +41,15 @@ MUTANTS = [
         "tests/test_journal.py::test_a_run_without_texts_is_not_over",
     ),
     Mutant(
-        "prompts are taken after the last one that the header promises",
-        "_take",
-        "len(record.texts) < n_prompts",
-        "isinstance(prompt, str)",
-        "tests/test_journal.py::test_without_all_its_prompts_it_is_refused_and_left_alone",
+        "a damaged end stays in the file, and new records come behind it",
+        "Journal.reopen",
+        "os.ftruncate(file, record.n_bytes)",
+        "None",
+        "tests/test_journal.py::test_every_damaged_end_is_cut_off",
     ),
     Mutant(
         "a record whose checksum is wrong is taken",
-        "_fields_of",
+        "recovery.journal:_fields_of",
         ' or check != b"%08x" % zlib.crc32(data)',
         "",
         "tests/test_journal.py::test_without_all_its_prompts_it_is_refused_and_left_alone",
