@@ -13,7 +13,7 @@ MUTANTS = [
         "_check_alone",
         "folder.resolve() == home.resolve()",
         "False",
-        REMOVED,
+        "tests/serve/test_serve_models.py::test_the_folder_of_all_models_is_not_removed_as_a_model",
     ),
     Mutant(
         "a model behind a link to its folder's parent is removed",

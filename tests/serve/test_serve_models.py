@@ -156,3 +156,10 @@ def test_a_model_in_a_folder_that_is_reached_by_a_link_is_removed(tmp_path: Path
     for name in ("base/finetuned", "base"):
         assert launch("rm", [name, "--yes", "--ckpt-folder", str(tmp_path / "home")]) == 0
         assert not (tmp_path / "disk" / name).exists()
+
+
+def test_the_folder_of_all_models_is_not_removed_as_a_model(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert launch("rm", [".", "--yes", "--ckpt-folder", str(tmp_path)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
