@@ -204,23 +204,23 @@ def test_no_ten_seconds_pass_without_a_line() -> None:
     lines = ProgressLines(said.append, 9, lambda: now[0])
 
     def step(number: int, seconds: float) -> StepReport:
-        """Of two passes of that length."""
-        for i in range(2):
-            lines.on_pass(f"step {number}/9: pass {i + 1} of 2")
+        """Of three passes of that length."""
+        for i in range(3):
+            lines.on_pass(f"step {number}/9: pass {i + 1} of 3")
             now[0] += seconds
         return StepReport(number, 0.1, 2.0, None, 5.0, now[0], 60.0)
 
     for number in range(1, 4):
-        lines.on_step(step(number, 1.0))
+        lines.on_step(step(number, 0.5))
     assert not said, "lines of the record come often enough"
     lines.report(step(4, 1.0))
     assert len(said) == 1 and said[0].startswith("step 4/9: loss 2.0")
-    lines.on_step(step(5, 20.0))
-    assert said[1:] == ["step 5/9: pass 2 of 2", said[0].replace("4/9", "5/9")], (
+    lines.on_step(step(5, 6.0))
+    assert said[1:] == ["step 5/9: pass 3 of 3", said[0].replace("4/9", "5/9")], (
         "with the loss, although a line just came"
     )
     lines.on_step(step(6, 20.0))
-    assert [line.partition(":")[0] for line in said[3:]] == ["step 6/9"] * 2
+    assert [line.partition(":")[0] for line in said[3:]] == ["step 6/9"] * 3
 
 
 def test_a_slow_run_shows_its_first_steps(

@@ -36,4 +36,25 @@ MUTANTS = [
         "False",
         "tests/security/test_join.py::test_the_key_of_another_cluster_is_kept",
     ),
+    Mutant(
+        "a conversion that failed leaves the folder that it made",
+        "_nothing_left",
+        "shutil.rmtree(folder, ignore_errors=True)",
+        "pass",
+        "tests/test_prepare.py::test_a_model_that_cannot_be_converted_leaves_nothing_in_the_way",
+    ),
+    Mutant(
+        "a conversion that failed leaves its files in a folder that was there",
+        "_nothing_left",
+        "path.unlink()",
+        "pass",
+        "tests/test_prepare.py::test_a_model_that_cannot_be_converted_leaves_nothing_in_the_way",
+    ),
+    Mutant(
+        "a conversion that failed removes an earlier result",
+        "_nothing_left",
+        "set(folder.iterdir()) - before",
+        "set(folder.iterdir())",
+        "tests/test_prepare.py::test_an_earlier_result_survives_a_conversion_that_fails",
+    ),
 ]
