@@ -98,7 +98,6 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     from mdi.serve.questions import handlers
     from mdi.serve.snapshot import Snapshots
     from mdi.tracing.recorder import SERVE_SPANS
-    from mdi.units import counted
 
     nodes = _nodes(args)  # first, because it decides the placement on processes of this machine
     options = starter_options(args)
@@ -118,8 +117,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
             raise MdiError("the API process has ended by itself; its last lines are above")
         except KeyboardInterrupt:
             ignore_interrupts()
-            under_way = f"; {counted(host.n_texts, 'text')} under way: finished first" if host.n_texts else ""
-            logger.info("no more requests are accepted%s", under_way)
+            logger.info("no more requests are accepted; the server ends as soon as those under way are finished")
             api.drain()
         finally:
             ignore_interrupts()

@@ -101,11 +101,6 @@ class ModelHost:
         """Let `run` return."""
         self._is_left = True
 
-    @property
-    def n_texts(self) -> int:
-        """Texts that run, or wait for memory."""
-        return sum(sum(loaded.node.engine.texts()[:2]) for loaded in list(self.loaded.values()))
-
     def submit(
         self, model: str, number: int, ids: Sequence[int], sampling: Mapping[str, Any], owner: str,
         constraint: Constraint | None,
