@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         "only the tensor's own bytes of a storage are compared",
-        "stored_bytes",
+        "storage_bytes",
         "tensor.untyped_storage()",
         "tensor.flatten()[:1].clone().untyped_storage()",
         f"{SOURCE}::test_a_checkpoint",

@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     Mutant(
         "joining a cluster writes over the key of another one",
-        "fetch",
+        "cli.join:fetch",
         "path.exists()",
         "False",
         "tests/security/test_join.py::test_the_key_of_another_cluster_is_kept",

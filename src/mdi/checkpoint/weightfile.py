@@ -125,11 +125,11 @@ class PickledFile:
 
     def array(self, name: str) -> np.ndarray:
         """As `WeightFile.array`. Raises CheckpointError if bits of the tensor have changed since the file was written."""
-        from mdi.checkpoint.torch_tensors import as_array, stored_bytes
+        from mdi.checkpoint.torch_tensors import as_array, storage_bytes
 
         tensor = self._load()[name]
         if self._checksums and name not in self._checked:
-            data = stored_bytes(tensor)
+            data = storage_bytes(tensor)
             if (data.nbytes, zlib.crc32(data.data)) not in self._checksums:
                 raise CheckpointError(
                     f"{self.path} is damaged: {name} does not have its checksum; convert or download the model again"
