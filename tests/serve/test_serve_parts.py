@@ -1,23 +1,20 @@
-"""The parts of the server by themselves: the queue, chat templates, tool calls, the lines between the processes."""
+"""The parts of the server by themselves: the queue, tool calls, the lines between the processes."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mdi.errors import CheckpointError, WireError
+from mdi.errors import WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
-from mdi.serve.templates import ChatTemplate, read_template
 from mdi.serve.tools import parse_tools
 
-USER = [{"role": "user", "content": "Who?"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -66,46 +63,6 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
         assert queue.n_running == 0
 
     asyncio.run(scenario())
-
-
-def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
-    template = read_template(tmp_path)
-    assert template.is_plain
-    assert (
-        template.render([{"role": "system", "content": "Be short."}, *USER], (), {})
-        == "Be short.\n\nUser: Who?\nAssistant:"
-    )
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
-     "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
-)  # fmt: skip
-def test_a_template_cannot_do_harm(source: str) -> None:
-    template = ChatTemplate(source, {})
-    try:
-        assert template.render(USER, (), {}) == "", source  # what is not allowed is nothing
-    except ApiError as e:
-        assert e.status == 400
-
-
-def test_what_a_template_writes_must_be_text() -> None:
-    messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
-    with pytest.raises(ApiError) as caught:
-        ChatTemplate("{{ messages|tojson }}", {}).render(messages, (), {})
-    assert caught.value.status == 400
-
-
-def test_a_template_of_the_models_own_and_a_damaged_one(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools|tojson }}"
-    )
-    template = read_template(tmp_path)
-    assert template.render(USER, [TOOL], {}).startswith("<user>Who?[{") and template.knows_tools
-    (tmp_path / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(CheckpointError):
-        read_template(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Chat(EndpointJob):
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
-        text = model.template.render(messages, self.tools.tools, self.template_values)
+        text = await model.template.render(messages, self.tools.tools, self.template_values)
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         return await encoded(model, text, encode, "messages")
 
