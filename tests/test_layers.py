@@ -143,7 +143,7 @@ LIGHT = [
     "mdi.node.local",
     "mdi.serve.api",
     "mdi.serve.process",
-    "mdi.serve.rendering",
+    "mdi.serve.limited",
 ]
 
 

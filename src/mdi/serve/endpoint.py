@@ -68,6 +68,8 @@ class Endpoint:
     async def _run(self, job: EndpointJob, exchange: Exchange) -> None:
         api, key = self._api, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
+        if (grammar := job.fields.grammar) is not None:
+            await api.schemas.check(grammar["schema"])
         async with (
             api.models.using(job.fields.model) as model,
             api.queue(model.name).entered(owner, priority, job.n_texts),

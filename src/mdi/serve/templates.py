@@ -1,6 +1,6 @@
 """Turns a chat into one text, by the model's own template or a plain one.
 
-A model's template is rendered in another process (`mdi.serve.rendering`): this one answers all requests, and must not stop for
+A model's template is rendered in another process (`mdi.serve.limited`): this one answers all requests, and must not stop for
 a template that computes for ever. Each template has a process of its own, from its first chat on. A process that did not answer
 is replaced.
 """
@@ -8,28 +8,21 @@ is replaced.
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.folder import CHAT_TEMPLATE
 from mdi.errors import CheckpointError
-from mdi.serve import rendering
+from mdi.serve import limited
 from mdi.serve.api_errors import ApiError
+from mdi.serve.limited import Renderer
+from mdi.serve.limited_process import LimitedError, LimitedProcess
 from mdi.serve.parameters import checked_text
-from mdi.serve.process import module_environment
-from mdi.serve.rendering import Renderer
 from mdi.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE_LIMIT = 1 << 18  # characters of a template
-START_S = 60.0  # for the process to begin, which takes long on a busy board
-RENDER_S = 15.0  # for a chat; the process's own limit is shorter, but counts only while it computes
-ANSWER_LIMIT_BYTES = 8 * rendering.RENDERED_LIMIT
 
 PLAIN = """\
 {%- for message in messages %}
@@ -55,8 +48,8 @@ class ChatTemplate:
         self.is_plain = source is None
         self.knows_tools = source is not None and "tools" in source
         self._plain = Renderer(PLAIN, specials) if source is None else None
-        self._template = {"source": source, "specials": dict(specials)}
-        self._process: RenderingProcess | None = None
+        self._template = {"template": source, "specials": dict(specials)}
+        self._process: LimitedProcess | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
 
@@ -69,9 +62,9 @@ class ChatTemplate:
         if "text" in answer:
             return checked_text("messages", answer["text"])
         reason = answer["error"]
-        if answer["code"] == rendering.UNREADABLE:
+        if answer["code"] == limited.UNREADABLE:
             raise ApiError(500, f"the model's chat template cannot be read: {reason}", CheckpointError.code)
-        if answer["code"] == rendering.TOO_LONG:
+        if answer["code"] == limited.TOO_LONG:
             raise ApiError(400, f"messages: the chat is too long: {reason}", "context_length_exceeded", "messages")
         raise ApiError(400, f"messages: the model's chat template refuses them: {reason}", param="messages")
 
@@ -88,68 +81,22 @@ class ChatTemplate:
             is_usable = False  # until it has answered: one that has ended, or is still at this chat, gets no other one
             try:
                 if self._process is None:
-                    self._process = await RenderingProcess.start()
-                    answer = await self._process.ask(self._template, START_S)
+                    self._process = await LimitedProcess.start()
+                    answer = await self._process.ask(self._template)
                     if "error" in answer:
                         return answer
-                answer = await self._process.ask(values, RENDER_S)
+                answer = await self._process.ask({"values": values})
                 is_usable = True
                 return answer
+            except LimitedError:
+                raise ApiError(
+                    400, f"messages: the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
+                    f"{limited.MEMORY_BYTES >> 20} MB of memory for them", "chat_template", "messages",
+                ) from None  # fmt: skip
             finally:
                 if self._process is not None and not is_usable:
                     self._process.kill()
                     self._process = None
-
-
-class RenderingProcess:
-    """One process that renders the chats of one template."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], source: asyncio.StreamReader, sink: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._source = source
-        self._sink = sink
-
-    @classmethod
-    async def start(cls) -> RenderingProcess:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            source, sink = await asyncio.open_connection(sock=ours)
-            try:
-                command = [sys.executable, "-m", rendering.__name__]
-                process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=module_environment()
-                )
-            except BaseException:
-                sink.close()
-                raise
-        return cls(process, source, sink)
-
-    async def ask(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """See `mdi.serve.rendering`. ApiError if the process has ended or is late: then it can be asked no more."""
-        try:
-            return await asyncio.wait_for(self._exchange(rendering.packed(message)), within_s)
-        except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):  # noqa: UP041 - another class before Python 3.11
-            raise ApiError(
-                400, f"messages: the model's chat template needs more than {rendering.COMPUTING_S - 1} s of computing or "
-                f"{rendering.MEMORY_BYTES >> 20} MB of memory for them", "chat_template", "messages",
-            ) from None  # fmt: skip
-
-    async def _exchange(self, data: bytes) -> dict[str, Any]:
-        self._sink.write(data)
-        await self._sink.drain()
-        (n_bytes,) = rendering.LENGTH.unpack(await self._source.readexactly(rendering.LENGTH.size))
-        if n_bytes > ANSWER_LIMIT_BYTES:
-            raise OSError("no answer of this program is so long")
-        answer: dict[str, Any] = json.loads(await self._source.readexactly(n_bytes))
-        return answer
-
-    def kill(self) -> None:
-        """The event loop does not end before the process has ended."""
-        self._process.kill()
-        self._sink.close()
-        asyncio.get_running_loop().run_in_executor(None, self._process.wait)
 
 
 def read_template(directory: Path) -> ChatTemplate:

@@ -1,10 +1,11 @@
-"""Renders a chat with a model's own template, which is a program of the model's author.
+"""What is computed for strangers, under limits that the system enforces: chats in a model's own template, and JSON schemas.
 
-jinja2's sandbox keeps a template from the machine, but not from computing for ever or filling the memory. So a model's template
-is rendered in a process of its own (`python -m mdi.serve.rendering`, see `mdi.serve.templates`), which the system limits.
+jinja2's sandbox keeps a template from the machine, but not from computing for ever or filling the memory. Some schemas take
+llguidance minutes, or end the process that compiles them. So a process of its own renders the chats and tries the schemas:
+`python -m mdi.serve.limited`, which `mdi.serve.limited_process` starts and replaces.
 
-Both directions carry JSON behind its length. The first message is {"source", "specials"}, each further one has the values of a
-chat; the answers are {"text"} or {"error", "code"}. The process ends with its input.
+Both directions carry JSON behind its length. The process is asked {"template", "specials"} once and then {"values"} of each
+chat, or {"schema"}; the answers are {"text"} or {"error", "code"}. It ends with its input.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import signal
 import struct
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
@@ -23,7 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDERED_LIMIT = 1 << 24  # characters of a chat
 MEMORY_BYTES = 512 << 20  # of the process; a chat of 16 MB needs half of it
-COMPUTING_S = 3  # of each chat, of the processor's time
+STACK_BYTES = 1 << 20  # for a schema: the engine's threads have more, so that what passes here does not fail there
+COMPUTING_S = 2.0  # for each message, of the processor's time
 LENGTH = struct.Struct("<Q")
 UNREADABLE, REFUSED, TOO_LONG = "unreadable", "refused", "too_long"
 
@@ -78,24 +82,57 @@ def packed(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
+def schema_error(schema: str) -> str:
+    """Why llguidance cannot use a JSON schema; "" if it can, or is not installed: then the engine says so."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from llguidance import LLMatcher
+
+        try:
+            form = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            return LLMatcher.validate_grammar(form)
+        except ValueError as e:
+            return reason_of(e)
+    return ""
+
+
+class Worker:
+    """Answers one message after the other."""
+
+    def __init__(self) -> None:
+        self._renderer: Renderer | None = None
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if "schema" in message:
+            error = schema_error(message["schema"])
+            return {"error": error.partition("\n")[0][:200], "code": REFUSED} if error else {"text": ""}
+        if "template" in message:
+            try:
+                self._renderer = Renderer(message["template"], message["specials"])
+            except Exception as e:
+                return {"error": reason_of(e), "code": UNREADABLE}
+            return {"text": ""}
+        assert self._renderer is not None, "chats come after their template"
+        return self._renderer.render(message["values"])
+
+
 def main() -> None:
     """Answer until the input ends."""
     limit_process()
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    renderer: Renderer | None = None
+    working = threading.Thread(target=_serve, name="limited")  # because a thread's stack can be chosen
+    working.start()
+    working.join()
+
+
+def _serve() -> None:
+    worker, source, sink = Worker(), sys.stdin.buffer, sys.stdout.buffer
     while (data := _read(source)) is not None:
-        allow_computing()
-        try:
-            values = json.loads(data)
-            del data
-            if renderer is None:
-                renderer = Renderer(values["source"], values["specials"])
-                answer: dict[str, Any] = {"text": ""}
-            else:
-                answer = renderer.render(values)
-            written = packed(answer)
-        except Exception as e:
-            written = packed({"error": reason_of(e), "code": UNREADABLE if renderer is None else REFUSED})
+        with limited_time():
+            try:
+                message = json.loads(data)
+                del data
+                written = packed(worker.answer(message))
+            except (MemoryError, RecursionError, ValueError) as e:
+                written = packed({"error": reason_of(e), "code": REFUSED})
         sink.write(written)
         sink.flush()
 
@@ -104,18 +141,20 @@ def limit_process() -> None:
     """For the rest of this process's life. macOS does not limit memory; there the time limits it."""
     import resource
 
+    threading.stack_size(STACK_BYTES)
     for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(what, (most, most))
 
 
-def allow_computing() -> None:
-    """The system ends this process COMPUTING_S from now, or up to a second earlier, of the time that it computes."""
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + COMPUTING_S, hard))
+@contextlib.contextmanager
+def limited_time() -> Iterator[None]:
+    """The system ends this process if the block computes for longer than COMPUTING_S."""
+    signal.setitimer(signal.ITIMER_PROF, COMPUTING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _read(source: BinaryIO) -> bytes | None:
