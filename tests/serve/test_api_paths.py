@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mdi.serve.api_state import ApiState
-from mdi.serve.app import make_app
+from mdi.serve.app import PATHS, make_app
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.serve_settings import ServeSettings
@@ -83,3 +83,52 @@ def test_what_a_foreign_web_page_sends_is_refused_unread(path: str, headers: dic
 def test_programs_may_name_the_type_or_not(kind: str | None) -> None:
     headers = {} if kind is None else {"content_type": kind}
     assert Asked("POST", "/v1/completions", **headers).was_read
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/chat/completions/", "POST /v1/chat/completions"),
+        ("POST", "/v1/v1/completions", "POST /v1/completions"),
+        ("POST", "/V1/Completions", "POST /v1/completions"),
+        ("POST", "//v1//completions", "POST /v1/completions"),
+        ("POST", "/v1/chat/completion", "POST /v1/chat/completions"),
+        ("POST", "/completion", "POST /v1/completions"),
+        ("GET", "/models", "GET /v1/models"),
+        ("GET", "/v1/models/", "GET /v1/models"),
+        ("GET", "/v1/health", "GET /health"),
+        ("GET", "/api/tags", "GET /v1/models"),
+        ("POST", "/api/chat", "POST /v1/chat/completions"),
+        ("POST", "/api/generate", "POST /v1/completions"),
+        ("POST", "/v1/responses", "POST /v1/chat/completions"),
+        ("GET", "/api/version", None),
+        ("POST", "/api/nothing", None),
+        ("GET", "/static/nothing.js", None),
+        ("GET", "/" + "x" * 100_000, None),
+    ],
+)
+def test_an_unknown_path_is_told_which_there_are_and_which_was_meant(method: str, path: str, meant: str | None) -> None:
+    asked = Asked(method, path)
+    error = asked.json["error"]
+    assert asked.status == 404 and asked.headers["content-type"] == "application/json" and error["code"] == "not_found"
+    assert error["paths"][:3] == ["GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions"]
+    assert all(one in error["message"] for one in error["paths"]) and len(error["message"]) < 1000
+    assert f"did you mean {meant}?" in error["message"] if meant else "did you mean" not in error["message"]
+
+
+def test_all_paths_that_are_named_are_there() -> None:
+    for path, method in PATHS.items():
+        assert Asked(method, path).status != 404
+        assert Asked("DELETE", path).status == 405
+
+
+@pytest.mark.parametrize("path", ["/api/plan", "/api/doctor", "/api/ring", "/v1/completions", "/metrics"])
+def test_a_wrong_method_is_told_the_right_one(path: str) -> None:
+    asked = Asked("DELETE", path)
+    assert asked.status == 405 and asked.headers["allow"] and asked.json["error"]["message"]
+
+
+def test_the_questions_of_the_page_are_asked() -> None:
+    for path in ("/api/plan", "/api/doctor"):
+        assert Asked("POST", path).status == 503  # the engine, which is not there

@@ -13,6 +13,8 @@ from mdi.errors import WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
+from mdi.serve.chat import Answer, Chat
+from mdi.serve.request_texts import TextPiece
 from mdi.serve.tools import parse_tools
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -80,6 +82,65 @@ def test_calls_are_found_as_families_write_them(text: str) -> None:
 @pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert parse_tools([TOOL], "auto").calls_in(text) == []
+
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def grammar_of(parameters: Any) -> Any:
+    """The schema of the arguments of a call that is demanded."""
+    function = {"name": "look"} | ({} if parameters is None else {"parameters": parameters})
+    grammar = parse_tools([{"type": "function", "function": function}], "required").grammar
+    assert grammar is not None
+    return grammar["schema"]["properties"]["arguments"]
+
+
+def test_a_call_has_no_keys_that_its_schema_does_not_name() -> None:
+    for none in (None, {}, {"type": "object"}):
+        assert grammar_of(none) == {"type": "object", "properties": {}, "additionalProperties": False}
+    closed = {**PLACE, "additionalProperties": False}
+    assert grammar_of(PLACE) == closed
+    inner = {"at": PLACE, "all": {"type": "array", "items": PLACE}, "free": {"type": "object"}, "properties": PLACE}
+    found = grammar_of({"type": "object", "properties": inner, "$defs": {"one": PLACE}})
+    assert found["properties"]["at"] == found["properties"]["all"]["items"] == found["$defs"]["one"] == closed
+    assert found["properties"]["free"] == {"type": "object"} and found["properties"]["properties"] == closed
+    assert not found["additionalProperties"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"additionalProperties": {"type": "integer"}}, {"allOf": [PLACE]}]
+)
+def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any]) -> None:
+    assert grammar_of({**PLACE, **more}) == {**PLACE, **more}
+
+
+def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
+    """Content and calls that a chat's answer shows, as it comes in two pieces."""
+    chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
+    answer = Answer()
+    deltas = [
+        chat.delta(answer, TextPiece(0, text[:3])),
+        chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),
+    ]
+    return "".join(d.get("content", "") for d in deltas), [call for d in deltas for call in d.get("tool_calls", [])]
+
+
+CALL = '{"name": "look", "arguments": {"at": 1}}'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
+    for text in (CALL, f"<tool_call>{CALL}", f"[{CALL}, {CALL}]"):
+        for n in range(len('<tool_call>{"name": "'), len(CALL) - 1):
+            assert answered(text[:n], choice, "length") == ("", []), text[:n]
+    content, (call,) = answered(CALL, choice, "length")
+    assert content == "" and call["function"]["name"] == "look"
+
+
+@pytest.mark.parametrize("text", ['{"city": "Par', '{"name": "Alice", "age', "[1, 2, ", "Look! {", '{"name": "look'])
+def test_other_text_that_is_cut_off_is_content(text: str) -> None:
+    reason = "stop" if "look" in text else "length"
+    assert answered(text, "auto", reason) == (text, [])
 
 
 def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
