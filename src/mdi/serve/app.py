@@ -67,10 +67,10 @@ class _Models:
         return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
 
     async def one(self, request: Request) -> Response:
-        self._check()
         name = request.path_params["name"]
         if not name:
             raise HTTPException(404)
+        self._check()
         if name not in self._api.catalog.names():
             raise ApiError(404, f"there is no model {name[:200]!r}", "model_not_found", "model")
         return JSONResponse(self._entry(name))
