@@ -13,7 +13,7 @@ from mdi.errors import WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
-from mdi.serve.chat import Answer, Chat
+from mdi.serve.chat import Chat, ChatAnswer
 from mdi.serve.request_texts import TextPiece
 from mdi.serve.tools import parse_tools
 
@@ -117,7 +117,7 @@ def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any
 def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
     """Content and calls that a chat's answer shows, as it comes in two pieces."""
     chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
-    answer = Answer()
+    answer = ChatAnswer()
     deltas = [
         chat.delta(answer, TextPiece(0, text[:3])),
         chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),

@@ -25,7 +25,7 @@ MOST_MESSAGES = 4096
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One choice as it grows.
 
     Attributes:
@@ -60,7 +60,7 @@ class Chat(EndpointJob):
         check_prompt(model, prompt, "messages")
         usage = Usage(len(prompt))
         made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-        answers = [Answer() for _ in range(fields.n)]
+        answers = [ChatAnswer() for _ in range(fields.n)]
         stop = PLAIN_STOPS if model.template.is_plain and fields.grammar is None else ()
         chunk = {**made, "object": "chat.completion.chunk"}
         if fields.is_streamed:
@@ -90,7 +90,7 @@ class Chat(EndpointJob):
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         return await encoded(model, text, encode, "messages")
 
-    def delta(self, answer: Answer, piece: TextPiece) -> dict[str, Any]:
+    def delta(self, answer: ChatAnswer, piece: TextPiece) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
         is_over = piece.finish_reason is not None
         answer.held += piece.text
@@ -118,7 +118,7 @@ def _chunk(
     return {**base, "choices": [{**choice, "finish_reason": reason}]}
 
 
-def _choice(index: int, answer: Answer, with_logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, answer: ChatAnswer, with_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None if answer.calls else answer.shown, "refusal": None}
     if answer.calls:
         message["tool_calls"] = answer.calls

@@ -49,7 +49,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
-            job = self._parse(await exchange.body())
+            job = await exchange.parsed(self._parse)
             await exchange.beside_client(self._limited(job, exchange))
         except ClientGone:
             return
