@@ -77,7 +77,7 @@ def test_a_body_is_utf_8() -> None:
     assert read(b"\xef\xbb\xbf[1]") == [1]
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         with pytest.raises(ApiError):
-            read(json.dumps(["\\""] + [[]] * LARGE_BYTES).encode(encoding))
+            read(json.dumps(['"'] + [[]] * LARGE_BYTES).encode(encoding))
 
 
 class Unread(list[Any]):

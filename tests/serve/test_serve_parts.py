@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from mdi.errors import WireError
+from mdi.errors import CheckpointError, WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import Chat, ChatAnswer
-from mdi.serve.request_texts import TextPiece
+from mdi.serve.models import LoadedModel
+from mdi.serve.process import module_environment
+from mdi.serve.request_texts import TextPiece, encoded
+from mdi.serve.tokenizer import ServedTokenizer
 from mdi.serve.tools import parse_tools
+from mdi.tokenizer_file import FileTokenizer
 
+NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -141,6 +149,35 @@ def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
 def test_other_text_that_is_cut_off_is_content(text: str) -> None:
     reason = "stop" if "look" in text else "length"
     assert answered(text, "auto", reason) == (text, [])
+
+
+def test_a_tokenizer_that_panics_is_told_in_one_line(tmp_path: Path) -> None:
+    content = json.loads((NANO / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    facts = {"backend": "huggingface", "bos_id": None, "eos_id": None, "use_bos": False}
+    served, text = ServedTokenizer({**facts, "directory": str(tmp_path)}), "a" * 36 + "!"
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(encoded(model, text, served.encode, "prompt"))
+    assert (caught.value.status, caught.value.param) == (400, "prompt") and len(str(caught.value).splitlines()) == 1
+    assert asyncio.run(encoded(model, "KING", served.encode, "prompt")) == served.encode("KING")
+    with pytest.raises(CheckpointError):
+        FileTokenizer(tmp_path, facts).encode(text)
+    assert module_environment()["RUST_BACKTRACE"] == "0"
+
+
+def test_a_text_is_tokenized_outside_the_loop() -> None:
+    threads: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    assert asyncio.run(encoded(model, "KING", encode, "prompt")) == [1]
+    assert threads != [threading.current_thread().name]
 
 
 def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

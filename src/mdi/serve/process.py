@@ -81,10 +81,10 @@ class ApiProcess:
 
 
 def module_environment() -> dict[str, str]:
-    """The environment in which another interpreter finds this package."""
+    """The environment in which another interpreter finds this package. What panics in a library is told without a backtrace."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path, "RUST_BACKTRACE": "0"}
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
