@@ -143,6 +143,7 @@ LIGHT = [
     "mdi.node.local",
     "mdi.serve.api",
     "mdi.serve.process",
+    "mdi.serve.limited",
 ]
 
 

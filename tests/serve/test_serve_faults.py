@@ -22,6 +22,11 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "nano-llama", "prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}
 MANY = {f"p{i}": {"type": "string"} for i in range(3000)}
 TOO_LARGE = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": MANY}}}
+# llguidance compiles it on as many levels of the stack
+TOO_DEEP = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "required": [f"{i:x}" for i in range(30000)]}},
+}
 NO_TEXT = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}  # which is itself: nothing else is asked
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -58,7 +63,7 @@ def test_requests_that_cannot_be(server: Server) -> None:
         (b'{"temperature": 1%s}' % (b"0" * 400), 400), (b'{"temperature": 1e400}', 400), (b"x" * (17 << 20), 413),
         ({**GOOD, "model": "gpt-4"}, 404), ({**GOOD, "prompt": "a b " * 5000}, 400),
         ({**GOOD, "response_format": NO_TEXT}, 400), ({**GOOD, "stop": "x" * 5000}, 400),
-        ({**GOOD, "response_format": TOO_LARGE, "max_tokens": 50}, 400),
+        ({**GOOD, "response_format": TOO_LARGE, "max_tokens": 50}, 400), ({**GOOD, "response_format": TOO_DEEP}, 400),
     ]  # fmt: skip
     for body, wanted in asked:
         status, told = server.ask("POST", COMPLETIONS, body)

@@ -25,6 +25,7 @@ from mdi.control.deadline import DeadlineSocket
 from mdi.control.gate import Gate, public_status
 from mdi.control.join import JOIN_LIMIT_BYTES, Host
 from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.web_pages import check_sender
 from mdi.errors import AccessError, ControlError, MdiError, UsageError
 from mdi.security.keys import KeyFile
 
@@ -99,6 +100,7 @@ def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) ->
         cherrypy.response.headers["Content-Type"] = "application/json"
         request.asker = None
         try:
+            check_sender(request.headers, gate.is_open)
             uri, addr = request.wsgi_environ["REQUEST_URI"], request.remote.ip
             request.asker = gate.ask(request.method, uri, request.headers, addr)
             if request.asker is None and not (gate.is_open or is_public):

@@ -88,6 +88,8 @@ def _prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str):
         return [checked_text("prompt", given)]
     if isinstance(given, list) and given:
+        if isinstance(given[0], str | list) and len(given) > MOST_CHOICES:  # before anything looks at all of them
+            raise invalid("prompt", f"at most {MOST_CHOICES} texts in one request")
         if all(isinstance(one, str) for one in given):
             return [checked_text("prompt", one) for one in given]
         if _are_ids(given):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Loaded:
     directory: Path
     n_vocabulary: int
     grammars: GrammarSource | None = None
+    making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def node(self) -> StarterNode:
@@ -115,8 +117,9 @@ class ModelHost:
     def constraint(self, model: str, wanted: Mapping[str, Any]) -> Constraint:
         """Raises UsageError, EngineError."""
         loaded = self._loaded_as(model)
-        if loaded.grammars is None:
-            loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
+        with loaded.making_grammars:
+            if loaded.grammars is None:
+                loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:

@@ -141,11 +141,22 @@ class Models:
             return None
         facts = state.models[name]
         if name not in self._read or self._read[name][0] is not facts:
+            self._forget(name)
             try:
                 self._read[name] = facts, LoadedModel.of(facts)
             except MdiError as e:
                 raise ApiError(500, f"{name} cannot be used: {e}", e.code) from e
         return self._read[name][1]
+
+    def _forget(self, name: str) -> None:
+        """What was read of a model that is not loaded any more."""
+        if (read := self._read.pop(name, None)) is not None:
+            read[1].template.close()
+
+    def close(self) -> None:
+        """When the server ends."""
+        for name in list(self._read):
+            self._forget(name)
 
     def _check(self, name: str) -> None:
         self._check_server()
@@ -176,6 +187,7 @@ class Models:
             while self._use(name).n and not self._engine.is_gone:
                 await self._wait(1.0)
             await self._ask("unload", name)
+            self._forget(name)
         finally:
             self.leaving = ""
 

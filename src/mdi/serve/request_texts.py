@@ -11,6 +11,7 @@ from typing import Any
 from mdi.detokenize import TextStream
 from mdi.engine.requests import UNMATCHED
 from mdi.engine.seeds import seed_of
+from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
@@ -20,7 +21,6 @@ from mdi.serve.serve_settings import ApiKey
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-LONG_TEXT = 10_000  # characters: cut up into tokens in some ten milliseconds
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,16 @@ class TextPiece:
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
-    """Ids of a text. A long text is tokenized in a thread, so that other requests do not wait. Raises ApiError."""
+    """Ids of a text. It is tokenized in a thread: others do not wait for a long text or a slow tokenizer. Raises ApiError."""
     if len(text) > model.most_characters:
         raise ApiError(
             400, f"{param}: it has {len(text)} characters, more than the {model.context} tokens of this model's texts can hold",
             "context_length_exceeded", param,
         )  # fmt: skip
-    return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
+    try:
+        return await asyncio.to_thread(encode, text)
+    except CheckpointError as e:
+        raise ApiError(400, f"{param}: {e}", e.code, param) from None
 
 
 def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
