@@ -244,6 +244,13 @@ def _plain_error(status: str, message: str, traceback: str, version: str) -> byt
     return json.dumps({"error": f"{status}: {message}", "code": MdiError.code}).encode()
 
 
+class _Request(cherrypy.Application.request_class):
+    """A request that is refused before its application's settings are found must not show where this program is installed."""
+
+    show_tracebacks = False
+    error_page = {"default": _plain_error}
+
+
 class _Server(wsgi.Server):
     def clear_stats(self) -> None:
         """Cheroot keeps the numbers of each server in a table for ever, and with them the server and its node."""
@@ -302,6 +309,7 @@ class ControlServer:
         workers = ConnectionWorkers()
         self._pages = pages = _Pages(node, workers, Gate(keys, name), host)
         app = cherrypy.Application(pages, "", {"/": {"error_page.default": _plain_error}})
+        app.request_class = _Request
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
             log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr
