@@ -21,7 +21,6 @@ import mdi
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
-from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
@@ -34,7 +33,7 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.job import Job
 from mdi.node.model_family import ModelFamily
-from mdi.node.part_sending import from_offset
+from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, run_status, slot_status
@@ -100,6 +99,7 @@ class SecondaryNode:
         self.services: list[Service] = []
         self._kernels = threading.Thread(target=load_kernels, name="kernels", daemon=True)
         self._in_time = InTime()
+        self._forwards = Forwards(config.name, self._stages.pieces, keys)
         self._deadline: threading.Timer | None = None
         self.listener: RingListener | None = None
         self.control: ControlServer | None = None
@@ -313,9 +313,9 @@ class SecondaryNode:
                 one.changed.notify_all()
 
     def forward(self, request: ForwardRequest) -> None:
-        client = ControlClient(NodeConfig(request.node, request.addr, request.port, 0), self._keys)
-        pieces = from_offset(self._stages.pieces(request.part), request.offset)
-        client.send_part(request.part, request.run, request.offset, pieces)
+        if self.runs.find(request.run) is None and request.run != self._measurement.planned_run:
+            raise self._unknown_run()
+        self._forwards.send(request)
 
     def stop(self, run: str, leave: bool) -> None:
         job = self.runs.find(run)
