@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import pytest
 
 import mdi.node.secondary
 import mdi.node.setup
+from mdi.checkpoint.store import COMING
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.errors import KernelError, MdiError, NodeLostError
+from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library, place
 from mdi.node.patience import Patience
 from mdi.node.setup import SecondarySetup
@@ -52,9 +53,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def outcome(node: Loading) -> MdiError | None:
+def outcome(node: Loading, weights: Any = None) -> MdiError | None:
     server = ControlServer(node, "127.0.0.1", 0, "secondary0")
-    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, None, 5.0)  # type: ignore[arg-type]
+    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, weights, 5.0)
     try:
         assert setup.wait(DEADLINE_S), "it waits for ever"
         return setup.error
@@ -82,6 +83,31 @@ def test_a_node_that_loads_for_ever_is_given_up(hurried: None, says: dict[str, A
 def test_a_part_that_is_named_twice_is_not_sent_twice(hurried: None) -> None:
     entry = {"sha256": PARTS[0].sha256, "have_bytes": 0}
     assert isinstance(outcome(Loading(missing=[entry, entry])), MdiError)
+
+
+class Slow(Loading):
+    """Refuses a part first, and does not know for a while what it lacks after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lacks: list[Any] = [[{"sha256": PARTS[0].sha256, "have_bytes": 0}]]
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        missing = self.lacks.pop(0) if len(self.lacks) > 1 else self.lacks[0]
+        return {**super().status(run), "state": "LOADING" if missing != [] else "READY", "missing": missing}
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        self.lacks = [None, None, []]
+        raise ControlError("another starter sends it", 409, code=COMING)
+
+
+class Weights:
+    def pieces(self, part: str) -> Iterator[bytes]:
+        yield bytes(PARTS[0].n_bytes)
+
+
+def test_a_node_whose_disk_is_slow_says_later_what_it_lacks() -> None:
+    assert outcome(Slow(), Weights()) is None
 
 
 def test_patience_lasts_as_long_as_there_is_progress() -> None:

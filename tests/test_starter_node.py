@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -187,18 +186,6 @@ def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.Monke
     with pytest.raises(ControlError) as caught:
         generate(starter)
     assert caught.value.code == "control"
-
-
-def test_a_node_whose_disk_is_slow_says_later_what_it_lacks(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    missing_of, turns = mdi.node.secondary_status.missing_of, itertools.cycle([True, True, False])
-
-    def late(*args: Any) -> Any:
-        return None if next(turns) else missing_of(*args)
-
-    monkeypatch.setattr(mdi.node.secondary_status, "missing_of", late)
-    starter, _ = ring()
-    sample = generate(starter)
-    assert sample.token_ids == list(reference("The ring", 6))
 
 
 def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
