@@ -223,7 +223,7 @@ class _Pages:
         _allow("POST")
         if self._host is None:
             raise ControlError("this node has no open invitation", 404)
-        return self._host.answer(read_json(JOIN_LIMIT_BYTES))
+        return self._host.answer(read_json(JOIN_LIMIT_BYTES), cherrypy.request.remote.ip)
 
     def _read_json(self) -> Any:
         body = read_json()
