@@ -19,6 +19,7 @@ from mdi.units import duration
 BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
 
 COMPILED_S = 0.1
+COMPILING_TOLD_S = 10.0
 
 logger = logging.getLogger("mdi")
 
@@ -36,7 +37,7 @@ def reach_node(
         ControlError: something else answers there.
     """
     deadline = time.monotonic() + wait_s
-    report = Periodic()
+    report = Periodic(COMPILING_TOLD_S)
     for attempt in itertools.count():
         check()
         try:
