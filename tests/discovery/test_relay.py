@@ -130,7 +130,8 @@ def exchange_works(relay: Relay) -> bool:
         return False
 
 
-def test_the_oldest_of_many_strangers_makes_way(relay: Relay, keys: KeyFile) -> None:
+def test_the_oldest_of_many_strangers_makes_way(relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel_module, "MEET_S", 3600.0)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connected(relay.port)) for _ in range(N_MEETING)]
         for stranger in strangers:
