@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mdi.machine.computing import Computing
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.node.cache_budget import CacheReport
 from mdi.node.stage_slots import Slot, StageSlots
+from waiting import DEADLINE_S, until
 
 COMPUTING = Computing("cpu", "float32", "float32", None)
 MEMORY = 1000
@@ -86,6 +88,32 @@ def test_several_runs_have_their_stages_as_long_as_there_is_memory(slots: StageS
         slots.reserve(request("w", run="b" * 16), COMPUTING)
     assert (caught.value.status, caught.value.code) == (507, "memory")
     assert models(slots) == ["x", "y", "z"] and slots.in_use_bytes("cpu") == 900 and not slots.in_use_bytes("cuda:0")
+
+
+def test_a_status_does_not_wait_while_a_stage_makes_place(slots: StageSlots) -> None:
+    """Giving the memory of a window back waits for the threads that read its weights."""
+    filled(slots, request("x"))
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def slow(device: str) -> int:
+        is_asked.set()
+        may_go_on.wait(DEADLINE_S)
+        return MEMORY
+
+    slots.available = slow
+    reserving = threading.Thread(target=slots.reserve, args=(request("y", run="b" * 16), COMPUTING))
+    asking = threading.Thread(target=lambda: found.append((models(slots), slots.latest, slots.in_use_bytes("cpu"))))
+    found: list[Any] = []
+    reserving.start()
+    try:
+        assert is_asked.wait(DEADLINE_S)
+        asking.start()
+        until(lambda: found)
+    finally:
+        may_go_on.set()
+        for thread in (reserving, asking):
+            thread.join(DEADLINE_S)
+    assert found[0] == (["x"], slots.listed[0], 300)
 
 
 def test_the_one_that_was_not_used_for_longest_makes_place(slots: StageSlots) -> None:

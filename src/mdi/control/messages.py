@@ -37,6 +37,7 @@ CODES = {
     "nonce": "the request was signed with an expired nonce",
     "failed": "anything else",
 }
+COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096

@@ -162,6 +162,10 @@ class SecondarySetup:
             self._answer = self._loading_status()
         return self._missing_in(self._answer)
 
+    def _missing_now(self) -> dict[PartSpec, int]:
+        self._answer = self._loading_status()
+        return dict(self._ask_missing())
+
     def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
         """What a node says that it lacks. Raises ControlError if that cannot be read."""
         specs = {part.sha256: part for part in self._request.parts}
@@ -181,7 +185,7 @@ class SecondarySetup:
         self._progress = progress = Progress(self.name, total, had, time.monotonic())
         sending = PartSending(
             self._client, self._request.run, self._weights, self._holders, self._check,
-            lambda: dict(self._missing_in(self._loading_status())),
+            self._missing_now,
         )  # fmt: skip
         for part, have in missing:
             sending.send(part, have)

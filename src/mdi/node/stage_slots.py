@@ -200,24 +200,21 @@ class StageSlots:
                 self._remove(slot)
 
     def in_use_bytes(self, device: str) -> int:
-        """What the stages in use on a device have, and were promised."""
-        with self._lock:
-            return _bytes_of([slot for slot in self._on(device) if slot.use != "UNUSED"])
+        """What the stages in use on a device have, and were promised. Does not wait for the lock: a status asks."""
+        return _bytes_of([slot for slot in self._on(device) if slot.use != "UNUSED"])
 
     @property
     def latest(self) -> Slot | None:
-        """The one that was used last, or is."""
-        with self._lock:
-            ready = [slot for slot in self._slots if slot.stage is not None]
-            return max(ready, key=lambda slot: (slot.use == "USED", slot.since), default=None)
+        """The one that was used last, or is. Does not wait for the lock, as `listed`."""
+        ready = [slot for slot in self.listed if slot.stage is not None]
+        return max(ready, key=lambda slot: (slot.use == "USED", slot.since), default=None)
 
     @property
     def listed(self) -> list[Slot]:
-        with self._lock:
-            return list(self._slots)
+        return list(self._slots)
 
     def _on(self, device: str) -> list[Slot]:
-        return [slot for slot in self._slots if slot.device == device]
+        return [slot for slot in self.listed if slot.device == device]
 
     def _let_go(self, run: str) -> None:
         """Stages that were kept for long enough, or that only this run could use again, are not kept any more."""
