@@ -52,6 +52,16 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 |---|---|
 | **b** | https://plain.example/x |
 """
+# Each took minutes with expressions that could match the same characters in several ways. With what is shown of it.
+N_LONG = 200_000
+LONG_LINES = {
+    "# " + " " * 5000 + "\u2028" + "after a heading": ("h3 + p", "after a heading"),
+    "# title " + "#" * N_LONG + " " * N_LONG + "x": ("h3", "title ##"),
+    "a|b\n" + " " * N_LONG + "x|": ("p", "a|b"),
+    "~" * N_LONG + "`": ("p", "~~~"),
+    "- " + " " * N_LONG + "\u2028" + "one": ("li", "one"),
+    "[a](" + " " * 3 * N_LONG + "b": ("p", "[a]("),
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +164,16 @@ def test_markdown_is_drawn(page: Any, service: FakeService) -> None:
         "pre code": "print('x')", "blockquote": "said", "td >> nth=1": "2",
     }.items():  # fmt: skip
         assert body.locator(selector).first.inner_text().strip() == words, selector
+
+
+@pytest.mark.parametrize("line", LONG_LINES, ids=lambda line: line[:8].strip())
+def test_no_line_takes_the_page_long(page: Any, service: FakeService, line: str) -> None:
+    """What is asked is what is shown; a page that is at work for minutes meets the deadline of `ended`."""
+    selector, words = LONG_LINES[line]
+    say(page, service, "show")
+    service.put(line, None)
+    ended(page)
+    assert page.locator(f".message.assistant .body {selector}").first.inner_text().strip().startswith(words)
 
 
 def test_stop_and_regenerate(page: Any, service: FakeService) -> None:
