@@ -88,12 +88,14 @@ class EngineState:
         models: what is needed to read and write a model's texts.
         rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
+        events: what has happened since the server began, as `mdi.serve.backend.History` keeps it.
     """
 
     statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     rings: dict[str, dict[str, Any]] = field(default_factory=dict)
     n_waiting: dict[str, int] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     def is_serving(self, name: str) -> bool:
         return name in self.statuses and self.statuses[name]["state"] == "serving"
@@ -197,6 +199,8 @@ class EngineClient:
             self._hand_on(message["id"], ApiError(message["status"], message["message"], message["code"]))
         elif what == "rings":
             self.state.rings = message["rings"]
+        elif what == "history":
+            self.state.events = message["history"]
         elif what == "answer":
             self._answer(message)
         elif what == "drain":

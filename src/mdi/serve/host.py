@@ -227,7 +227,7 @@ class ModelHost:
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
-        self._tell("serving", name, "it serves", 1.0)
+        self._tell("serving", name, "ready", 1.0)
 
     def _options_of(self, name: str) -> StarterOptions:
         """What the user chose, where it fits this model, too."""
