@@ -276,6 +276,8 @@ class Scheduler:
             source, sequence.n_sent = found
             self._copies.append((source, sequence.seq_id))
             self.n_reused += sequence.n_sent
+            if not sequence.life:
+                sequence.n_reused = sequence.n_sent
 
     def _holds(self, n_bytes: list[int]) -> bool:
         """Whether all nodes can hold so much for the running sequences; kept caches of ended ones are dropped for it."""

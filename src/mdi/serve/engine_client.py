@@ -26,11 +26,13 @@ class TextEvent:
 
     Attributes:
         logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
+        n_cached: tokens of its prompt that did not have to be computed.
     """
 
     tokens: list[int]
     finish_reason: str | None
     logprobs: list[Any] | None
+    n_cached: int
 
 
 class GeneratedTexts:
@@ -190,8 +192,8 @@ class EngineClient:
     async def _take(self, message: dict[str, Any]) -> None:
         what = message.get("is")
         if what == "events":
-            for number, tokens, reason, logprobs in message["events"]:
-                self._hand_on(number, TextEvent(tokens, reason, logprobs))
+            for number, *told in message["events"]:
+                self._hand_on(number, TextEvent(*told))
             if message["waiting"] != self.state.n_waiting.get(message["model"]):
                 self.state.n_waiting[message["model"]] = message["waiting"]
                 self.on_memory()
