@@ -78,7 +78,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, expected:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected[0]
     assert chunks[-1].usage.completion_tokens == 40 and len(chunks) > 10
     whole = chat(client, seed=1).choices[0].message.content
-    assert whole and not whole.startswith(" "), "the blank after the plain template's last word is no part of the answer"
+    assert whole and not whole.startswith(" "), (
+        "the blank after the plain template's last word is no part of the answer"
+    )
     chunks = list(chat(client, seed=1, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")

@@ -119,6 +119,13 @@ class Sequence:
         """Cache positions that it takes once all tokens that are known have been sent."""
         return min(len(self.ids), self.n_positions)
 
+    def begin_behind(self, n: int) -> int:
+        """Its first `n` positions are in caches already. Returns `n`."""
+        self.n_sent = n
+        if not self.life:
+            self.n_reused = n
+        return n
+
     def rewind(self) -> None:
         """Its caches are gone: from now on it is a prompt of all its tokens so far."""
         self.n_sent = 0

@@ -72,7 +72,9 @@ class RequestFields:
                 continue
             near = difflib.get_close_matches(_plain(name[:100]), list(known), 1, ALIKE)
             if near:
-                raise ApiError(400, f"{name[:100]}: unknown field; is {known[near[0]]} meant?", "unknown_field", name[:100])
+                raise ApiError(
+                    400, f"{name[:100]}: unknown field; is {known[near[0]]} meant?", "unknown_field", name[:100]
+                )
 
     def number(self, name: str, default: float, low: float, high: float, is_open: bool = False) -> float:
         """From `low` to `high`; with `is_open`, `low` itself is not among them."""
