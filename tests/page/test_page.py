@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium, or MDI_CHROMIUM)"),
 ]
 TEXT = "document.querySelector('.message.assistant .body')?.textContent ?? ''"
-MARKDOWN = """# Title
+MARKDOWN = """# Title ##
 
 Some *soft* and **hard** `code`.
 
@@ -55,12 +55,12 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 # Each took minutes with expressions that could match the same characters in several ways. With what is shown of it.
 N_LONG = 200_000
 LONG_LINES = {
-    "# " + " " * 5000 + "\u2028" + "after a heading": ("h3 + p", "after a heading"),
-    "# title " + "#" * N_LONG + " " * N_LONG + "x": ("h3", "title ##"),
-    "a|b\n" + " " * N_LONG + "x|": ("p", "a|b"),
-    "~" * N_LONG + "`": ("p", "~~~"),
-    "- " + " " * N_LONG + "\u2028" + "one": ("li", "one"),
-    "[a](" + " " * 3 * N_LONG + "b": ("p", "[a]("),
+    "separator": ("# " + " " * 5000 + "\u2028" + "after a heading", "h3 + p", "after a heading"),
+    "heading": ("# title " + "#" * N_LONG + " " * N_LONG + "x", "h3", "title ##"),
+    "table": ("a|b\n" + " " * N_LONG + "x|", "p", "a|b"),
+    "fence": ("~" * N_LONG + "`", "p", "~~~"),
+    "item": ("- " + " " * N_LONG + "\u2028" + "one", "li", "one"),
+    "link": ("[a](" + " " * 3 * N_LONG + "b", "p", "[a]("),
 }
 
 
@@ -166,10 +166,10 @@ def test_markdown_is_drawn(page: Any, service: FakeService) -> None:
         assert body.locator(selector).first.inner_text().strip() == words, selector
 
 
-@pytest.mark.parametrize("line", LONG_LINES, ids=lambda line: line[:8].strip())
-def test_no_line_takes_the_page_long(page: Any, service: FakeService, line: str) -> None:
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_no_line_takes_the_page_long(page: Any, service: FakeService, name: str) -> None:
     """What is asked is what is shown; a page that is at work for minutes meets the deadline of `ended`."""
-    selector, words = LONG_LINES[line]
+    line, selector, words = LONG_LINES[name]
     say(page, service, "show")
     service.put(line, None)
     ended(page)

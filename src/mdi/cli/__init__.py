@@ -282,9 +282,8 @@ def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: boo
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
     handler.setFormatter(formatter(form, is_verbose))
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # it warns of a home that cannot be written, also without figures
+    # It warns of a home that cannot be written, even if no figure is drawn.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
     logger.propagate = False

@@ -167,7 +167,8 @@ export class ChatView {
 }
 
 // The server counts the tokens of an answer that ends by itself; else its pieces, which have about one token each, are counted.
-function figures({ begin, first, n, n_pieces }, end) {
+function figures(clock, end) {
+  const { begin, first, n, n_pieces } = clock;
   if (first === null) return "";
   const wait = `first word after ${((first - begin) / 1000).toFixed(1)} s`;
   const known = n ?? n_pieces;

@@ -77,7 +77,8 @@ export class RingView {
   }
 }
 
-function event({ time_s: at, level, text }) {
+function event(told) {
+  const { time_s: at, level, text } = told;
   return el("li", { class: level === "warning" ? "bad" : "" }, el("time", { text: new Date(1000 * at).toLocaleTimeString() }), ` ${text}`);
 }
 

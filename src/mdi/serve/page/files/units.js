@@ -11,7 +11,8 @@ export function time(seconds) {
 }
 
 // Of a link's delay and its error: where the error is larger, only the bound is known.
-export function delay({ delay_s: known, error_s: error }) {
+export function delay(link) {
+  const { delay_s: known, error_s: error } = link;
   return isNumber(known) && error > known ? `< ${time(known + error)}` : time(known);
 }
 
