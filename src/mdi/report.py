@@ -53,7 +53,10 @@ def _gain(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
     if ring.n_nodes > n_cores:
         why = f"{counted(ring.n_nodes, 'node')} share {counted(n_cores, 'core')}"
     slower = alone.tokens_per_s / ring.tokens_per_s
-    return f"The ring was {slower:.1f} times slower: {why}. It pays with a machine for each node."
+    return (
+        f"The ring was {slower:.1f} times slower: {why}.\n"
+        "It pays with a machine for each node: plan.py predicts how much (docs/placement.md)."
+    )
 
 
 def _sample_rows(run: RunMetrics) -> list[list[str]]:

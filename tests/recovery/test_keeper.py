@@ -30,6 +30,7 @@ class World:
         self.alive = {name: f"{name}-1" for name in ("a", "b", *spares)}
         self.silent: set[str] = set()
         self.formed: list[tuple[str, ...]] = []
+        self.troubles: list[str] = []  # what the keeper said when each ring was formed
         self.counts: list[tuple[int, ...]] = []
         self.refusals: list[MdiError | None] = []
         self.at: dict[float, Callable[[], None]] = {}
@@ -73,6 +74,7 @@ class World:
 
     def form(self, following: Next) -> Any:
         self.formed.append(following.names)
+        self.troubles.append(self.keeper.trouble)
         self.counts.append(following.counts)
         error = self.refusals.pop(0) if self.refusals else None
         if error is not None:
@@ -107,6 +109,19 @@ def test_a_spare_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.told() == [("a", "x")]
     world.first_token_s = 6.5
     assert [one.seconds for one in world.keeper.recoveries] == [1.5]
+
+
+def test_why_the_texts_wait_is_said_until_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x", "y"])
+    assert world.keeper.trouble == ""
+    world.refusals = [NodeLostError("x", "x is lost, too", "lost")]
+    world.keeper.after_loss(world.lose("a"))
+    assert world.troubles == ["a is lost; the texts wait", "x is lost, too; the texts wait"]
+    assert world.keeper.trouble == ""
+    world.keeper.plan(Next(tuple(world.stages), is_moved=True))
+    assert world.keeper.trouble == "", "they go on until the ring is left"
+    world.keeper.after_leave()
+    assert world.troubles[2:] == ["blocks move to other nodes; the texts wait"] and world.keeper.trouble == ""
 
 
 def test_a_node_that_was_started_anew_has_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,11 @@ class StarterReport(StatusOnly):
         """How often the run has moved to another ring."""
         return 0 if self.recovery is None else len(self.recovery.keeper.recoveries)
 
+    @property
+    def trouble(self) -> str:
+        """Why no text goes on, in words; "" while the ring is closed."""
+        return "" if self.recovery is None else self.recovery.keeper.trouble
+
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
         if self.run_trace is None:

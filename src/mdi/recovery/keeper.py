@@ -76,6 +76,7 @@ class RingKeeper:
 
     Attributes:
         texts: continue over the rings, once there are some.
+        trouble: why the texts wait, in words; "" while a ring is closed.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class RingKeeper:
         self._records = Records()
         self._planned: Next | RingError | None = None
         self._is_busy = False
+        self.trouble = ""
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -136,11 +138,12 @@ class RingKeeper:
         assert planned is not None
         if isinstance(planned, RingError):
             return self.after_loss(planned)
+        self.trouble = "blocks move to other nodes; the texts wait"
         try:
             ring = self._former.form(planned)
         except NodeLostError as e:
             return self.after_loss(e)
-        self._is_busy = False
+        self._is_busy, self.trouble = False, ""
         return ring
 
     def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
@@ -170,7 +173,7 @@ class RingKeeper:
                 self._note_failure(search, e, following)
                 continue
             self._end(search, following)
-            self._is_busy = False
+            self._is_busy, self.trouble = False, ""
             return ring
 
     def _begin(self, search: Search, error: RingError) -> None:
@@ -180,7 +183,8 @@ class RingKeeper:
         search.processes_before = dict(self._former.processes)
         search.processes = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
-        logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
+        self.trouble = f"{error}; {NOT_YET if isinstance(self.texts, NoTexts) else 'the texts wait'}"
+        logger.warning("warning: %s", self.trouble)
         if isinstance(error, NodeLostError):
             self._lose(search, error)
 
@@ -223,6 +227,7 @@ class RingKeeper:
         search.n_failures += 1
         if not isinstance(error, NodeLostError) or search.n_failures > N_FAILURES:
             raise error
+        self.trouble = f"{error}; the texts wait"
         logger.warning("warning: %s", error)
         blocks = next((stage for stage in tried.stages if stage.name == error.node), None)
         if error.code == "memory" and tried.is_moved and blocks is not None and blocks.stop - blocks.start > 1:

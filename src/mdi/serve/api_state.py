@@ -65,6 +65,11 @@ class ApiState:
         return self.engine.state.rings
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the server began, oldest first."""
+        return self.engine.state.events
+
+    @property
     def ring(self) -> dict[str, Any]:
         """The snapshot of the ring whose model was used last; {} without one."""
         return self.rings.get(self.models.latest, {})

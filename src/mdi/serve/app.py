@@ -92,7 +92,9 @@ class _Models:
         api = self._api
         is_loaded = api.engine.state.is_serving(name)
         made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
-        return {**made, "is_loaded": is_loaded}
+        # As vLLM names it; only a loaded model's is known: it depends on --sequence-length.
+        context = api.engine.state.models[name]["context"] if is_loaded else None
+        return {**made, "is_loaded": is_loaded, "max_model_len": context}
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

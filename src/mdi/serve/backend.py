@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,10 +23,36 @@ from mdi.serve.lines import Lines
 
 STATE_S = 1.0  # between two looks at the ring
 N_FORMS = 2  # schemas that are compiled at the same time
+N_EVENTS = 200  # the page shows the last ones
+LONGEST_EVENT = 500  # characters
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 logger = logging.getLogger("mdi")
+
+
+class History(logging.Handler):
+    """What has happened since the server began: the last lines of its log, as plain JSON."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._events: deque[dict[str, Any]] = deque(maxlen=N_EVENTS)
+        self._is_new = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "warning" if record.levelno >= logging.WARNING else "info"
+        text = record.getMessage().removeprefix("warning: ")[:LONGEST_EVENT]
+        self._events.append({"time_s": record.created, "level": level, "text": text})
+        self._is_new = True
+
+    def news(self) -> list[dict[str, Any]] | None:
+        """All events, oldest first; None if there was none since this was asked last."""
+        self.acquire()
+        try:
+            is_new, self._is_new = self._is_new, False
+            return list(self._events) if is_new else None
+        finally:
+            self.release()
 
 
 class Backend:
@@ -50,6 +77,8 @@ class Backend:
         self._forming: set[int] = set()  # requests with a schema, until their texts are begun
         self._beginning = threading.Lock()  # a text is cancelled before it is begun or after, never in between
         self._over = threading.Event()
+        self._history = History()
+        logger.addHandler(self._history)
         self._threads = [
             threading.Thread(target=self._read, name="serve-read", daemon=True),
             threading.Thread(target=self._tell_state, name="serve-state", daemon=True),
@@ -58,6 +87,7 @@ class Backend:
             thread.start()
 
     def close(self) -> None:
+        logger.removeHandler(self._history)
         self._over.set()
         self._lines.close()
         self._forms.shutdown(wait=False, cancel_futures=True)
@@ -142,6 +172,8 @@ class Backend:
 
     def _tell_state(self) -> None:
         while not self._over.wait(STATE_S):
+            if (events := self._history.news()) is not None:
+                self._lines.send({"is": "history", "history": events})
             try:
                 told = self._snapshot()
             except Exception:

@@ -53,6 +53,9 @@ class Chat(EndpointJob):
         self.n_texts = common.n
         self.messages = _messages(fields.raw("messages"))
         self.template_values = fields.mapping("chat_template_kwargs")
+        if fields.raw("functions") or fields.raw("function_call") not in (None, "none", "auto"):
+            raise invalid("functions", "this old form is not supported: give tools and tool_choice")
+        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         fields, key = self.fields, exchange.key
@@ -67,11 +70,11 @@ class Chat(EndpointJob):
             for index in range(fields.n):
                 await exchange.push(sse.event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
         async for piece in write_texts(api, model, key, [prompt], fields, continues=False, stop=stop):
-            usage.n_completion += len(piece.tokens)
+            usage.count(piece, fields.n)
             answer = answers[piece.index]
             new = chat_logprobs(model.codec, piece) if fields.n_logprobs is not None else []
             answer.logprobs += new
-            delta = self.delta(answer, piece)
+            delta = self.delta(answer, piece, model.template.is_plain)
             if fields.is_streamed and (delta or new or piece.finish_reason):
                 await exchange.push(sse.event(_chunk(chunk, piece.index, delta, new, answer.reason)))
         if fields.is_streamed:
@@ -90,10 +93,11 @@ class Chat(EndpointJob):
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         return await encoded(model, text, encode, "messages")
 
-    def delta(self, answer: ChatAnswer, piece: TextPiece) -> dict[str, Any]:
+    def delta(self, answer: ChatAnswer, piece: TextPiece, is_plain: bool = False) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
         is_over = piece.finish_reason is not None
-        answer.held += piece.text
+        # The plain template ends without a blank, which the model's own first token brings.
+        answer.held += piece.text if answer.shown or answer.held or not is_plain else piece.text.removeprefix(" ")
         answer.reason = piece.finish_reason
         if not answer.shown and self.tools.may_be_call(answer.held):
             if not is_over:

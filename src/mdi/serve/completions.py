@@ -34,6 +34,7 @@ class Completion(EndpointJob):
             raise invalid("echo", "together with logprobs it is not supported")
         if fields.raw("suffix"):
             raise invalid("suffix", "it is not supported")
+        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         encode = model.codec.encode
@@ -56,7 +57,7 @@ class Completion(EndpointJob):
                 if text:
                     await exchange.push(sse.event({**base, "choices": [_choice(index, text, None, None)]}))
         async for piece in write_texts(api, model, exchange.key, prompts, fields, continues=True):
-            usage.n_completion += len(piece.tokens)
+            usage.count(piece, fields.n)
             i = piece.index
             shown = logprobs[i].take(piece) if fields.n_logprobs is not None else None
             if not fields.is_streamed:

@@ -65,6 +65,7 @@ class ModelHost:
         nodes: the nodes of the rings; they change when some are lost.
         max_length: tokens that a text may have, if the model allows it.
         on_end: called when the run of a model has ended.
+        on_ready: called with the name of a model that serves from now on.
 
     Attributes:
         loaded: by name, the one that was loaded first is the first.
@@ -72,7 +73,7 @@ class ModelHost:
 
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
-        on_end: Callable[[StarterNode], None] | None = None,
+        on_end: Callable[[StarterNode], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._options = options
@@ -80,6 +81,7 @@ class ModelHost:
         self._max_length = max_length
         self._lines = lines
         self._on_end = on_end
+        self._on_ready = on_ready
         self._wanted: queue.SimpleQueue[tuple[str, bool, Future[None]]] = queue.SimpleQueue()
         self._is_left = False
         self._n_loads = 0
@@ -230,7 +232,8 @@ class ModelHost:
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
-        self._tell("serving", name, "it serves", 1.0)
+        self._tell("serving", name, "ready", 1.0)
+        self._on_ready(name)
 
     def _options_of(self, name: str) -> StarterOptions:
         """What the user chose, where it fits this model, too."""

@@ -32,6 +32,7 @@ class TextPiece:
         tokens: new ones, those that are no text among them.
         logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         finish_reason: set in the last one.
+        n_cached: tokens of the prompt that did not have to be computed.
     """
 
     index: int
@@ -39,6 +40,7 @@ class TextPiece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
+    n_cached: int = 0
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
@@ -145,16 +147,29 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
             text += answer.flush()
     if answer.is_stopped:
         reason = "stop"
-    return TextPiece(index, text, event.tokens, event.logprobs, None if reason is None else REASONS[reason])
+    ended = None if reason is None else REASONS[reason]
+    return TextPiece(index, text, event.tokens, event.logprobs, ended, event.n_cached)
 
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """Tokens of a request.
+
+    Attributes:
+        cached: of each prompt, by its number: tokens that caches still held.
+    """
 
     n_prompt: int
     n_completion: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, int]:
+    def count(self, piece: TextPiece, n_choices: int) -> None:
+        """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
+        self.n_completion += len(piece.tokens)
+        if piece.index % n_choices == 0:
+            self.cached[piece.index // n_choices] = piece.n_cached
+
+    def to_json(self) -> dict[str, Any]:
         total = self.n_prompt + self.n_completion
-        return {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
+        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())}}

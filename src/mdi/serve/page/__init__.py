@@ -55,8 +55,8 @@ def routes(api: ApiState) -> list[Route]:
         return found.answer(request)
 
     async def ring(request: Request) -> Response:
-        told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest, "rings": api.rings}
-        return _json(told)
+        told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest}
+        return _json({**told, "rings": api.rings, "events": api.events})
 
     async def ask(request: Request) -> Response:
         what, model = request.url.path.removeprefix(QUESTIONS), request.query_params.get("model")
