@@ -9,12 +9,13 @@ PIP_FLAGS ?=
 # loads torch, and starts several nodes that do.
 TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
-.PHONY: help demo serve test lint types check kernels sanitize bench figures venv clean
+.PHONY: help demo serve test mutants lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
 	@echo "make test   the whole test suite"
+	@echo "make mutants  breaks the code in one place after another, and prints which changes no test notices"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
@@ -45,6 +46,9 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+mutants: $(VENV)/.installed-dev
+	$(PY) tests/mutants/run.py
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
