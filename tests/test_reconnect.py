@@ -203,6 +203,31 @@ def test_a_next_node_that_was_started_anew_is_lost() -> None:
         assert caught.value.node == "secondary0"
 
 
+@pytest.mark.parametrize("process", ["now", "before"])
+def test_who_calls_again_goes_on_with_the_same_process_alone(process: str) -> None:
+    names, until_s = ("starter", "secondary0"), time.monotonic() + DEADLINE_S
+    one = listener("secondary0")
+    starter = Seat(1, 0, names, "p", "127.0.0.1", one.port, process="x")
+    waiter = Waiter(Seat(1, 1, names, "p", "127.0.0.1", 1, process="now"), Limits(), one, Hello.from_bytes(starter.hello.payload))
+    found: list[Connection] = []
+    thread = threading.Thread(target=lambda: found.append(waiter.connect(5, until_s)))
+    thread.start()
+    try:
+        dialer = Dialer(starter, Limits(), process)
+        if process == "now":
+            found.append(dialer.connect(None, until_s))
+            assert found[-1].received == 5
+        else:
+            with pytest.raises(NotBackError):
+                found.append(dialer.connect(None, until_s))
+    finally:
+        thread.join(DEADLINE_S)
+        waiter.stop()
+        for connection in found:
+            connection.sock.close()
+        one.close()
+
+
 def test_a_call_replaces_a_connection_that_looks_sound() -> None:
     """The other side found it broken; and of several calls the last one counts, in whatever order they are heard."""
     with passing(2) as ring:
@@ -231,8 +256,9 @@ def test_of_several_calls_the_one_that_was_made_last_counts() -> None:
         late, peer = socket.socketpair()
         with peer:
             waiter.take(late, FrameCodec(), Hello(0, 2, "p", extensions={"reconnect": 3}))
-            assert late.fileno() == -1, "a call that was answered already is old, too"
-        waiter.stop()
+            is_closed = late.fileno() == -1
+            waiter.stop()
+        assert is_closed, "a call that was answered already is old, too"
         with pytest.raises(NotBackError):
             waiter.connect(None, time.monotonic() + DEADLINE_S)
     finally:
