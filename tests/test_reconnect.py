@@ -208,7 +208,9 @@ def test_who_calls_again_goes_on_with_the_same_process_alone(process: str) -> No
     names, until_s = ("starter", "secondary0"), time.monotonic() + DEADLINE_S
     one = listener("secondary0")
     starter = Seat(1, 0, names, "p", "127.0.0.1", one.port, process="x")
-    waiter = Waiter(Seat(1, 1, names, "p", "127.0.0.1", 1, process="now"), Limits(), one, Hello.from_bytes(starter.hello.payload))
+    waiter = Waiter(
+        Seat(1, 1, names, "p", "127.0.0.1", 1, process="now"), Limits(), one, Hello.from_bytes(starter.hello.payload)
+    )
     found: list[Connection] = []
     thread = threading.Thread(target=lambda: found.append(waiter.connect(5, until_s)))
     thread.start()

@@ -19,8 +19,16 @@ MUTANTS = [
         "salt=None",
         f"{JOIN}::test_a_host_that_does_not_know_the_code_gives_nobody_a_key",
     ),
-    Mutant("the keys of a session lack the cluster key", "_session_keys", "public, secret,", "public, b'',", HANDMADE_SESSION),
-    Mutant("the keys of a session lack its messages", "_session_keys", "_SESSION + messages", "_SESSION", HANDMADE_SESSION),
+    Mutant(
+        "the keys of a session lack the cluster key",
+        "_session_keys",
+        "public, secret,",
+        "public, b'',",
+        HANDMADE_SESSION,
+    ),
+    Mutant(
+        "the keys of a session lack its messages", "_session_keys", "_SESSION + messages", "_SESSION", HANDMADE_SESSION
+    ),
     Mutant(
         "both directions of a session have one key",
         "_session_keys",
@@ -30,7 +38,13 @@ MUTANTS = [
     ),
     Mutant("used nonces are forgotten after a minute", "NoncesGiven.use", "2 * NONCE_S", "NONCE_S / 2", REPLAYED),
     Mutant("a nonce may be used twice", "NoncesGiven.use", "nonce in self.used", "False", REPLAYED),
-    Mutant("nonces are good for ever", "NoncesGiven.is_fresh", "<= NONCE_S", ">= 0", f"{CONTROL}::test_nonces_grow_old_and_strangers_leave_nothing_behind"),
+    Mutant(
+        "nonces are good for ever",
+        "NoncesGiven.is_fresh",
+        "<= NONCE_S",
+        ">= 0",
+        f"{CONTROL}::test_nonces_grow_old_and_strangers_leave_nothing_behind",
+    ),
     Mutant(
         "the signature of an answer does not cover the next nonce",
         "sign_answer",
@@ -39,7 +53,13 @@ MUTANTS = [
         f"{CONTROL}::test_who_changes_the_next_nonce_of_an_answer_is_not_believed",
     ),
     Mutant("the signature of an answer does not cover its status", "sign_answer", "str(status)", "'200'", ANSWERS),
-    Mutant("the signature of an answer does not say to which request it belongs", "sign_answer", "(request, str", "('', str", ANSWERS),
+    Mutant(
+        "the signature of an answer does not say to which request it belongs",
+        "sign_answer",
+        "(request, str",
+        "('', str",
+        ANSWERS,
+    ),
     Mutant("the signature of an answer does not cover its body", "sign_answer", "body_hash(body)", "''", ANSWERS),
     Mutant(
         "the client believes an answer that nobody with the key has signed",

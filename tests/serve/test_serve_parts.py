@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
+from mdi.serve.outlet import Outlet
+from mdi.serve.parameters import RequestFields, common_fields
 from mdi.serve.templates import ChatTemplate, read_template
 from mdi.serve.tools import parse_tools
 
@@ -66,6 +71,104 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
         assert queue.n_running == 0
 
     asyncio.run(scenario())
+
+
+def test_who_is_let_in_and_gone_at_the_same_moment_keeps_no_place() -> None:
+    async def scenario() -> None:
+        queue = Admission(1, 5)
+        first = queue.entered("a", 0, 1)
+        await first.__aenter__()
+        others = [queue.entered(owner, 0, 1) for owner in ("b", "c")]
+        waiting = [asyncio.create_task(other.__aenter__()) for other in others]
+        await asyncio.sleep(0)
+        assert queue.n_waiting == 2
+        await first.__aexit__(None, None, None)  # lets the next one in, who does not know it yet
+        assert (queue.n_running, queue.n_waiting) == (1, 1)
+        waiting[0].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert waiting[0].cancelled() and not waiting[1].cancelled(), "the one behind it has its place"
+        assert (queue.n_running, queue.n_waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_let_in_while_texts_wait_for_memory() -> None:
+    async def scenario() -> None:
+        is_open = True
+        queue = Admission(2, 5, lambda: is_open)
+        first, second = queue.entered("a", 0, 1), queue.entered("b", 0, 1)
+        await first.__aenter__()
+        is_open = False
+        waiting = asyncio.create_task(second.__aenter__())
+        await asyncio.sleep(0)
+        queue.admit()
+        assert (queue.n_running, queue.n_waiting) == (1, 1), "there is a free place, and still"
+        is_open = True
+        queue.admit()
+        await waiting
+        assert (queue.n_running, queue.n_waiting) == (2, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_for_more_texts_than_run_at_once_waits_until_it_is_alone_and_is_not_overtaken() -> None:
+    async def scenario() -> None:
+        queue = Admission(2, 9)
+        first, five, one = queue.entered("a", 0, 1), queue.entered("b", 0, 5), queue.entered("c", 0, 1)
+        await first.__aenter__()
+        large = asyncio.create_task(five.__aenter__())
+        await asyncio.sleep(0)
+        small = asyncio.create_task(one.__aenter__())
+        await asyncio.sleep(0)
+        assert (queue.n_running, queue.n_waiting) == (1, 6), "there is a place for the small one, but it came later"
+        await first.__aexit__(None, None, None)
+        await large
+        assert (queue.n_running, queue.n_waiting) == (5, 1)
+        small.cancel()
+        await asyncio.gather(small, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+FIELDS: dict[str, Any] = {
+    "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "presence_penalty": 0.75, "frequency_penalty": -0.5,
+    "repetition_penalty": 1.25,
+}  # fmt: skip
+
+
+def test_every_field_of_a_request_reaches_the_engine() -> None:
+    """From the body of a request to the parameters that a text is continued with."""
+    body = {**FIELDS, "logit_bias": {"5": -2.5}, "seed": 9, "n": 2, "max_tokens": 11}
+    fields = common_fields(RequestFields(body), None, 3)
+    assert (fields.sampling.seed, fields.n, fields.n_tokens) == (9, 2, 11)
+    submitted: list[tuple[list[int], SamplingParams, str]] = []
+
+    def submit(ids: list[int], params: SamplingParams, owner: str, **_: Any) -> Any:
+        submitted.append((ids, params, owner))
+        return SimpleNamespace(seq_id=1)
+
+    a, b = socket.socketpair()
+    ours, theirs = lines.Lines(a), lines.Lines(b)
+    outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), frozenset({4}), ours)
+    sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
+    outlet.submit(1, [1, 2], sampling, "me", None)
+    outlet.close()
+    ours.close()
+    theirs.close()
+    expected = SamplingParams(
+        **FIELDS, n_tokens=11, seed=9, logit_bias=((5, -2.5),), n_logprobs=3, eos_ids=frozenset({4})
+    )
+    assert submitted == [([1, 2], expected, "me")]
+
+
+def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
+    values = common_fields(RequestFields({}), 16, None).sampling.values
+    assert values == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "logit_bias": [], "n_logprobs": None,
+    }  # fmt: skip
+    for no_limit in (-1, 0):
+        assert common_fields(RequestFields({"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
 def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
