@@ -214,4 +214,25 @@ MUTANTS = [
         "self.call, open_part) is False",
         "tests/security/test_sealed_frames.py::test_another_key_is_refused_on_both_sides",
     ),
+    Mutant(
+        "a step of a row may become the mark of its largest value",
+        "BlockInt8.encode",
+        "np.float32(INT8_MAX)",
+        "np.float32(INT8_MAX + 1)",
+        "tests/test_encoding.py::test_no_step_of_a_block_becomes_its_mark",
+    ),
+    Mutant(
+        "rows are scaled beyond what float16 holds",
+        "RowFloat16.encode",
+        "exponent - HALF_EXPONENT",
+        "exponent - HALF_EXPONENT - 2",
+        "tests/test_encoding.py",
+    ),
+    Mutant(
+        "the largest values of a block lose their sign",
+        "BlockInt8.encode",
+        "np.where(high + low >= 0, high, low)",
+        "np.maximum(high, -low)",
+        "tests/test_encoding.py",
+    ),
 ]
