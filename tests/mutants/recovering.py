@@ -105,4 +105,11 @@ MUTANTS = [
         "return True",
         KEEPER,
     ),
+    Mutant(
+        "after a full disk half a line stays in the journal",
+        "Journal._sync",
+        "os.ftruncate(self._file, self._n_bytes)",
+        "pass",
+        "tests/test_journal.py::test_a_line_that_could_not_be_written_whole_does_not_stay",
+    ),
 ]

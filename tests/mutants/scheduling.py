@@ -153,7 +153,7 @@ MUTANTS = [
         "Scheduler.resume",
         "begun |= {new_id for _, new_id in copies}",
         "pass",
-        "tests/test_prefixes.py tests/recovery",
+        "tests/test_prefixes.py tests/recovery/test_replays.py",
     ),
     Mutant(
         "a replay ends one row early",

@@ -71,7 +71,13 @@ MUTANTS = [
         "Piece(columns=groups) if",
         f"{LOGITS}[Llama-3.1-8B]",
     ),
-    Mutant("bounds are not those of the parts", "_bounds", "done += part", "done = part", f"{LOGITS}[Llama-3.1-8B]"),
+    Mutant(
+        "bounds are not those of the parts",
+        "tensor.shares:_bounds",
+        "done += part",
+        "done = part",
+        f"{LOGITS}[Llama-3.1-8B]",
+    ),
     Mutant("sums of squares travel rounded", "AllReduce._sum", "x.shape[1] > 2", "True", f"{SUMS}"),
     Mutant(
         "the star adds in another order",
@@ -89,6 +95,12 @@ MUTANTS = [
         "mesh.rank != 0",
         SAME,
     ),
-    Mutant("the pieces of an array lack its end", "_pieces", "len(x) * (i + 1) // n", "len(x) // n * (i + 1)", SUMS),
+    Mutant(
+        "the pieces of an array lack its end",
+        "tensor.allreduce:_pieces",
+        "len(x) * (i + 1) // n",
+        "len(x) // n * (i + 1)",
+        SUMS,
+    ),
     Mutant("a group of one sends", "AllReduce.reduce", "self.mesh.size == 1", "False", SUMS),
 ]

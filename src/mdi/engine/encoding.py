@@ -77,7 +77,7 @@ class BlockInt8:
             pairs = scales.reshape(n_rows, -1, 2)
             pairs[..., :1] = bf16_from_float32(scale)
             pairs[..., 1:] = bf16_from_float32(largest)
-            # Divided by the scale as it is sent, which rounding made less by 1/256 at most: that is less than half of a step more.
+            # Divided by the scale as it is sent, which is less by 1/256 at most: none of the others gets to 127.5 steps.
             rest /= float32_from_bf16(pairs[..., :1])
             np.rint(rest, out=rest)
             rest[is_largest] = MARK
