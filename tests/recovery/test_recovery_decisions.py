@@ -37,6 +37,11 @@ def test_several_lost_nodes_need_several_spares() -> None:
     assert found is not None and found.names == ("starter", "x", "y") and found.counts == (2, 3, 4)
 
 
+def test_a_node_that_has_its_place_in_the_ring_takes_no_other() -> None:
+    found = in_place(RING, frozenset({"starter", "b"}), ["b", "x"])
+    assert found is not None and found.names == ("starter", "x", "b")
+
+
 def test_nobody_is_lost() -> None:
     assert in_place(RING, frozenset({"starter", "a", "b"}), []) == Next(RING, is_moved=False)
 
