@@ -26,6 +26,12 @@ USER = [{"role": "user", "content": "Who?"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
+async def others_run() -> None:
+    """Let every task of the loop get as far as it can."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
     async def scenario() -> list[str]:
         queue, order = Admission(2, 10), []
@@ -44,11 +50,11 @@ def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
             await asyncio.sleep(0)
         assert (queue.n_running, queue.n_waiting) == (2, 4)
         leave["long"].set()
-        while len(order) < 6:
-            await asyncio.sleep(0)
+        await others_run()
+        assert len(order) == 6
         leave["long2"].set()
-        await asyncio.gather(*tasks)
-        assert (queue.n_running, queue.n_waiting) == (0, 0)
+        await others_run()
+        assert (queue.n_running, queue.n_waiting) == (0, 0) and all(task.done() for task in tasks)
         return order
 
     assert asyncio.run(scenario())[2:] == ["vip", "a1", "c1", "b1"]
@@ -71,12 +77,6 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
         assert queue.n_running == 0
 
     asyncio.run(scenario())
-
-
-async def others_run() -> None:
-    """Let every task of the loop get as far as it can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_who_is_let_in_and_gone_at_the_same_moment_keeps_no_place() -> None:
