@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The ring beside the best of its rivals, in one run, on the same random weights: one scenario per target.
+"""The ring beside the best of its rivals, in one run, on the same random weights: one scenario after another.
 
     compare.py --prepare                                    only make the files, which takes many minutes
     compare.py --all --minutes 25                           what matters most first, until the time is up
@@ -8,8 +8,9 @@
     compare.py --grid --nodes 1,2 --sequences 1,16 --formats bf16,int8 --prompts 16,256
     compare.py --check-gguf                                 does llama.cpp compute the same model?
 
-Every system loads once, in a process of its own; then the cases take turns, and ratios are formed within a round. A target
-counts as reached if it is in every round. Each scenario's result is written when it is done. llama.cpp, transformers and gguf
+Every system loads once, in a process of its own; then the cases take turns, and ratios are formed within a round. Each
+scenario's result is written when it is done, with the processor time that other programs took. Documents are not written
+from results that others disturbed. llama.cpp, transformers and gguf
 come from the extra `bench` (`pip install '.[bench]'`), in this interpreter's environment or in another one's
 (--peers-python). Checkpoints, chunks and GGUF files are made once and kept in the work folder: 40 GB for TinyLlama's shape
 and the 7 B weights beside it.
@@ -31,15 +32,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from random_checkpoint import PACKED_ONLY, SHAPES  # noqa: E402
-from records import RESULTS, save  # noqa: E402
+from records import RESULTS, Usage, disturbed, save  # noqa: E402
 from side_by_side.figure import draw  # noqa: E402
 from side_by_side.files import make_all  # noqa: E402
 from side_by_side.measures import medians  # noqa: E402
 from side_by_side.runner import run_scenario, say  # noqa: E402
 from side_by_side.scenario import Outcome, Scenario  # noqa: E402
+from side_by_side.scenarios import SCENARIOS, grid  # noqa: E402
 from side_by_side.setup import FORMATS, Setup  # noqa: E402
 from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
-from side_by_side.targets import SCENARIOS, grid  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 FIGURE = ROOT / "assets" / "speed.svg"
@@ -49,13 +50,15 @@ WITHOUT_AMX = "without_amx"  # a folder within the results'
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
     """Run a scenario, and write its result."""
     say(f"{scenario.name}: {scenario.title}, {setup.shape}")
-    begin = time.monotonic()
     make_all(setup.needs, args.peers_python)
     pythons = {"": sys.executable, "llama.cpp": args.peers_python, "transformers": args.peers_python}
+    begin = Usage.now()
     outcome = run_scenario(scenario, pythons, setup.work / "logs", args.repeats, budget_s)
     result = to_json(scenario, outcome, setup)
-    result["seconds"] = round(time.monotonic() - begin, 1)
-    save(args.results / f"{scenario.name}.json", result)
+    path = args.results / f"{scenario.name}.json"
+    save(path, result, begin)
+    if why := disturbed(json.loads(path.read_text(encoding="utf-8"))):
+        say(f"{scenario.name}: not for documents: {why}")
     print(f"\n### {scenario.title}\n\n{scenario_table(result)}\n", flush=True)
 
 
@@ -104,8 +107,14 @@ def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
 
 
 def write_documents(args: argparse.Namespace) -> None:
-    """Tables of what lies in the results folder into docs/benchmarks.md, and the figure into assets/."""
+    """Tables of what lies in the results folder into docs/benchmarks.md, and the figure into assets/.
+
+    Raises SystemExit if a result was disturbed by other programs.
+    """
     results = results_in(args.results)
+    busy = [f"{r['name']}: {why}" for r in [*results, *results_in(args.results / WITHOUT_AMX)] if (why := disturbed(r))]
+    if busy:
+        raise SystemExit("error: measure these again on a machine that does nothing else:\n  " + "\n  ".join(busy))
     if not results:
         raise SystemExit(f"error: no results in {args.results}: run some scenarios first")
     text = DOCUMENT.read_text(encoding="utf-8")
@@ -159,11 +168,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has llama-cpp-python, gguf and "
                         "transformers (default: this one)")  # fmt: skip
     parser.add_argument("--cores", type=numbers, help="cores to pin to (default: the first two that there are)")
-    parser.add_argument("--repeats", type=int, help="rounds (default: each scenario's own, 3 or 5)")
+    parser.add_argument("--repeats", type=int, help="rounds (default: 5, or 1 where it says so)")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no scenario and no round later than this"
     )
-    parser.add_argument("--budget", type=float, default=180, help="seconds per scenario after which no round is begun "
+    parser.add_argument("--budget", type=float, default=600, help="seconds per scenario after which no round is begun "
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few tokens")
     parser.add_argument("--nodes", type=numbers, default=[1, 2], help="for --grid")

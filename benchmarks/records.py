@@ -1,4 +1,8 @@
-"""What a benchmark measured, as a small file in benchmarks/results/ that says on which machine: the raw numbers of tables."""
+"""What a benchmark measured, as a small file in benchmarks/results/: the raw numbers of tables.
+
+Each file says on which machine, and how much of it other programs took meanwhile. Documents only have numbers of a machine
+that was left alone (`disturbed`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,53 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_BYTES = 300_000  # these files are committed
 DIGITS = 5  # more are noise
+
+# What numbers of a document may have had beside them, as shares of all cores' time.
+MOST_OTHERS, MOST_STEAL = 0.05, 0.02
+MOST_LOAD = 2.5  # load average of older files, which counts the benchmark itself: its two busy threads and a little
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Processor time up to a moment, in seconds: of the machine, of this process and its ended children, and stolen.
+
+    Stolen is what a virtual machine wanted and its host gave to others.
+    """
+
+    at_s: float
+    busy_s: float
+    own_s: float
+    steal_s: float
+
+    @classmethod
+    def now(cls) -> Usage:
+        import psutil
+
+        times = psutil.cpu_times()._asdict()
+        busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+        own = psutil.Process().cpu_times()
+        own_s = own.user + own.system + own.children_user + own.children_system
+        return cls(time.monotonic(), busy, own_s, times.get("steal", 0.0))
+
+    def since(self, begin: Usage) -> dict[str, float]:
+        """Shares of all cores' time since `begin`: of other programs, and stolen."""
+        cores_s = max(1e-9, (self.at_s - begin.at_s) * (os.cpu_count() or 1))
+        others_s = (self.busy_s - begin.busy_s) - (self.own_s - begin.own_s)
+        return {"others_share": max(0.0, others_s / cores_s), "steal_share": (self.steal_s - begin.steal_s) / cores_s}
+
+
+BEGIN = Usage.now()
+
+
+def disturbed(record: Mapping[str, Any]) -> str:
+    """Why the numbers of a file must not stand in a document; "" if they may."""
+    if "others_share" in record:
+        others, steal = record["others_share"], record["steal_share"]
+        if others <= MOST_OTHERS and steal <= MOST_STEAL:
+            return ""
+        return f"other programs took {others:.0%} of the cores' time, and {steal:.1%} were stolen"
+    load = record.get("load_average")
+    return "" if load is not None and load <= MOST_LOAD else f"it was measured at a load of {load}"
 
 
 def add_json_flag(parser: argparse.ArgumentParser, name: str) -> None:
@@ -59,10 +111,16 @@ def machine() -> str:
     )
 
 
-def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write `result` with machine, date and load, numbers rounded; ValueError if that is no small file."""
+def save(path: Path, result: Mapping[str, Any], begin: Usage = BEGIN) -> None:
+    """Write `result` with machine, date, and what others took since `begin`, rounded; ValueError if that is no small file."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    record = {"machine": machine(), "date": time.strftime("%Y-%m-%d %H:%M"), "load_average": load, **result}
+    record = {
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "load_average": load,
+        **Usage.now().since(begin),
+    }
+    record.update(result)
     text = json.dumps(rounded(record), indent=1) + "\n"
     if len(text) > LIMIT_BYTES:
         raise ValueError(f"{path.name} would take {len(text):,} bytes, more than {LIMIT_BYTES:,}: leave something out")

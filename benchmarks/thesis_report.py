@@ -59,11 +59,7 @@ def fill_in(page: Path, tables: dict[str, str]) -> None:
 def caption(data: dict[str, Any]) -> str:
     """When, on what, and how much of the evaluation the tables below show."""
     runs = data["runs"]
-    loads = [run["load_before"] for run in runs.values()]
-    return (
-        f"Measured on {data['date']}: {data['machine']}; {type_of(runs)}. One thread per node. Load average before the "
-        f"runs, the evaluation's own included: {min(loads):.1f} to {max(loads):.1f}."
-    )
+    return f"Measured on {data['date']}: {data['machine']}; {type_of(runs)}. One thread per node."
 
 
 def type_of(runs: dict[str, Any]) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import random
 import shutil
+import struct
+import zipfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +246,97 @@ def test_a_checkpoint_cut_short(tmp_path: Path, keep: int, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name}.*(cut short|damaged)") as caught:
         LitCheckpoint(path)
     assert "\n" not in str(caught.value)
+
+
+def _entries(path: Path) -> dict[str, range]:
+    """Where the contents of each file in a zip file are."""
+    found = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for entry in archive.infolist():
+            file.seek(entry.header_offset + 26)
+            n_name, n_extra = struct.unpack("<HH", file.read(4))
+            start = entry.header_offset + 30 + n_name + n_extra
+            found[entry.filename.partition("/")[2]] = range(start, start + entry.file_size)
+    return found
+
+
+def _flip(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 16]))
+
+
+def _read_all(path: Path) -> State:
+    source = LitCheckpoint(path)
+    return {name: tensor.clone() for part in source.part_names() for name, tensor in source.tensors(part).items()}
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path: Path, is_nested: bool) -> None:
+    """In the first, a middle and the last byte of each file in it that torch.save wrote and torch.load reads."""
+    config, state = tiny_state()
+    path = write_lit(tmp_path / "m", config, state, safetensors=False)
+    weights = path / "lit_model.pth"
+    if is_nested:  # as litgpt's pretraining does, with tensors besides that are not read
+        torch.save({"optimizer": {"a": torch.ones(7), "b": torch.ones(9)}, "model": state}, weights)
+    entries = {name: where for name, where in _entries(weights).items() if name.startswith("data") and where}
+    assert len(entries) > len(state)
+    assert _read_all(path).keys() == state.keys()
+    unread = {"data/0", "data/1"} if is_nested else set()
+    for name, where in entries.items():
+        for place in {where[0], where[len(where) // 2], where[-1]}:
+            _flip(weights, place)
+            with pytest.raises(CheckpointError, match="lit_model.pth") if name not in unread else nullcontext():
+                _read_all(path)
+            _flip(weights, place)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in _read_all(path).items())
+
+
+def test_a_bit_that_flips_anywhere_is_found_or_changes_nothing(lit: tuple[Path, State]) -> None:
+    path, state = lit
+    weights = path / "lit_model.pth"
+    n_bytes, last = weights.stat().st_size, max(where.stop for where in _entries(weights).values())
+    draw, n_found = random.Random(3), 0
+    for i in range(120):
+        place = draw.randrange(*((0, last) if i % 2 else (last, n_bytes)))  # half of them in the directory at the end
+        _flip(weights, place)
+        try:
+            found = _read_all(path)
+            assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state), place
+        except CheckpointError:
+            n_found += 1
+        _flip(weights, place)
+    assert n_found > 40
+
+
+def test_a_flipped_bit_is_found_by_the_kernels_and_before_a_chunk_is_written(lit: tuple[Path, State]) -> None:
+    path, _ = lit
+    source = LitCheckpoint(path)
+    where = _entries(path / "lit_model.pth")["data/3"]
+    _flip(path / "lit_model.pth", where[5])
+    damaged = []
+    for part in source.part_names():
+        for read in (source.weights, lambda part: list(source.pieces(part)), source.info):
+            try:
+                read(part)
+            except CheckpointError:
+                damaged.append(part)
+    assert len(damaged) == 3 and len(set(damaged)) == 1, "the other parts can be used"
+
+
+def test_a_checkpoint_without_checksums_can_be_read(lit: tuple[Path, State]) -> None:
+    """torch.save leaves them out if a program asks for that, and did not write zip files before version 1.6."""
+    path, state = lit
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path / "lit_model.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert _read_all(path).keys() == state.keys()
+    torch.save(state, path / "lit_model.pth", _use_new_zipfile_serialization=False)
+    assert _read_all(path).keys() == state.keys()
 
 
 class _Evil:

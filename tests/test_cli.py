@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import mdi
-from mdi.cli import COMMANDS, TERMINATED, launch, main
+from mdi.cli import COMMANDS, TERMINATED, Obeyed, launch, main
 from mdi.node.local import free_ports
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, tiny_gpt, write_checkpoint
 
@@ -528,12 +528,34 @@ def test_a_local_ring_compares_itself_with_one_node(checkpoint: Path, capsys: py
     assert launch("local-ring", [*argv, "--json"]) == 2
 
 
-@pytest.mark.parametrize(("status", "late"), [(0, "late"), (1, "late"), (130, ""), (143, "")])
-def test_an_interrupted_process_ends_at_once(status: int, late: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "late"), [("0", "late"), ("1", "late"), ("130", ""), ("143", ""), ("mdi.cli.Obeyed(0)", "")]
+)
+def test_an_interrupted_process_ends_at_once(status: str, late: str) -> None:
     """Without what the interpreter does at its end, which takes seconds once torch is loaded; but nothing printed is lost."""
     code = f"import atexit, mdi.cli; atexit.register(print, 'late', end=''); print('said', end=''); mdi.cli.leave({status})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=SRC)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "said" + late, "")
+    expected = 0 if "Obeyed" in status else int(status)
+    assert (done.returncode, done.stdout, done.stderr) == (expected, "said" + late, "")
+
+
+def test_a_server_that_a_signal_ends_goes_at_once_with_status_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its end is as good as any; but with torch loaded, the interpreter's own would take seconds."""
+
+    class Interrupted:
+        def __init__(self, *args: object) -> None: ...
+
+        @property
+        def url(self) -> str:
+            raise KeyboardInterrupt
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("mdi.serve.process.ApiProcess", Interrupted)
+    status = launch("serve", ["--ckpt", str(SRC.parent / "assets" / "nano-llama")])
+    assert status == 0 and isinstance(status, Obeyed) and "the server has ended" in capsys.readouterr().err
 
 
 def test_the_seed_is_new_each_time_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,6 +324,16 @@ def test_each_problem_of_a_port_has_its_advice(problem: str) -> None:
         advices.add(found.advice)
 
 
+def test_a_node_with_another_key_does_not_hang() -> None:
+    """Its ring port has answered, so the silence of its control port is no reason to start it again."""
+    route = Route(Reach("silent"), Reach("key"))
+    (problem,) = Report((NodeFinding(NODE, route, {}),), ()).problems
+    assert PROBLEMS["key"] in problem.what and "--key FILE" in problem.advice
+    for other in ("refused", "closed", "stranger"):
+        assert len(Report((NodeFinding(NODE, replace(route, control=Reach(other)), {}),), ()).problems) == 2
+    assert len(Report((NodeFinding(NODE, replace(WELL, control=Reach("silent")), {}),), ()).problems) == 1
+
+
 def test_a_link_that_is_shut_though_the_starter_gets_through() -> None:
     starter, other = NodeConfig("starter", "192.168.1.10", 8088, 5088), replace(NODE, name="secondary1")
     nodes = tuple(NodeFinding(node, WELL, {}) for node in (starter, NODE, other))

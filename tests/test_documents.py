@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+
+from mdi.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -67,3 +71,12 @@ def test_every_document_is_linked_from_the_readme(path: Path) -> None:
 def test_the_readme_names_every_launcher_and_package(path: Path) -> None:
     name = f"{path.parent.name}/" if path.name == "__init__.py" else path.name
     assert name in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_stands_in_the_configuration(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    flags = set(re.findall(r"--[a-z][a-z-]+", parser.format_help())) - {"--help"}
+    said = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")))
+    assert flags - said == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.recovery import journal as journal_module
 from mdi.recovery.journal import Journal, JournalText, RunRecord, is_locked, read_record
@@ -52,21 +54,86 @@ def test_only_the_user_can_read_it(path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+def prompts_end(data: bytes) -> int:
+    """Where the tokens begin: behind the header and the two prompts."""
+    return sum(map(len, data.splitlines(keepends=True)[:3]))
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
 def test_every_damaged_end_is_cut_off(path: Path) -> None:
-    """Wherever the file ends or a byte is another: what comes before it is read, and the run goes on from there."""
+    """Wherever the file ends behind its prompts, or a byte of its last line is another: what comes before it is read, and the
+    run goes on from there."""
     data = written(path).read_bytes()
-    first = data.index(b"\n") + 1
-    n_lines = data.count(b"\n")
-    for n_bytes in range(first, len(data)):
+    for n_bytes in range(prompts_end(data), len(data)):
         path.write_bytes(data[:n_bytes])
         journal, found = Journal.reopen(path)
         assert found.n_bytes == data[:n_bytes].rfind(b"\n") + 1 == path.stat().st_size
+        assert len(found.texts) == 2 and not found.is_over
         journal.close()
-    for place in range(first, len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    for place in range(data[:-1].rindex(b"\n") + 1, len(data)):
+        path.write_bytes(flipped(data, place))
         found = read_record(path)
         assert found.n_bytes == data[:place].rfind(b"\n") + 1
-    assert n_lines == 5
+    assert data.count(b"\n") == 5
+
+
+def test_without_all_its_prompts_it_is_refused_and_left_alone(path: Path) -> None:
+    data = written(path).read_bytes()
+    header, first, second, *tokens = data.splitlines(keepends=True)
+    other = Journal.new(path.parent.parent / "two" / "journal", RunRecord({}, "", [JournalText("Why?", [4, 5])]))
+    other.close()
+    foreign = other.path.read_bytes().splitlines(keepends=True)[1]
+    damaged = {
+        "cut": [data[:n_bytes] for n_bytes in range(prompts_end(data))],
+        "flipped": [flipped(data, place) for place in range(prompts_end(data))],
+        "swapped": [b"".join([header, second, first, *tokens])],
+        "another's": [b"".join([header, foreign, second, *tokens])],
+        "one too many": [b"".join([header, first, second, second, *tokens])],
+    }
+    for how, journals in damaged.items():
+        for content in journals:
+            path.write_bytes(content)
+            with pytest.raises(UsageError, match=re.escape(str(path))):
+                Journal.reopen(path)
+            assert path.read_bytes() == content and not is_locked(path), how
+
+
+def test_damage_before_good_records_is_refused_and_left_alone(path: Path) -> None:
+    """Both lines of text 0 or the one of text 1 are damaged, and others follow: no token may disappear, and nothing is cut off
+    before the user says so."""
+    data = written(path).read_bytes()
+    last = data[:-1].rindex(b"\n") + 1
+    for place in range(
+        prompts_end(data), last - 1
+    ):  # without its end, a line is one with the next: both are the damaged end
+        path.write_bytes(flipped(data, place))
+        with pytest.raises(UsageError, match="line 4.*truncate -s"):
+            Journal.reopen(path)
+        assert path.read_bytes() == flipped(data, place)
+    os.truncate(path, prompts_end(data))  # as the message says
+    journal, found = Journal.reopen(path)
+    assert [text.ids for text in found.texts] == [[], []]
+    journal.close()
+
+
+def test_a_run_without_texts_is_not_over() -> None:
+    assert not RunRecord({}, "").is_over
+    assert RunRecord({}, "", [JournalText("a", [1], [2], "eos")]).is_over
+
+
+def test_a_damaged_run_is_not_removed_by_trying_to_resume_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(new_run(tmp_path))
+    content = flipped(path.read_bytes(), path.read_bytes().index(b"Who?"))
+    path.write_bytes(content)
+    assert launch("starter", ["--resume", "last", "--run-dir", str(tmp_path)]) == 2
+    assert str(path) in capsys.readouterr().err and path.read_bytes() == content
+    assert launch("starter", ["--resume", "--run-dir", str(tmp_path)]) == 0
+    assert f"{path} is damaged" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_in_the_same_file(path: Path) -> None:

@@ -277,6 +277,32 @@ def test_another_model_of_the_same_name_is_not_written_over(
     assert is_lit_dir(second)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_model_that_cannot_be_converted_leaves_nothing_in_the_way(tmp_path: Path, is_there: bool) -> None:
+    bad, good = tiny_hf(tmp_path / "a" / "m")[0], tiny_hf(tmp_path / "b" / "m")[0]
+    (bad / "tokenizer_config.json").write_text("{}")
+    (bad / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    if is_there:
+        out.mkdir()
+    assert launch("prepare-model", [str(bad), "--out", str(out)]) == 1
+    assert out.is_dir() is is_there and not (is_there and list(out.iterdir()))
+    assert launch("prepare-model", [str(good), "--out", str(out)]) == 0
+    assert is_lit_dir(out) and not (out / "tokenizer_config.json").exists()
+
+
+def test_an_earlier_result_survives_a_conversion_that_fails(tmp_path: Path) -> None:
+    """The weights that it was made from have changed, and are damaged."""
+    directory, out = tiny_hf(tmp_path / "m")[0], tmp_path / "out"
+    assert launch("prepare-model", [str(directory), "--out", str(out)]) == 0
+    before = sorted(out.iterdir())
+    (weights,) = directory.glob("*.safetensors")
+    weights.write_bytes(b"damaged")
+    os.utime(weights, (4e9, 4e9))
+    assert launch("prepare-model", [str(directory), "--out", str(out)]) == 1
+    assert sorted(out.iterdir()) == before
+
+
 def test_a_model_in_the_checkpoints_folder_is_converted_where_it_is(home: Path) -> None:
     directory, _ = tiny_hf(home / "org" / "m")
     assert launch("prepare-model", [str(directory)]) == 0

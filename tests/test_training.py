@@ -18,10 +18,11 @@ from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import StepReport, Trainer, TrainingProgress, make_optimizer
 from mdi.training.lora import add_adapters
 from mdi.training.new_model import load_shape, new_model
+from mdi.training.record import ProgressLines
 from mdi.training.schedule import learning_rate
 from mdi.training.training_settings import LoraSettings, TrainingSettings
 from mdi.training.windows import Windows
-from tiny_training import SHAPE, grammar_text, make_dataset, make_shape, train, val_losses
+from tiny_training import SHAPE, grammar_text, losses, make_dataset, make_shape, train, val_losses
 
 ROOT = Path(__file__).parent.parent
 
@@ -204,6 +205,61 @@ def test_only_better_weights_are_saved_and_patience_ends_the_run(monkeypatch: py
     assert saves == [1, 2, 4]
     assert progress == TrainingProgress(n_steps=6, best_val_loss=1.5, n_worse=2)
     assert [report.val_loss for report in reports] == [3.0, 2.0, 2.5, 1.5, 1.6, 1.7]
+
+
+def test_each_pass_and_each_step_can_be_watched() -> None:
+    settings = TrainingSettings(
+        sequence_length=8, batch_size=1, grad_acc_steps=3, max_iters=2, ckpt_interval=2, eval_iters=2, log_interval=2
+    )
+    seen: list[object] = []
+    make_trainer(settings).run(
+        lambda news: seen.append(("report", news.step)),
+        lambda is_best: None,
+        on_step=lambda news: seen.append(("step", news.step)),
+        on_pass=seen.append,
+    )
+    passes = ["pass 1 of 3", "pass 2 of 3", "pass 3 of 3"]
+    first, second, held_out = (
+        [f"step {number}/2: {what}" for what in whats]
+        for number, whats in ((1, passes), (2, passes), (2, ["held out, pass 1", "held out, pass 2"]))
+    )
+    assert seen == [*first, ("step", 1), *second, *held_out, ("report", 2)]
+
+
+def test_no_ten_seconds_pass_without_a_line() -> None:
+    now, said = [0.0], list[str]()
+    lines = ProgressLines(said.append, 9, lambda: now[0])
+
+    def step(number: int, seconds: float) -> StepReport:
+        """Of three passes of that length."""
+        for i in range(3):
+            lines.on_pass(f"step {number}/9: pass {i + 1} of 3")
+            now[0] += seconds
+        return StepReport(number, 0.1, 2.0, None, 5.0, now[0], 60.0)
+
+    for number in range(1, 4):
+        lines.on_step(step(number, 0.5))
+    assert not said, "lines of the record come often enough"
+    lines.report(step(4, 1.0))
+    assert len(said) == 1 and said[0].startswith("step 4/9: loss 2.0")
+    lines.on_step(step(5, 6.0))
+    assert said[1:] == ["step 5/9: pass 3 of 3", said[0].replace("4/9", "5/9")], (
+        "with the loss, although a line just came"
+    )
+    lines.on_step(step(6, 20.0))
+    assert [line.partition(":")[0] for line in said[3:]] == ["step 6/9"] * 3
+
+
+def test_a_slow_run_shows_its_first_steps(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is slow if no time counts as short; the file of the losses has no other rows for it."""
+    monkeypatch.setattr("mdi.training.record.SILENT_S", 0.0)
+    folder = make_shape(tmp_path / "m")
+    assert train(folder, dataset, "--max-iters", 2, "--grad-acc-steps", 2) == 0
+    out = capsys.readouterr().out
+    assert "step 1/2: pass 1 of 2\n" in out and "step 1/2: loss" in out and out.count("step 2/2: loss") == 1
+    assert [row["step"] for row in losses(folder)] == ["2"]
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from mdi.errors import CheckpointError, UsageError
 from mdi.training.checkpoint import load_state
+from mdi.training.interrupt import StopRequest
 from mdi.training.loop import Trainer
 from tiny_training import curve, losses, make_dataset, make_shape, train, train_with
 
@@ -96,15 +97,26 @@ def test_flags_change_a_resumed_run_unless_the_old_ones_are_forced(tmp_path: Pat
 
 
 def test_sigterm_saves_and_says_how_to_go_on(
-    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_shape(tmp_path / "m")
     interrupt_at(monkeypatch, 3, signal.SIGTERM)
     assert train(folder, dataset) == 143
-    assert "stopped after 4 steps" in (out := capsys.readouterr().out) and f"--init resume --ckpt {folder}" in out
+    out, err = capfd.readouterr()
+    assert "stopped after 4 steps" in out and f"--init resume --ckpt {folder}" in out
+    assert err.count("the present step") == 1
     assert not (folder / "lit_model.pth").exists() and (folder / "last" / "lit_model.pth").exists()
     assert load_state(folder).progress.n_steps == 4
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are as they were"
+
+
+@pytest.mark.parametrize("is_telling", [True, False])
+def test_a_request_to_stop_is_answered_at_once(is_telling: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The step in hand may take minutes; of several processes one answers."""
+    with StopRequest(is_telling) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.number == signal.SIGINT
+        assert ("again" in capfd.readouterr().err) is is_telling
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

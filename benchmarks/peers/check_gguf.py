@@ -12,7 +12,7 @@ from peers.protocol import Case
 from random_checkpoint import make_checkpoint
 
 if TYPE_CHECKING:
-    from side_by_side.targets import Setup
+    from side_by_side.scenarios import Setup
 
 CASE = Case(3, 24, 24)
 

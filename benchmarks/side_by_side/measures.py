@@ -76,12 +76,3 @@ def pair_ratios(
     return [
         factor * above[r][metrics[0]] / max((b[r][metrics[1]] for b in below), default=1.0) for r in range(n_rounds)
     ]
-
-
-def verdict(ratios: Sequence[float], target: float, at_least: bool = True) -> str:
-    """Whether a target is reached: "yes" if in every pair, "in the median" if luck decides, else "no"."""
-    reached = [r >= target if at_least else r <= target for r in ratios]
-    if all(reached):
-        return "yes"
-    median = statistics.median(ratios)
-    return "in the median" if (median >= target if at_least else median <= target) else "no"

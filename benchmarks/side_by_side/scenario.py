@@ -1,4 +1,4 @@
-"""What a comparison consists of: systems that are loaded, cases that they run by turns, and ratios that are asked for."""
+"""What a comparison consists of: systems that are loaded, cases that they run in turns, and ratios of their numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peers.protocol import Case
-from side_by_side.measures import Found, Summary, pair_ratios, verdict
+from side_by_side.measures import Found, Summary, pair_ratios
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,28 @@ class Run:
 
 @dataclass(frozen=True)
 class Check:
-    """A target: factor x (number of one run) / (the largest number of some others, if there are any), pair by pair.
+    """A ratio, round by round: factor x (number of one run) / (the largest number of some others, if there are any).
 
     Attributes:
         metrics: names of the numbers above and below.
-        at_least: whether the ratio must be the target or more; else the target or less.
         unit: how the ratio is written: "x", "%" or " s".
     """
 
     what: str
     above: str
     below: tuple[str, ...]
-    target: float
     metrics: tuple[str, str] = ("decode_tokens_per_s", "decode_tokens_per_s")
-    at_least: bool = True
     factor: float = 1.0
     unit: str = "x"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A target beside what was measured; `error` where it could not be."""
+    """What was measured of a `Check`; `error` where it could not be."""
 
     what: str
-    target: float
-    at_least: bool
     unit: str
     measured: Summary | None
-    reached: str
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +90,7 @@ class Scenario:
     repeats: int = 5
 
     def results(self, outcome: Outcome) -> list[CheckResult]:
-        """All targets, reached or not; one whose system failed says so."""
+        """All ratios; one whose system failed says so."""
         found = [_result(check, self, outcome) for check in self.checks]
         return found + (self.finish(outcome) if self.finish is not None else [])
 
@@ -106,12 +100,11 @@ def _result(check: Check, scenario: Scenario, outcome: Outcome) -> CheckResult:
     for label in (check.above, *check.below):
         if not outcome.rounds.get(label):
             error = outcome.errors.get(label) or outcome.errors.get(system_of[label]) or "it was not run"
-            return CheckResult(check.what, check.target, check.at_least, check.unit, None, "not measured", error)
+            return CheckResult(check.what, check.unit, None, error)
     below = [outcome.rounds[label] for label in check.below]
     try:
         ratios = pair_ratios(outcome.rounds[check.above], below, check.metrics, check.factor)
     except KeyError as e:
         error = f"{e} was not measured: too few tokens"
-        return CheckResult(check.what, check.target, check.at_least, check.unit, None, "not measured", error)
-    reached = verdict(ratios, check.target, check.at_least)
-    return CheckResult(check.what, check.target, check.at_least, check.unit, Summary.of(ratios), reached)
+        return CheckResult(check.what, check.unit, None, error)
+    return CheckResult(check.what, check.unit, Summary.of(ratios))

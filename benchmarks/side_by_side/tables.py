@@ -18,11 +18,11 @@ COLUMNS = {
 
 
 def scenario_table(result: Mapping[str, Any]) -> str:
-    """One scenario's targets and medians; `result` is what compare.py writes as JSON."""
+    """One scenario's ratios and medians; `result` is what compare.py writes as JSON."""
     pieces = []
     if result["checks"]:
-        rows = [[c["what"], _target(c), _measured(c), c["reached"]] for c in result["checks"]]
-        pieces.append(_markdown(["", "target", "measured", "reached"], rows))
+        rows = [[c["what"], _measured(c)] for c in result["checks"]]
+        pieces.append(_markdown(["", "median [lowest .. highest]"], rows))
     if result["medians"]:
         keys = [key for key in COLUMNS if any(key in found for found in result["medians"].values())]
         if all("decode_tokens_per_s" not in m or m["decode_tokens_per_s"] == m["per_stream_tokens_per_s"]
@@ -40,13 +40,9 @@ def scenario_table(result: Mapping[str, Any]) -> str:
 
 
 def overview(results: Sequence[Mapping[str, Any]]) -> str:
-    """All targets in one table."""
-    rows = [
-        [result["name"], c["what"], _target(c), _measured(c), c["reached"]]
-        for result in results
-        for c in result["checks"]
-    ]
-    return _markdown(["scenario", "", "target", "measured: median [lowest .. highest]", "reached"], rows)
+    """All ratios in one table."""
+    rows = [[result["name"], c["what"], _measured(c)] for result in results for c in result["checks"]]
+    return _markdown(["scenario", "", "median [lowest .. highest]"], rows)
 
 
 def fill(document: str, name: str, table: str) -> str:
@@ -63,14 +59,10 @@ def fill(document: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def _target(check: Mapping[str, Any]) -> str:
-    return f"{'>=' if check['at_least'] else '<='} {_ratio(check['target'], check['unit'])}"
-
-
 def _measured(check: Mapping[str, Any]) -> str:
     found = check["measured"]
     if found is None:
-        return check["error"].replace("|", "/").replace("\n", " ") or "-"
+        return "not measured: " + check["error"].replace("|", "/").replace("\n", " ")
     median = _ratio(found["median"], check["unit"])
     if found["n"] == 1:
         return f"{median} (one run)"

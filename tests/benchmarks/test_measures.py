@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from side_by_side.figure import PANELS, draw, rates
-from side_by_side.measures import Summary, decode_rate, measured, medians, pair_ratios, verdict
+from side_by_side.measures import Summary, decode_rate, measured, medians, pair_ratios
+from side_by_side.scenarios import SCENARIOS
 from side_by_side.setup import Setup
-from side_by_side.targets import SCENARIOS
 
 
 def test_one_stream_counts_from_its_first_token():
@@ -54,21 +54,6 @@ def test_without_others_a_number_stands_for_itself():
 
 def test_a_round_that_is_missing_is_no_pair():
     assert pair_ratios([{"r": 1.0}] * 3, [[{"r": 2.0}]], ("r", "r")) == [0.5]
-
-
-@pytest.mark.parametrize(
-    "ratios, at_least, expected",
-    [
-        ([1.0, 1.2, 1.1], True, "yes"),
-        ([0.9, 1.2, 1.1], True, "in the median"),
-        ([0.9, 0.8, 1.1], True, "no"),
-        ([0.9, 0.8, 1.0], False, "yes"),
-        ([0.9, 0.8, 1.1], False, "in the median"),
-        ([1.2, 0.8, 1.1], False, "no"),
-    ],
-)
-def test_a_target_is_reached_only_in_every_round(ratios, at_least, expected):
-    assert verdict(ratios, 1.0, at_least) == expected
 
 
 def test_medians_and_ranges():

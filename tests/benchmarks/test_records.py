@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from records import LIMIT_BYTES, RESULTS, save
+import compare
+from records import LIMIT_BYTES, MOST_LOAD, MOST_OTHERS, MOST_STEAL, RESULTS, Usage, disturbed, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,3 +40,46 @@ def test_results_are_committed_with_their_machine() -> None:
 def test_git_does_not_ignore_them() -> None:
     ignored = subprocess.run(["git", "check-ignore", "benchmarks/results/new.json"], cwd=ROOT, capture_output=True)
     assert ignored.returncode == 1
+
+
+def test_shares_are_those_of_all_cores_and_without_the_benchmark_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    begin, end = Usage(10.0, 100.0, 50.0, 1.0), Usage(20.0, 130.0, 70.0, 3.0)
+    assert end.since(begin) == {"others_share": 10 / 40, "steal_share": 2 / 40}
+
+
+def test_a_record_says_what_others_took(tmp_path: Path) -> None:
+    begin = Usage.now()
+    save(tmp_path / "a.json", {}, begin)
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["others_share"] >= 0 and found["steal_share"] >= 0
+
+
+@pytest.mark.parametrize(
+    "record, may_stand",
+    [
+        ({"others_share": MOST_OTHERS, "steal_share": MOST_STEAL, "load_average": 50.0}, True),
+        ({"others_share": MOST_OTHERS * 1.1, "steal_share": 0.0}, False),
+        ({"others_share": 0.0, "steal_share": MOST_STEAL * 1.1}, False),
+        ({"load_average": MOST_LOAD}, True),
+        ({"load_average": 18.8}, False),
+        ({"load_average": None}, False),
+        ({}, False),
+    ],
+)
+def test_documents_have_only_numbers_of_a_machine_that_was_left_alone(
+    record: dict[str, float], may_stand: bool
+) -> None:
+    assert (disturbed(record) == "") == may_stand
+
+
+def test_documents_are_not_written_from_disturbed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "benchmarks.md"
+    document.write_text("as it was")
+    monkeypatch.setattr(compare, "DOCUMENT", document)
+    monkeypatch.setattr(compare, "FIGURE", tmp_path / "speed.svg")
+    monkeypatch.setattr("sys.argv", ["compare.py", "--write-docs", "--results", str(tmp_path)])
+    (tmp_path / "sixteen.json").write_text(json.dumps({"name": "sixteen", "load_average": 18.8}))
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert document.read_text() == "as it was" and not (tmp_path / "speed.svg").exists()

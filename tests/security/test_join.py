@@ -21,7 +21,7 @@ from mdi.cli import main
 from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.errors import AccessError, ControlError
+from mdi.errors import AccessError, ControlError, UsageError
 from mdi.security.invitation import VALID_S, Guest, Invitation, Invitations, code_bytes, new_code
 from mdi.security.keys import KeyFile, text_of
 
@@ -55,7 +55,7 @@ def test_the_code_may_be_typed_in_any_way() -> None:
     code = new_code()
     assert code_bytes(code.lower().replace("-", " ")) == code_bytes(code)
     for wrong in ("", "ABCD", code + "A", "€" * 16, code[:-1] + "9"):
-        with pytest.raises(AccessError):
+        with pytest.raises(UsageError):
             code_bytes(wrong)
 
 
@@ -145,6 +145,15 @@ def test_a_board_fetches_the_keys_over_the_network(
         fetch("127.0.0.1", port, invitation.code, tmp_path / "another")
 
 
+def test_the_key_of_another_cluster_is_kept(port: int, invitation: Invitation, tmp_path: Path) -> None:
+    other = key_file(tmp_path / "other.key")
+    before = other.path.read_bytes()
+    where = f"127.0.0.1:{port}"
+    assert main(["join", where, invitation.code, "--key", str(other.path), "--no-start"]) == 2
+    assert other.path.read_bytes() == before and not invitation.used.is_set(), "the code is still good"
+    assert main(["join", where, invitation.code, "--key", str(tmp_path / "new.key"), "--no-start"]) == 0
+
+
 def test_nobody_is_invited_by_a_node_of_a_run(keys: KeyFile) -> None:
     server = ControlServer(Inviting(), "127.0.0.1", 0, "secondary0", keys)
     try:
@@ -189,7 +198,14 @@ def test_key_and_join_from_the_command_line(
 
 
 @pytest.mark.parametrize(
-    "argv", [["join", "127.0.0.1:1"], ["join"], ["join", "nowhere", "ABCD"], ["key", "/nowhere/x", "--add"]]
+    "argv",
+    [
+        ["join", "127.0.0.1:1"],
+        ["join"],
+        ["join", "nowhere", "ABCD"],
+        ["join", "127.0.0.1:1", "ABCD"],
+        ["key", "/nowhere/x", "--add"],
+    ],
 )
 def test_wrong_usage_ends_with_2(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

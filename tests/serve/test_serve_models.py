@@ -122,3 +122,44 @@ def test_models_are_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFix
     assert launch("rm", ["../other", "--yes", *folder]) == 2
     assert launch("rm", ["org/tiny", "--yes", *folder]) == 0 and not list(tmp_path.iterdir())
     assert launch("list", folder) == 0 and "org/tiny" not in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("custom/base", "custom/base/finetuned"),  # a model in a model
+        (".", "keep/precious"),  # the folder of all models
+        ("org/tiny", "../disk/tiny"),  # behind a link
+        ("link", "../disk/tiny"),
+    ],
+)
+def test_what_is_more_than_the_named_model_is_not_removed(
+    tmp_path: Path, name: str, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    for folder in (home, home / "custom" / "base", home / "custom" / "base" / "finetuned", tmp_path / "disk" / "tiny"):
+        write_checkpoint(folder)
+    write_checkpoint(home / "keep" / "precious")
+    (home / "org").symlink_to(tmp_path / "disk", target_is_directory=True)
+    (home / "link").symlink_to(tmp_path / "disk" / "tiny", target_is_directory=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert launch("list", ["--ckpt-folder", str(home)]) == 0 and f"{name} " in capsys.readouterr().out
+    assert launch("rm", [name, "--yes", "--ckpt-folder", str(home)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before and (home / kept).is_dir()
+
+
+def test_a_model_in_a_folder_that_is_reached_by_a_link_is_removed(tmp_path: Path) -> None:
+    """The link to the folder of the models is the user's own choice; and the models inside a model can go first."""
+    for folder in ("base", "base/finetuned"):
+        write_checkpoint(tmp_path / "disk" / folder)
+    (tmp_path / "home").symlink_to(tmp_path / "disk", target_is_directory=True)
+    for name in ("base/finetuned", "base"):
+        assert launch("rm", [name, "--yes", "--ckpt-folder", str(tmp_path / "home")]) == 0
+        assert not (tmp_path / "disk" / name).exists()
+
+
+def test_the_folder_of_all_models_is_not_removed_as_a_model(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert launch("rm", [".", "--yes", "--ckpt-folder", str(tmp_path)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before

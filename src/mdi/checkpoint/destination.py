@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from mdi.checkpoint.convert import convert, needs_conversion
@@ -32,11 +34,12 @@ def ready(
         CheckpointError, UsageError: as `destination` and `convert`.
     """
     target = destination(directory, home, out)
-    make_ready(target, directory)
-    if needs_conversion(directory, target):
-        logger.info("converting %s%s", directory, "" if target == directory else f", into {target}")
-        convert(directory, model_name, dtype, progress=True, target=target)
-        return target, target
+    with _nothing_left(target):
+        make_ready(target, directory)
+        if needs_conversion(directory, target):
+            logger.info("converting %s%s", directory, "" if target == directory else f", into {target}")
+            convert(directory, model_name, dtype, progress=True, target=target)
+            return target, target
     return (target if is_lit_dir(target) else directory), target
 
 
@@ -78,6 +81,22 @@ def make_ready(target: Path, directory: Path) -> None:
                 shutil.copyfile(directory / name, target / name)
     except OSError as e:
         raise CheckpointError(f"cannot write to {target}: {e.strerror or e}") from None
+
+
+@contextlib.contextmanager
+def _nothing_left(folder: Path) -> Iterator[None]:
+    """If the block fails, what has come into the folder meanwhile is removed: it would be in the way of another try."""
+    before = set(folder.iterdir()) if folder.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                for path in set(folder.iterdir()) - before:
+                    path.unlink()
+        raise
 
 
 def _origin(target: Path) -> str | None:

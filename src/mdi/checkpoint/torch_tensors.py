@@ -37,3 +37,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
         return tensor.detach().numpy()
     flat = tensor.detach().contiguous().reshape(-1).view(_BITS[spec.itemsize])
     return flat.numpy().view(f"u{spec.itemsize}").reshape(spec.shape)
+
+
+def storage_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """All bytes of the storage that a tensor on the CPU looks into, without copying."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()

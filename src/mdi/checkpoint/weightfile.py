@@ -5,8 +5,11 @@ Knows nothing of models: names are the file's own.
 
 from __future__ import annotations
 
+import struct
 import warnings
 import weakref
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -106,7 +109,10 @@ class SafetensorsFile:
 
 
 class PickledFile:
-    """torch.save's format, with torch's restricted unpickler, which builds tensors and containers only."""
+    """torch.save's format, with torch's restricted unpickler, which builds tensors and containers only.
+
+    It maps tensors without a look at their checksums: here each is compared when the tensor is read for the first time.
+    """
 
     def __init__(self, path: Path) -> None:
         from mdi.checkpoint.torch_tensors import spec_of
@@ -114,11 +120,22 @@ class PickledFile:
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None
         self.specs = {name: spec_of(tensor) for name, tensor in self._load().items()}
+        self._checksums = _checksums(path)
+        self._checked: set[str] = set()
 
     def array(self, name: str) -> np.ndarray:
-        from mdi.checkpoint.torch_tensors import as_array
+        """As `WeightFile.array`. Raises CheckpointError if bits of the tensor have changed since the file was written."""
+        from mdi.checkpoint.torch_tensors import as_array, storage_bytes
 
-        return as_array(self._load()[name])
+        tensor = self._load()[name]
+        if self._checksums and name not in self._checked:
+            data = storage_bytes(tensor)
+            if (data.nbytes, zlib.crc32(data.data)) not in self._checksums:
+                raise CheckpointError(
+                    f"{self.path} is damaged: {name} does not have its checksum; convert or download the model again"
+                )
+            self._checked.add(name)
+        return as_array(tensor)
 
     def release(self) -> None:
         self._tensors = None
@@ -126,10 +143,10 @@ class PickledFile:
     def _load(self) -> dict[str, torch.Tensor]:
         tensors = self._tensors  # a variable of our own: another thread may release it meanwhile
         if tensors is None:
-            tensors = self._tensors = self._checked(_torch_load(self.path))
+            tensors = self._tensors = self._plain(_torch_load(self.path))
         return tensors
 
-    def _checked(self, state: Any) -> dict[str, torch.Tensor]:
+    def _plain(self, state: Any) -> dict[str, torch.Tensor]:
         if isinstance(state, dict) and isinstance(state.get("model"), dict):  # litgpt's pretraining nests it
             state = state["model"]
         if not isinstance(state, dict) or not state:
@@ -140,6 +157,25 @@ class PickledFile:
             if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 raise CheckpointError(f"{self.path}: {name!r} is not a plain tensor but a {type(value).__name__}")
         return state
+
+
+def _checksums(path: Path) -> set[tuple[int, int]]:
+    """Size and CRC-32 of everything in a file of torch.save; nothing if it is no zip file, or was written without them.
+
+    Torch does not tell which of them is a tensor's own. That it is one of them is enough: a changed bit makes another CRC-32,
+    and it is hardly ever that of another tensor.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if not zipfile.is_zipfile(path):  # torch has read it: it is of the older format
+        return set()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = {(entry.file_size, entry.CRC) for entry in archive.infolist()}
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as e:
+        raise CheckpointError(f"{path} cannot be read; it is damaged or cut short: {e}") from None
+    return found if any(crc for _, crc in found) else set()
 
 
 def _torch_load(path: Path) -> Any:

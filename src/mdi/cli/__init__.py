@@ -69,6 +69,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: ends a run in the same good order as Ctrl-C."""
 
 
+class Obeyed(int):
+    """The exit status of a command that a signal has ended, and whose own status says nothing of that."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """The console command `mdi`."""
     args = sys.argv[1:] if argv is None else argv
@@ -101,7 +105,7 @@ def leave(status: int) -> NoReturn:
     One that was interrupted goes at once: the interpreter would take seconds to take torch down, and wait for ever for a
     thread that a library was just running.
     """
-    if status not in (INTERRUPTED, TERMINATED):
+    if status not in (INTERRUPTED, TERMINATED) and not isinstance(status, Obeyed):
         sys.exit(status)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -63,12 +63,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetch(addr: str, port: int, code: str, path: Path) -> None:
-    """Get the keys of an invitation and keep them in `path`. Raises MdiError."""
+    """Get the keys of an invitation and keep them in `path`, a new file. Raises MdiError."""
     from mdi.control.join import ask_to_join
     from mdi.security.invitation import Guest
     from mdi.security.keys import parse_keys, write_keys
 
     guest = Guest(code)
+    if path.exists():  # it may be the only copy; the code stays good
+        raise UsageError(
+            f"{path} has a cluster's key already: run `mdi join` without address and code to use it; to join another cluster, "
+            "give another file with --key"
+        )
     keys = parse_keys(guest.open(ask_to_join(addr, port, guest.request)).decode("utf-8", "replace"), f"{addr}:{port}")
     write_keys(path, keys)
     logger.info("the cluster's key is in %s", path)

@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.name not in names:
         raise UsageError(f"there is no model {args.name!r}: {args.ckpt_folder} has {', '.join(names) or 'none'}")
     folder = args.ckpt_folder / args.name
-    if folder.is_symlink():
-        raise UsageError(f"{folder} is a link to {folder.resolve()}: remove the link yourself, the model stays there")
+    _check_alone(folder, args.ckpt_folder)
     if not args.yes:
         if not sys.stdin.isatty():
             raise UsageError("without a terminal there is no confirmation: give --yes")
@@ -49,3 +48,17 @@ def run(args: argparse.Namespace) -> int:
         folder.parent.rmdir()
     print(f"{args.name} is removed")
     return 0
+
+
+def _check_alone(folder: Path, home: Path) -> None:
+    """Raises UsageError if the folder of a model has other models in it, or is not really in the folder of the models."""
+    from mdi.checkpoint.folder import checkpoints_in
+
+    if folder.resolve() == home.resolve():
+        raise UsageError(f"{folder} is the folder of all models: remove the model's files in it yourself")
+    for path in (folder, *folder.parents[: len(folder.relative_to(home).parts) - 1]):
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link to {path.resolve()}: remove the link yourself, the model stays there")
+    inside = [name for name in checkpoints_in(folder) if name != "."]
+    if inside:
+        raise UsageError(f"{folder} has other models in it: remove or move {', '.join(inside)} first")

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli import ignore_interrupts
+    from mdi.cli import Obeyed, ignore_interrupts
     from mdi.cli.checks import check_computing, check_cut, check_model
     from mdi.cli.serve_flags import serve_settings
     from mdi.cli.session_flags import starter_options
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         ignore_interrupts()
         api.close()
-    return 0
+    logger.info("the server has ended")
+    return Obeyed(0)
 
 
 def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -> None:
@@ -116,7 +117,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
             raise MdiError("the API process has ended by itself; its last lines are above")
         except KeyboardInterrupt:
             ignore_interrupts()
-            logger.info("no more requests are accepted; those under way are finished")
+            logger.info("no more requests are accepted; the server ends as soon as those under way are finished")
             api.drain()
         finally:
             ignore_interrupts()

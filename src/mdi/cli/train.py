@@ -56,7 +56,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     choose_threads(args.threads, beside=[None] * (processes.local_count - 1))
     load_torch("training")
     device = pick_device(processes.device_for(args.device or best_device()))
-    with joined(processes, device), StopRequest() as stop:
+    with joined(processes, device), StopRequest(processes.is_first) as stop:
         _run(args, device, processes, begin, lambda: bool(stop))
     return 0 if stop.number is None else 128 + stop.number
 

@@ -122,7 +122,8 @@ def _problems(report: Report) -> list[Problem]:
 def _node_problems(finding: NodeFinding) -> list[Problem]:
     node, route, status = finding.node, finding.route, finding.status
     found: list[Problem] = []
-    if not route.control.is_well:
+    is_locked_out = (route.control.problem, route.ring.problem) == ("silent", "key")  # it lives, so it does not hang
+    if not route.control.is_well and not is_locked_out:
         found.append(_port_problem(node, "control", node.port, route.control))
         if route.control.problem in ("name", "timeout", "unreachable") or route.ring.problem == route.control.problem:
             return found

@@ -1,14 +1,16 @@
 """The progress of a run on disk: if the starter ends, another one can continue every text.
 
-One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, the next ones are the prompts, and
-then come token ids as they are known. Lines are only ever appended, and synced once a second; whatever is not whole at the end
-of the file is cut off when it is read. Drawing has no state (`engine.sampling`), so ids, prompts and seed are all that a text
-needs.
+One record a line: its CRC32 in hex, a blank, a JSON object. The first says what was run, with the number of prompts and their
+hash; the next ones are the prompts, and then come token ids as they are known. Lines are only ever appended, and synced once a
+second. So a process that dies leaves at most a damaged end, which is cut off when the run is resumed; these tokens are drawn
+again. Damage anywhere else has another cause, and a journal with it is refused: without a prompt a text would be lost. Drawing
+has no state (`engine.sampling`), so ids, prompts and seed are all that a text needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ from typing import Any
 
 from mdi.errors import UsageError
 
-VERSION = 1
+VERSION = 2
 SYNC_S = 1.0
 JOIN_S = 10.0
 N_BYTES_LIMIT = 1 << 32  # of a file that is read
@@ -48,7 +50,7 @@ class RunRecord:
         flags: that the run was started with, as JSON.
         identity: hash of the model and of all options that its numbers depend on.
         texts: in the order in which they were submitted.
-        n_bytes: of the file that are whole.
+        n_bytes: of the file, up to its damaged end.
     """
 
     flags: dict[str, Any]
@@ -58,7 +60,8 @@ class RunRecord:
 
     @property
     def is_over(self) -> bool:
-        return all(text.finish_reason is not None for text in self.texts)
+        """Whether all texts have ended; a run without texts was never written whole."""
+        return bool(self.texts) and all(text.finish_reason is not None for text in self.texts)
 
 
 class Journal:
@@ -88,13 +91,16 @@ class Journal:
     @classmethod
     def new(cls, path: Path, record: RunRecord) -> Journal:
         """Make the file, with everything that is known before the first token."""
-        first = [{"version": VERSION, "flags": record.flags, "identity": record.identity}]
+        first = {
+            "version": VERSION, "flags": record.flags, "identity": record.identity,
+            "n_prompts": len(record.texts), "prompts": _hash_of(record.texts),
+        }  # fmt: skip
         texts = [{"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts]
-        return cls(path, _opened(path, os.O_CREAT | os.O_EXCL), 0, [*first, *texts])
+        return cls(path, _opened(path, os.O_CREAT | os.O_EXCL), 0, [first, *texts])
 
     @classmethod
     def reopen(cls, path: Path) -> tuple[Journal, RunRecord]:
-        """The journal of a resumed run, and its records; a damaged end is cut off. UsageError if it is not a journal."""
+        """The journal of a resumed run, and its records; a damaged end is cut off. UsageError as `read_record`."""
         file = _opened(path, 0)
         try:
             record = read_record(path)
@@ -156,30 +162,51 @@ class Journal:
 
 
 def read_record(path: Path) -> RunRecord:
-    """The records of a journal, up to the first damaged line. Raises UsageError if it is not a journal."""
+    """The records of a journal, up to its damaged end.
+
+    Raises:
+        UsageError: it is no journal of this version, a prompt is missing or damaged, or there are records behind a damaged one.
+    """
     try:
         if path.stat().st_size > N_BYTES_LIMIT:
             raise UsageError(f"{path} is too large for a journal")
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"cannot read {path}: {e.strerror or e}") from None
-    record: RunRecord | None = None
-    n_bytes = 0
-    for line in data.splitlines(keepends=True):
-        fields = _fields_of(line)
-        if fields is None:
+    lines = data.splitlines(keepends=True)
+    found = [_fields_of(line) for line in lines]
+    record, n_prompts, prompts_hash = _begun(found[0] if found else None, path)
+    n_taken = 1
+    for fields in found[1:]:
+        if fields is None or not _take(record, fields, n_prompts):
             break
-        if record is None:
-            if fields.get("version") != VERSION or not isinstance(fields.get("flags"), dict):
-                break
-            record = RunRecord(fields["flags"], str(fields.get("identity")))
-        elif not _take(record, fields):
-            break
-        n_bytes += len(line)
-    if record is None:
-        raise UsageError(f"{path} is not a journal of this version")
-    record.n_bytes = n_bytes
+        n_taken += 1
+    record.n_bytes = sum(map(len, lines[:n_taken]))
+    if len(record.texts) != n_prompts or _hash_of(record.texts) != prompts_hash:
+        raise UsageError(
+            f"{path} is damaged: not all of its {n_prompts} prompts are whole, so the run cannot be resumed"
+        )
+    if any(fields is not None for fields in found[n_taken:]):
+        raise UsageError(
+            f"{path} is damaged in line {n_taken + 1}, and more records follow; to give these up and draw their tokens again: "
+            f"truncate -s {record.n_bytes} {path}"
+        )
     return record
+
+
+def _begun(fields: dict[str, Any] | None, path: Path) -> tuple[RunRecord, int, str]:
+    """What the first line says: a record without texts, the number of its prompts, and their hash. Raises UsageError."""
+    if fields is None:
+        raise UsageError(f"{path} is no journal, or its first line is damaged")
+    flags, n_prompts = fields.get("flags"), fields.get("n_prompts")
+    if fields.get("version") != VERSION or not isinstance(flags, dict) or type(n_prompts) is not int or n_prompts < 1:
+        raise UsageError(f"{path} is not a journal of this version")
+    return RunRecord(flags, str(fields.get("identity"))), n_prompts, str(fields.get("prompts"))
+
+
+def _hash_of(texts: Sequence[JournalText]) -> str:
+    """SHA-256 of all prompts and their ids."""
+    return hashlib.sha256(json.dumps([[text.prompt, text.prompt_ids] for text in texts]).encode()).hexdigest()
 
 
 def _fields_of(line: bytes) -> dict[str, Any] | None:
@@ -194,12 +221,14 @@ def _fields_of(line: bytes) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def _take(record: RunRecord, fields: dict[str, Any]) -> bool:
-    """Whether the line made sense."""
+def _take(record: RunRecord, fields: dict[str, Any], n_prompts: int) -> bool:
+    """Whether the line made sense: first come the prompts, then ids of their texts."""
     ids, prompt, index = fields.get("ids"), fields.get("prompt"), fields.get("text")
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return False
-    if isinstance(prompt, str):
+    if len(record.texts) < n_prompts:
+        if not isinstance(prompt, str):
+            return False
         record.texts.append(JournalText(prompt, ids))
         return True
     if type(index) is not int or not 0 <= index < len(record.texts):

@@ -62,11 +62,14 @@ def find_run(folder: Path, name: str) -> Path:
 
 
 def told_runs(folder: Path) -> list[str]:
-    """A line for each run that can be resumed."""
+    """A line for each interrupted run: how far it came, or why it cannot be resumed."""
     lines = []
     for run in runs_in(folder):
-        with contextlib.suppress(UsageError):
-            lines.append(f"{run.name}  {_told(read_record(run.path))}")
+        try:
+            told = _told(read_record(run.path))
+        except UsageError as e:
+            told = str(e)
+        lines.append(f"{run.name}  {told}")
     return lines
 
 

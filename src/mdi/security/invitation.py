@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from mdi.errors import AccessError
+from mdi.errors import AccessError, UsageError
 from mdi.security.challenge import public_bytes, shared_key
 from mdi.security.keys import mac
 from mdi.security.session import KEY_BYTES
@@ -38,14 +38,14 @@ def new_code() -> str:
 
 
 def code_bytes(code: str) -> bytes:
-    """The random bits of a code, however it was typed. Raises AccessError if it is none."""
+    """The random bits of a code, however it was typed. Raises UsageError if it is none."""
     text = "".join(c for c in code.upper() if c.isalnum()).replace("0", "O").replace("1", "I").replace("8", "B")
     try:
         data = base64.b32decode(text)
     except ValueError:
         data = b""
     if len(data) != _CODE_BYTES:
-        raise AccessError(
+        raise UsageError(
             "this is not the code of an invitation: a code has 16 letters and digits, like ABCD-EFGH-IJKL-MNOP"
         )
     return data
@@ -124,7 +124,7 @@ class Invitations:
 
 
 class Guest:
-    """The side that has the code. Raises AccessError if it is not a valid code."""
+    """The side that has the code. Raises UsageError if it is not a valid code."""
 
     def __init__(self, code: str) -> None:
         self._secret = code_bytes(code)

@@ -1,26 +1,34 @@
 """Ctrl-C and SIGTERM while training: the first ends the run after the present step, the second at once.
 
-An interrupted step leaves weights half updated, from which training could not be resumed.
+An interrupted step leaves weights half updated, from which training could not be resumed. A step may take minutes, so the
+answer is written at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ANSWER = b"\nending: the present step is finished and saved first; again: end at once\n"
 
 
 class StopRequest:
     """Use as a context around a run, in the main thread (elsewhere it does nothing).
 
+    Args:
+        is_telling: write to stderr that the signal came; of several processes one does.
+
     Attributes:
         number: the signal that came; None so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_telling: bool = True) -> None:
+        self._is_telling = is_telling
         self.number: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -40,6 +48,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self._restore()
+        if self._is_telling:
+            with contextlib.suppress(OSError):  # not through a stream, because the interrupted code may hold its lock
+                os.write(2, ANSWER)
 
     def _restore(self) -> None:
         before, self._before = self._before, {}

@@ -64,6 +64,10 @@ def make_optimizer(model: GPT, settings: TrainingSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
 
 
+def _unwatched(news: object) -> None:
+    """For who does not watch a run."""
+
+
 class Trainer:
     """One training run, or one process's part of it.
 
@@ -103,6 +107,7 @@ class Trainer:
                 "processes, which share these forward passes"
             )
         self._device = next(model.parameters()).device
+        self._on_pass: Callable[[str], object] = _unwatched
         self._has_dropout = any(isinstance(module, torch.nn.Dropout) for module in model.modules())
         # float16 gradients underflow without scaling; for the other types the scaler does nothing.
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=settings.dtype == "float16")
@@ -112,6 +117,8 @@ class Trainer:
         report: Callable[[StepReport], None],
         save: Callable[[bool], object],
         is_stopping: Callable[[], bool] = lambda: False,
+        on_step: Callable[[StepReport], object] = _unwatched,
+        on_pass: Callable[[str], object] = _unwatched,
     ) -> TrainingProgress:
         """Trains until max_iters, until `patience` evaluations brought nothing, or until asked to stop.
 
@@ -119,11 +126,14 @@ class Trainer:
             report: called every log_interval steps and at each evaluation.
             save: called after each evaluation with whether it was better than all before, and when stopping.
             is_stopping: asked after each step.
+            on_step: called after each step that is not reported.
+            on_pass: called before each forward pass with what is done, for a person.
 
         Raises:
             MdiError: the loss is no longer a number.
         """
         settings, progress = self.settings, self.progress
+        self._on_pass = on_pass
         clock = _Clock(progress)
         while progress.n_steps < settings.max_iters:
             lr, train_loss = self.step()
@@ -131,9 +141,10 @@ class Trainer:
             val_loss = self.evaluate() if is_evaluated else None
             is_best = val_loss is not None and self._is_best(val_loss)
             clock.tick()
-            if val_loss is not None or progress.n_steps % settings.log_interval == 0:
-                speed, left = clock.speed(settings.n_tokens_per_step), clock.left_s(settings.max_iters)
-                report(StepReport(progress.n_steps, lr, train_loss, val_loss, speed, progress.elapsed_s, left))
+            is_reported = val_loss is not None or progress.n_steps % settings.log_interval == 0
+            speed, left = clock.speed(settings.n_tokens_per_step), clock.left_s(settings.max_iters)
+            news = StepReport(progress.n_steps, lr, train_loss, val_loss, speed, progress.elapsed_s, left)
+            (report if is_reported else on_step)(news)
             stops = self._agreed(is_stopping())
             if val_loss is not None or stops:
                 save(is_best)
@@ -149,7 +160,8 @@ class Trainer:
         parts = self._processes.share(settings.grad_acc_steps)
         total = 0.0
         with self._dropout_of_step():
-            for part in parts:
+            for i, part in enumerate(parts, 1):
+                self._on_pass(f"step {self.progress.n_steps + 1}/{settings.max_iters}: pass {i} of {len(parts)}")
                 index = (self.progress.n_steps * settings.grad_acc_steps + part) * settings.batch_size
                 batch = self._train.batch(index, settings.batch_size)
                 with self._processes.gathering(self._forward, is_last=part == parts[-1]):
@@ -179,6 +191,7 @@ class Trainer:
         batches = self._val.in_order(self.settings.batch_size, self.settings.eval_iters)
         for i, (inputs, targets) in enumerate(batches):
             if i % self._processes.count == self._processes.rank:
+                self._on_pass(f"step {self.progress.n_steps}/{self.settings.max_iters}: held out, pass {i + 1}")
                 total += self._loss(forward, inputs, targets).item() * len(inputs)
                 count += len(inputs)
         total, n_windows = self._processes.sums([total, count], self._device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +15,7 @@ from mdi.training.loop import StepReport
 from mdi.whole_files import replacing
 
 COLUMNS = ("step", "lr", "train_loss", "val_loss", "tokens_per_s", "elapsed_s")
+SILENT_S = 10.0
 
 
 class LossRecord:
@@ -77,6 +80,34 @@ def read_losses(path: Path) -> list[dict[str, str]]:
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise CheckpointError(f"{path} is not a record of losses: {type(err).__name__}: {err}") from err
     return [{name: row.get(name) or "" for name in COLUMNS} for row in rows]
+
+
+class ProgressLines:
+    """Lines on the screen: those of the record, and others where none came for ten seconds, because steps are slow.
+
+    Args:
+        say: shows a line.
+        n_steps: of the run.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, say: Callable[[str], object], n_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._n_steps, self._clock = say, n_steps, clock
+        self._said_s = self._step_said_s = clock()  # last line; last line with a loss
+
+    def report(self, news: StepReport) -> None:
+        self._said_s = self._step_said_s = self._clock()
+        self._say(progress_line(news, self._n_steps))
+
+    def on_step(self, news: StepReport) -> None:
+        """A step that the record does not show."""
+        if self._clock() - self._step_said_s >= SILENT_S:
+            self.report(news)
+
+    def on_pass(self, what: str) -> None:
+        if self._clock() - self._said_s >= SILENT_S:
+            self._said_s = self._clock()
+            self._say(what)
 
 
 def progress_line(report: StepReport, n_steps: int) -> str:

@@ -25,7 +25,7 @@ from mdi.training.checkpoint import (
 from mdi.training.loop import StepReport, Trainer
 from mdi.training.lora import trained_weights
 from mdi.training.processes import Processes
-from mdi.training.record import LossRecord, progress_line
+from mdi.training.record import LossRecord, ProgressLines
 from mdi.training.storage import make_folder
 
 RECORD_NAME = "losses.csv"
@@ -63,14 +63,16 @@ class TrainingSession:
         """
         began, how = time.monotonic(), "failed"
         try:
+            say = self._say if self._is_first else lambda line: None
+            lines = ProgressLines(say, self.trainer.settings.max_iters)
             with self._record() as record:
 
                 def report(news: StepReport) -> None:
                     if record is not None:
                         record.add(news)
-                        self._say(progress_line(news, self.trainer.settings.max_iters))
+                    lines.report(news)
 
-                self.trainer.run(report, self._save, is_stopping)
+                self.trainer.run(report, self._save, is_stopping, lines.on_step, lines.on_pass)
             how = "stopped" if is_stopping() else "done"
         except KeyboardInterrupt:
             how = "interrupted"
