@@ -1,4 +1,4 @@
-"""Mutants of what training says while it runs."""
+"""What training says while it runs, and that a resumed run goes on as if it had not stopped."""
 
 from __future__ import annotations
 
