@@ -273,6 +273,18 @@ def test_a_row_in_flight_of_a_text_that_was_put_out_and_let_in_again_counts_noth
     assert last.generated[n_before:] == [11]
 
 
+def test_who_was_put_out_is_let_in_again_before_those_who_wait() -> None:
+    limit = 2 * (1 + AHEAD_POSITIONS) + 10
+    scheduler = Scheduler(1, chunk_rows=500, memory=Positions(limit))
+    for seq_id in (1, 2, 3):
+        scheduler.submit(sequence(seq_id, 1, 500))
+    while not scheduler.n_put_out:
+        plan = next_plan(scheduler)
+        scheduler.update(plan.number, tokens_for(plan))
+    scheduler.cancel(1)
+    assert [row[0] for row in rows_of(next_plan(scheduler))] == [2]
+
+
 def test_suspected_texts_run_one_by_one_until_each_has_its_next_token() -> None:
     scheduler = Scheduler(1)
     for seq_id in range(5):

@@ -69,7 +69,7 @@ MUTANTS = [
         "Scheduler.schedule",
         "self._freed, self._copies = [], []",
         "self._copies = []",
-        TEST,
+        f"{TEST}::test_one_sequence_from_prompt_to_end",
     ),
     Mutant(
         "the oldest text is put out instead of the newest",
@@ -83,14 +83,14 @@ MUTANTS = [
         "Scheduler._preempt",
         "self._waiting.appendleft(sequence)",
         "self._waiting.append(sequence)",
-        TEST,
+        f"{TEST}::test_who_was_put_out_is_let_in_again_before_those_who_wait",
     ),
     Mutant(
         "a text that was put out goes on as if it had its caches",
         "Scheduler._preempt",
         "sequence.rewind()",
         "pass",
-        TEST,
+        f"{TEST}::test_who_came_last_is_put_out_and_let_in_again_as_a_prompt_of_all_its_tokens",
     ),
     Mutant(
         "who was put out keeps its memory on the nodes",
@@ -111,7 +111,7 @@ MUTANTS = [
         "Scheduler._admit",
         "self._use.ahead([*self._running.values(), sequence])",
         "self._use.total",
-        TEST,
+        f"{TEST}::test_first_come_first_served_when_memory_is_short",
     ),
     Mutant(
         "a life that is over is not told from the next one",
