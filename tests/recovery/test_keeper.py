@@ -281,6 +281,26 @@ def test_a_halted_node_was_not_brought_down_by_a_text(monkeypatch: pytest.Monkey
     assert world.cancelled == [(4, BROUGHT_DOWN)], "the one before counts still"
 
 
+def test_several_tries_after_one_loss_are_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that cannot be formed at once has computed nothing: no text is suspected for that."""
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight = {4: (10, 11)}
+    world.refusals = [NodeLostError("x", "x is lost", "lost"), None]
+    world.keeper.after_loss(world.lose("a"))
+    assert len(world.formed) == 2 and not world.cancelled and not world.isolated
+
+
+def test_a_node_that_may_only_be_slow_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody said that it was lost: it is asked for as long as it may be silent, though a spare could replace it."""
+    world = World(monkeypatch, ["x", "y"])
+    error = world.lose("a")
+    world.alive.pop("b")
+    world.silent.add("b")
+    world.at[1003.0] = lambda: world.alive.update(b="b-1")
+    world.keeper.after_loss(error)
+    assert world.formed == [("starter", "x", "b")] and 1003.0 <= world.now < 1004.0
+
+
 def test_several_suspects_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, ["x", "y"])
     world.in_flight = {4: (10, 11), 5: (7, 8)}

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cluster_keys import key_file
 from mdi.cli import key as cli_key
@@ -96,6 +100,32 @@ def test_somebody_in_between_reads_and_changes_nothing() -> None:
         data[draw.randrange(len(data))] ^= draw.randrange(1, 128)  # X25519 looks away from the highest bit of a value
         with pytest.raises(AccessError):
             guest.open({**answer, which: data.hex()})
+
+
+def answer_made_by_hand(request: dict[str, str], salt: bytes | None, content: bytes) -> dict[str, str]:
+    """What a host says that derives the key as docs/security.md describes it, with these bytes for those of the code."""
+    private = X25519PrivateKey.generate()
+    mine, theirs = private.public_key().public_bytes_raw(), bytes.fromhex(request["public"])
+    shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
+    key = HKDF(SHA256(), 32, salt=salt, info=b"mdi join answer" + theirs + mine).derive(shared)
+    return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(bytes(12), content, None).hex()}
+
+
+def test_a_host_that_does_not_know_the_code_gives_nobody_a_key() -> None:
+    """Somebody in between answers with messages of its own, which are right but for the code, and names its own key."""
+    code = new_code()
+    guest = Guest(code)
+    for salt in (None, b"", bytes(10), bytes(32), code_bytes(new_code()), bytes.fromhex(guest.request["proof"])):
+        with pytest.raises(AccessError):
+            guest.open(answer_made_by_hand(guest.request, salt, b"the key of somebody else"))
+    assert guest.open(answer_made_by_hand(guest.request, code_bytes(code), CONTENT)) == CONTENT
+
+
+def test_an_answer_to_another_guest_with_the_same_code_does_not_open() -> None:
+    code = new_code()
+    guest, other = Guest(code), Guest(code)
+    with pytest.raises(AccessError):
+        guest.open(answer_made_by_hand(other.request, code_bytes(code), CONTENT))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from typing import Any, cast
 
 import pytest
 
+from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import Chat, ChatAnswer
 from mdi.serve.models import LoadedModel
+from mdi.serve.outlet import Outlet
+from mdi.serve.parameters import RequestFields, common_fields
 from mdi.serve.process import module_environment
 from mdi.serve.request_texts import TextPiece, encoded
 from mdi.serve.tokenizer import ServedTokenizer
@@ -26,6 +29,12 @@ from mdi.tokenizer_file import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+async def others_run() -> None:
+    """Let every task of the loop get as far as it can."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
@@ -46,11 +55,11 @@ def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
             await asyncio.sleep(0)
         assert (queue.n_running, queue.n_waiting) == (2, 4)
         leave["long"].set()
-        while len(order) < 6:
-            await asyncio.sleep(0)
+        await others_run()
+        assert len(order) == 6
         leave["long2"].set()
-        await asyncio.gather(*tasks)
-        assert (queue.n_running, queue.n_waiting) == (0, 0)
+        await others_run()
+        assert (queue.n_running, queue.n_waiting) == (0, 0) and all(task.done() for task in tasks)
         return order
 
     assert asyncio.run(scenario())[2:] == ["vip", "a1", "c1", "b1"]
@@ -73,6 +82,106 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
         assert queue.n_running == 0
 
     asyncio.run(scenario())
+
+
+def test_who_is_let_in_and_gone_at_the_same_moment_keeps_no_place() -> None:
+    async def scenario() -> None:
+        queue = Admission(1, 5)
+        first, second, third = (queue.entered(owner, 0, 1) for owner in "abc")
+        await first.__aenter__()
+        waiting = [asyncio.create_task(one.__aenter__()) for one in (second, third)]
+        await others_run()
+        assert queue.n_waiting == 2
+        await first.__aexit__(None, None, None)  # lets the next one in, who does not know it yet
+        assert (queue.n_running, queue.n_waiting) == (1, 1)
+        waiting[0].cancel()
+        await others_run()
+        assert waiting[0].cancelled() and waiting[1].done(), "the one behind it has its place"
+        assert (queue.n_running, queue.n_waiting) == (1, 0)
+        await third.__aexit__(None, None, None)
+        assert queue.n_running == 0
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_let_in_while_texts_wait_for_memory() -> None:
+    async def scenario() -> None:
+        is_open = True
+        queue = Admission(2, 5, lambda: is_open)
+        first, second = queue.entered("a", 0, 1), queue.entered("b", 0, 1)
+        await first.__aenter__()
+        is_open = False
+        waiting = asyncio.create_task(second.__aenter__())
+        await others_run()
+        queue.admit()
+        assert (queue.n_running, queue.n_waiting) == (1, 1), "there is a free place, and still"
+        is_open = True
+        queue.admit()
+        await others_run()
+        assert waiting.done() and (queue.n_running, queue.n_waiting) == (2, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_for_more_texts_than_run_at_once_waits_until_it_is_alone_and_is_not_overtaken() -> None:
+    async def scenario() -> None:
+        queue = Admission(2, 9)
+        first, five, one = queue.entered("a", 0, 1), queue.entered("b", 0, 5), queue.entered("c", 0, 1)
+        await first.__aenter__()
+        large = asyncio.create_task(five.__aenter__())
+        await others_run()
+        small = asyncio.create_task(one.__aenter__())
+        await others_run()
+        assert (queue.n_running, queue.n_waiting) == (1, 6), "there is a place for the small one, but it came later"
+        await first.__aexit__(None, None, None)
+        await others_run()
+        assert large.done() and (queue.n_running, queue.n_waiting) == (5, 1)
+        await five.__aexit__(None, None, None)
+        await others_run()
+        assert small.done() and (queue.n_running, queue.n_waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+FIELDS: dict[str, Any] = {
+    "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "presence_penalty": 0.75, "frequency_penalty": -0.5,
+    "repetition_penalty": 1.25,
+}  # fmt: skip
+
+
+def test_every_field_of_a_request_reaches_the_engine() -> None:
+    """From the body of a request to the parameters that a text is continued with."""
+    body = {**FIELDS, "logit_bias": {"5": -2.5}, "seed": 9, "n": 2, "max_tokens": 11}
+    fields = common_fields(RequestFields(body), None, 3)
+    assert (fields.sampling.seed, fields.n, fields.n_tokens) == (9, 2, 11)
+    submitted: list[tuple[list[int], SamplingParams, str]] = []
+
+    def submit(ids: list[int], params: SamplingParams, owner: str, **_: Any) -> Any:
+        submitted.append((ids, params, owner))
+        return SimpleNamespace(seq_id=1)
+
+    a, b = socket.socketpair()
+    ours, theirs = lines.Lines(a), lines.Lines(b)
+    outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), frozenset({4}), ours)
+    sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
+    outlet.submit(1, [1, 2], sampling, "me", None)
+    outlet.close()
+    ours.close()
+    theirs.close()
+    expected = SamplingParams(
+        **FIELDS, n_tokens=11, seed=9, logit_bias=((5, -2.5),), n_logprobs=3, eos_ids=frozenset({4})
+    )
+    assert submitted == [([1, 2], expected, "me")]
+
+
+def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
+    values = common_fields(RequestFields({}), 16, None).sampling.values
+    assert values == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "logit_bias": [], "n_logprobs": None,
+    }  # fmt: skip
+    for no_limit in (-1, 0):
+        assert common_fields(RequestFields({"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
 @pytest.mark.parametrize(
