@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.tensor.group import group_of
+from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, share_out
@@ -170,6 +172,43 @@ def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ShardStage, "__call__", losing)
     return lost
+
+
+def reset_in_sums(numbers: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Break a connection of the first secondary in these of its sums, after its own part was sent; those that were broken."""
+    swap: Callable[..., dict[int, memoryview]] = Mesh.swap
+    broken: list[int] = []
+
+    def breaking(self: Mesh, sends: Any, receives: Any) -> dict[int, memoryview]:
+        is_first = threading.current_thread().name == "secondary0" and self.tally.n_sums in numbers
+        if is_first and self.tally.n_sums not in broken:
+            broken.append(self.tally.n_sums)
+            swap(self, sends, [])
+            with contextlib.suppress(OSError):
+                self.peer(0 if len(broken) % 2 else self.size - 1 - (self.rank == self.size - 1)).sock.shutdown(
+                    socket.SHUT_RDWR
+                )
+            return swap(self, [], receives)
+        return swap(self, sends, receives)
+
+    monkeypatch.setattr(Mesh, "swap", breaking)
+    return broken
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["plain", "sealed"])
+def test_a_reset_connection_of_a_group_costs_no_recovery(
+    has_key: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = key_file(tmp_path / "cluster.key") if has_key else None
+    numbers = frozenset((3, 40, 41, 80, 120))
+    with secondaries(2, tmp_path, keys=keys) as nodes:
+        broken = reset_in_sums(numbers, monkeypatch)
+        ids, metrics = run(
+            replace(cluster_of(nodes), keys=keys), checkpoint, tmp_path,
+            ParallelOptions("tensor", algorithm="exchange"), n_tokens=24, fixed=False,
+        )  # fmt: skip
+    assert set(broken) == numbers and ids == [list(reference(PROMPTS[0], 24))]
+    assert metrics.to_json()["recoveries"] == [] and metrics.n_nodes == 3
 
 
 @pytest.mark.parametrize("n_secondaries", [1, 3])

@@ -47,6 +47,7 @@ class AllReduce:
         if self.mesh.size == 1:
             return
         begin = time.perf_counter()
+        self.mesh.next_sum()
         self._sum(x)
         self.mesh.tally.count(time.perf_counter() - begin)
 
@@ -73,7 +74,8 @@ def _star(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
     own = numbers.encode(x)
     parts = mesh.swap([], [(rank, len(own)) for rank in others])
     _add_up(x, own, parts, 0, numbers)
-    mesh.swap([(rank, EXACT.encode(x)) for rank in others], [])
+    whole = EXACT.encode(x)
+    mesh.swap([(rank, whole) for rank in others], [])
 
 
 def _exchange(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
@@ -105,8 +107,9 @@ def _scatter(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
     )
     if mine.size:
         _add_up(mine, own, parts, mesh.rank, numbers)
+    total = EXACT.encode(mine)
     sums = mesh.swap(
-        [(rank, EXACT.encode(mine)) for rank in others if mine.size],
+        [(rank, total) for rank in others if mine.size],
         [(rank, pieces[rank].nbytes) for rank in others if pieces[rank].size],
     )
     for rank, data in sums.items():
