@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mdi.partition.sum_cost import AUTO, LinkSpeed, fastest
+from mdi.partition.sum_cost import AUTO, BY_RANK, LinkSpeed, fastest
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import EXACT, Numbers
 
@@ -28,7 +28,7 @@ class AllReduce:
     """Sums over a mesh.
 
     Args:
-        algorithm: "auto" or one of ALGORITHMS; "auto" takes the cheapest by the cost model for each size.
+        algorithm: "auto" or one of ALGORITHMS; "auto" takes for each size the cheapest of those that agree to the bit.
         numbers: what partial sums travel as.
         speed: of the links, the same numbers on all nodes.
     """
@@ -60,7 +60,10 @@ class AllReduce:
             return self._forced
         found = self._chosen.get(shape)
         if found is None:
-            found = fastest(self.mesh.size, numbers.n_bytes(*shape), self._speed)
+            # A ring that is formed again measures other speeds, and must give the same bits. A row that is cut is rounded in
+            # other blocks.
+            ways = BY_RANK if numbers.is_exact or shape[0] >= self.mesh.size else BY_RANK[:2]
+            found = fastest(self.mesh.size, numbers.n_bytes(*shape), self._speed, ways)
             self._chosen[shape] = found
         return found
 
