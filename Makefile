@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up everything they need in .venv; PYTHON chooses the interpreter to make it with.
 PYTHON ?= python3
 VENV := .venv
+REFERENCES := .venv-references
 PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
@@ -9,12 +10,14 @@ PIP_FLAGS ?=
 # loads torch, and starts several nodes that do.
 TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
-.PHONY: help demo serve test lint types check kernels sanitize bench figures venv clean
+.PHONY: help demo serve test references mutants lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
 	@echo "make test   the whole test suite"
+	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
+	@echo "make mutants  breaks the code in one place after another, and prints which changes no test notices"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
@@ -46,6 +49,19 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
+$(REFERENCES)/.installed: requirements-references.txt
+	@$(PYTHON) -m venv $(REFERENCES)
+	$(REFERENCES)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements-references.txt
+	@touch $@
+
+$(REFERENCES)/models/version.txt: $(REFERENCES)/.installed tests/references/write_models.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_models.py $(REFERENCES)/models
+
+references: $(REFERENCES)/models/version.txt
+
+mutants: $(VENV)/.installed-dev
+	$(PY) tests/mutants/run.py
+
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -72,4 +88,4 @@ figures: $(VENV)/.installed
 	$(PY) benchmarks/draw_figures.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

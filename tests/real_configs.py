@@ -233,6 +233,9 @@ REAL: dict[str, tuple[str, Json]] = {
     ),
     "Qwen 3 0.6B": ("Qwen3-0.6B", _QWEN_3),
     "Qwen 3 30B A3B": ("Qwen3-30B-A3B", _QWEN_3_MOE),
+    "Qwen 3 30B A3B, transformers 5": (
+        "Qwen3-30B-A3B", {**without(_QWEN_3_MOE, "num_experts"), "num_local_experts": 128}
+    ),
     "Pythia 14M": ("pythia-14m", _PYTHIA),
     "Pythia 14M, transformers 5": (
         "pythia-14m",

@@ -145,7 +145,7 @@ def _qwen3_moe(hf: Json) -> Json:
         **_qwen3(hf),
         "mlp_class_name": "LLaMAMoE",
         "moe_intermediate_size": hf["moe_intermediate_size"],
-        "n_expert": hf["num_experts"],
+        "n_expert": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # transformers 5 calls it so
         "n_expert_per_token": hf["num_experts_per_tok"],
     }
 
