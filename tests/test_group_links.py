@@ -155,13 +155,44 @@ def test_all_connections_at_once() -> None:
 @pytest.mark.parametrize("sender", [0, 1])
 def test_a_node_that_has_done_its_part_sends_it_again_though_it_computes_nothing(sender: int) -> None:
     data, receiver = bytes(range(200)) * 7, 1 - sender
+    array = bytearray(data)
     with group_of(2) as nodes:
-        nodes.meshes[sender].swap([(receiver, data)], [])
+        nodes.meshes[sender].swap([(receiver, memoryview(array))], [])
+        array[:] = bytes(len(array))  # the sum is written there
         nodes.reset(sender, receiver)  # what the sockets hold is gone
         until(lambda: nodes.n_reconnected == 2)
         assert bytes(nodes.meshes[receiver].swap([], [(sender, len(data))])[sender]) == data
         nodes.meshes[receiver].swap([(sender, data[:5])], [])  # and nothing comes twice
         assert bytes(nodes.meshes[sender].swap([], [(receiver, 5)])[receiver]) == data[:5]
+
+
+def test_messages_of_two_sums_are_sent_again() -> None:
+    with group_of(2) as nodes:
+        one, other = nodes.meshes
+        for data in (b"first", b"after"):
+            one.next_sum()
+            one.swap([(1, memoryview(bytearray(data)))], [])
+        nodes.reset(0, 1)
+        until(lambda: nodes.n_reconnected == 2)
+        assert [bytes(other.swap([], [(0, 5)])[0]) for _ in range(2)] == [b"first", b"after"]
+
+
+def test_a_connection_that_is_broken_on_one_side_only() -> None:
+    """The node that is called again leaves the old connection, which still looks intact to it."""
+    with group_of(2) as nodes:
+        peer = nodes.meshes[1].peer(0)
+        intact = peer.sock
+        peer.sock, end = socket.socketpair()
+        peer.sock.setblocking(False)
+        end.close()
+
+        def work(rank: int) -> bytes:
+            x = np.full((1, 8), rank + 1, dtype=np.float32)
+            nodes.sums[rank].reduce(x)
+            return x.tobytes()
+
+        with intact:
+            assert on_all(2, work) == [np.full((1, 8), 3, dtype=np.float32).tobytes()] * 2
 
 
 @pytest.mark.parametrize("sender", [0, 1])

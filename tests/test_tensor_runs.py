@@ -227,7 +227,7 @@ def test_texts_go_on_when_a_node_is_lost(
     assert metrics.n_nodes == n_secondaries
     (recovery,) = metrics.to_json()["recoveries"]
     first = metrics.samples[0].may_differ_from
-    assert recovery["may_differ"] == [{"sample": 0, "token": first}] and first is not None and 1 < first < 20
+    assert recovery["may_differ"] == [{"sample": 0, "token": first}] and first == 5, "each frame has 10 sums"
     assert f"sample 0 may differ from an undisturbed run from its token {first} on" in format_report(metrics)
 
 
