@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant("the caller does not say what it has", "Dialer._call", "received=received", "received=None", LINKS),
     Mutant(
         "what is sent again is the array after the sum",
-        "Mesh._lasting",
-        'self._copy(memoryview(data).cast("B"))',
+        "Mesh._copy",
+        "memoryview(buffer)[: data.nbytes]",
         "data",
         f"{LINKS}::test_a_node_that_has_done_its_part_sends_it_again_though_it_computes_nothing",
     ),

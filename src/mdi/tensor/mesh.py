@@ -125,16 +125,17 @@ class Mesh:
 
     def _lasting(self, sends: Sequence[tuple[int, Buffer]]) -> Sequence[tuple[int, Buffer]]:
         """What is sent, copied once where it may have to be sent again: the caller then changes the array."""
-        if all(self.peer(rank).again is None for rank, _ in sends):
+        if not sends or self.peer(sends[0][0]).again is None:
             return sends
-        copies: dict[int, Buffer] = {}
-        for _, data in sends:
-            if id(data) not in copies:
-                copies[id(data)] = self._copy(memoryview(data).cast("B"))
+        if len(sends) == 1:
+            return [(sends[0][0], self._copy(sends[0][1]))]
+        copies = {id(data): data for _, data in sends}
+        copies = {key: self._copy(data) for key, data in copies.items()}
         return [(rank, copies[id(data)]) for rank, data in sends]
 
-    def _copy(self, data: memoryview) -> Buffer:
+    def _copy(self, sent: Buffer) -> Buffer:
         """In memory that was used before: new memory would cost more than the copy."""
+        data = memoryview(sent).cast("B")
         buffer = self._spare.pop() if self._spare else bytearray()
         if len(buffer) < data.nbytes:
             buffer = bytearray(data.nbytes)
