@@ -98,6 +98,7 @@ def test_each_node_is_asked_once(
     assert sorted(asked) == [("secondary0", "/init"), ("secondary1", "/init")]
     assert [(one["node"], one["replaced_by"]) for one in recoveries] == [(f"secondary{failed}",) * 2]
     assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
+    assert [one["may_differ"] for one in recoveries] == [[]]
 
 
 def test_rings_of_the_past_keep_no_buffers(tmp_path: Path) -> None:

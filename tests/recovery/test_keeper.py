@@ -38,6 +38,7 @@ class World:
         self.processes: dict[str, str] = {"a": "a-1", "b": "b-1"}
         self.is_ended = False
         self.restored_by = "tokens"
+        self.is_exact = True
         # Texts
         self.last_token_s: float | None = 5.0
         self.first_token_s: float | None = None

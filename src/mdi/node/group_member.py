@@ -108,7 +108,9 @@ class GroupPart:
     def __init__(self, request: InitRequest, listener: RingListener, process: str) -> None:
         self._group = group_in(request)
         epoch, placement = int(request.epoch, 16), request.placement
-        self._links = None if self._group is None else GroupLinks(self._group, listener, epoch, placement, process)
+        self._links: GroupLinks | None = None
+        if self._group is not None:
+            self._links = GroupLinks(self._group, listener, epoch, placement, process, request.silence_s)
         self._stage: ShardStage | None = None
         # Where the group is the whole ring, its first node, the starter, has the result as well, and nothing is sent on.
         self._is_whole = self._group is not None and self._group.size == len(request.names)

@@ -61,6 +61,7 @@ class Preparation:
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
         processes: by name of each secondary that was reached, the number that its process drew.
+        arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
         failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries know the run, so that they must also be told its end.
     """
@@ -104,6 +105,7 @@ class Preparation:
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
+        self.arithmetic: dict[str, str] = {}
         self.sent_rows: dict[str, dict[int, int]] = {}
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
@@ -129,6 +131,7 @@ class Preparation:
             self.sent_rows = {setup.name: setup.sent_rows for setup in setups if setup.sent_rows is not None}
         finally:
             self.processes = {setup.name: setup.process for setup in setups if setup.process}
+            self.arithmetic = {setup.name: setup.arithmetic for setup in setups if setup.arithmetic is not None}
             for setup in setups:
                 setup.cancel()
         for setup in setups:

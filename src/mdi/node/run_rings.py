@@ -16,6 +16,7 @@ from mdi.control.fan_out import FanOut
 from mdi.control.messages import ProfileRequest
 from mdi.control.reach_node import reach_node
 from mdi.errors import MdiError, NodeLostError, UsageError
+from mdi.kernels import library
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.measure.planning import profile_request
@@ -23,6 +24,7 @@ from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.cache_budget import SharedCaches
 from mdi.node.forming import form_ring
+from mdi.node.identity import numbers_of
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
@@ -89,6 +91,7 @@ class RunRings:
         self.preparation: Preparation | None = None
         self.processes: Mapping[str, str] = {}
         self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
+        self._arithmetic: dict[str, str] = {}
         self._is_configured = False
         self._is_first = True
         self._closing: list[tuple[threading.Thread, LoopbackRing | TcpRing]] = []
@@ -174,6 +177,7 @@ class RunRings:
             if self.preparation is None:
                 self.processes = preparation.processes
         self.preparation, self.processes = preparation, preparation.processes
+        self._arithmetic.update(preparation.arithmetic)
         for name, parts in preparation.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return preparation
@@ -274,6 +278,17 @@ class RunRings:
     def is_shared(self) -> bool:
         """Whether all nodes compute every block together."""
         return self.own is not None and self.own.is_shared
+
+    @property
+    def numbers(self) -> str:
+        """See `numbers_of`: of the ring that was prepared last."""
+        own, basis, names = self.own, self.basis, [node.name for node in self.cluster.nodes]
+        assert own is not None
+        computing = basis.computing
+        ours = library.arithmetic() if computing.packing is not None else "torch"
+        arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
+        shares = [own.share_of(index) for index in range(len(names))]
+        return numbers_of(basis.weights.blocks, names, shares, arithmetic, computing, basis.options, self._epoch)
 
     @property
     def own(self) -> OwnStage | None:

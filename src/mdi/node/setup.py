@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import mdi
@@ -62,6 +63,7 @@ class SecondarySetup:
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
+        self.arithmetic: str | None = None  # see `arithmetic_of`; None for a node that was known
         self.sent_rows: dict[int, int] | None = None
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
@@ -121,6 +123,7 @@ class SecondarySetup:
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they work together, but install "
                 "the same version on both", self.name, version, mdi.__version__,
             )  # fmt: skip
+        self.arithmetic = arithmetic_of(status)
         if (theirs := status.get("arithmetic")) != (ours := library.arithmetic()):
             logger.warning(
                 "warning: %s computes in %s arithmetic, this machine in %s: numbers agree up to rounding, so a text may "
@@ -272,3 +275,9 @@ def _sent_rows(status: dict[str, Any]) -> dict[int, int]:
         return {int(seq_id): int(n) for seq_id, n in found.items()} if isinstance(found, dict) else {}
     except (TypeError, ValueError):
         return {}
+
+
+def arithmetic_of(status: Mapping[str, Any]) -> str:
+    """Which nodes give the same bits: the class that a node says, or its device if that is none of the kernels'."""
+    device = str(status.get("device", "cpu"))
+    return str(status.get("arithmetic", "")) if device == "cpu" else device

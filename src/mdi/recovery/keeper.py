@@ -14,7 +14,7 @@ from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
-from mdi.recovery.records import Records, Recovery
+from mdi.recovery.records import MAY_DIFFER, Records, Recovery
 from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
 from mdi.recovery.roll_call import Roll, call_roll
 from mdi.recovery.search import Search
@@ -51,6 +51,10 @@ class Former(Protocol):
     def restored_by(self) -> str:
         """How the caches of that ring are restored: records.TOKENS or REPLAY."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether that ring gives texts the tokens that the one before would have given them."""
+
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         """Another ring of the same run.
 
@@ -77,6 +81,8 @@ class RingKeeper:
     Attributes:
         texts: continue over the rings, once there are some.
         trouble: why the texts wait, in words; "" while a ring is closed.
+        differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
+            undisturbed run.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class RingKeeper:
         self._planned: Next | RingError | None = None
         self._is_busy = False
         self.trouble = ""
+        self.differs_from: dict[int, int] = {}
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -143,6 +150,7 @@ class RingKeeper:
             ring = self._former.form(planned)
         except NodeLostError as e:
             return self.after_loss(e)
+        self._note_differences()
         self._is_busy, self.trouble = False, ""
         return ring
 
@@ -314,13 +322,23 @@ class RingKeeper:
         search.processes.update(self._former.processes)
         lost = self._replaced(search, following)
         self._records.begin(lost, search.last_s)
+        differs = self._note_differences()
         for name in lost:
             by = takers(search.before[name], self._former.stages)
-            self._records.replace(name, by, self._former.restored_by)
+            self._records.replace(name, by, self._former.restored_by, differs)
             if name not in search.suspected:
                 self._absences.add(name, time.monotonic())
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         logger.info("the ring goes on after %.1f s", time.monotonic() - search.began)
+
+    def _note_differences(self) -> dict[int, int]:
+        """Of the texts whose tokens may be others from here on, how many ids they have."""
+        differs = {} if self._former.is_exact else dict(self.texts.n_known)
+        for seq_id, n_ids in differs.items():
+            self.differs_from.setdefault(seq_id, n_ids)
+        if differs:
+            logger.warning("warning: %s", MAY_DIFFER)
+        return differs
 
     def _replaced(self, search: Search, following: Next) -> list[str]:
         """Nodes that were lost: said to be, not in the ring any more, or in it with another process."""
