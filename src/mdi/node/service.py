@@ -11,7 +11,7 @@ from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
 from mdi.engine.sent_rows import SentRows
-from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.errors import CheckpointError, MdiError, NodeLostError, RingError
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
@@ -96,7 +96,7 @@ class Service:
             error = e
             self._tell(e)
         is_kept = self._may_come_back(error)
-        self._slots.release(job.slot, epoch, is_kept)
+        self._slots.release(job.slot, epoch, is_kept, is_failed=isinstance(error, CheckpointError))
         job.finish(error)
         logger.info("%s waits for the next run", self._name)
         self._on_over()
@@ -126,8 +126,9 @@ class Service:
     def _take_part(self) -> None:
         job, request, slot = self._job, self._request, self._job.slot
         if slot.stage is None:
-            self._wait_for_parts()
-            stage = self._holder.build(request, job.computing, slot.loaded, job.check, self._next_part)
+            with self._holder.store.in_use({part.sha256 for part in request.parts}):
+                self._wait_for_parts()
+                stage = self._holder.build(request, job.computing, slot.loaded, job.check, self._next_part)
         else:
             stage = slot.stage
             job.missing = {}
