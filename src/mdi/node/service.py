@@ -30,6 +30,7 @@ from mdi.periodic import Periodic
 from mdi.security.keys import KeyFile
 from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.units import size
+from mdi.window.window_stage import WindowStage
 
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage
@@ -143,7 +144,7 @@ class Service:
             ring, seat = self._close_ring(stage)
             try:
                 job.begin(ring)
-                group.connect(stage, ring)
+                group.connect(stage, ring, self._turns.note_sign)
                 self._compute(stage, ring, seat, group)
             finally:
                 ring.close()
@@ -215,7 +216,10 @@ class Service:
         loop = SecondaryLoop(
             stage, rows, group.over(recorded), is_last, seat.wire, self._job.slot.sent, self._request.replay
         )
-        turn = Turn(loop, ring, self._job.computing.threads)
+        read_bytes = (lambda: stage.weight_use.read_bytes) if isinstance(stage, WindowStage) else (lambda: 0)
+        turn = Turn(loop, ring, self._job.computing.threads, lambda: stage.n_finished, read_bytes)
+        for link in (ring.next_link, ring.previous_link):
+            link.work = lambda: self._turns.work
         self._job.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)
         self._turns.add(turn)
         try:

@@ -12,6 +12,7 @@ from typing import Protocol
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.net.pings import STUCK
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
 from mdi.recovery.records import Records, Recovery
@@ -25,7 +26,7 @@ ASK_S = 2.0  # a node that lives answers in this time: its control port waits fo
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
 # Error codes of a node that lives but cannot hold its blocks.
-UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
+UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control", STUCK)
 NOT_YET = "others may take its place"
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 
@@ -211,7 +212,9 @@ class RingKeeper:
         search.error = error
         if error.node != self._former.stages[0].name:
             search.suspected.add(error.node)
-            if error.code != "lost":
+            if error.code == STUCK:
+                search.unfit.add(error.node)
+            elif error.code != "lost":
                 search.failed.add(error.node)
             if error.code == "left":
                 search.left.add(error.node)
