@@ -200,6 +200,27 @@ def test_a_spare_that_cannot_hold_the_blocks_is_passed_over(monkeypatch: pytest.
     assert world.formed == [("starter", "x", "b"), ("starter", "y", "b")]
 
 
+@pytest.mark.parametrize("error", [EngineError("no memory"), RingError("no connection")])
+def test_a_move_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch, error: MdiError) -> None:
+    world = World(monkeypatch)
+    world.refusals = [error]
+    moved = Next((Stage("starter", 0, 1), Stage("a", 1, 4), Stage("b", 4, 6)), is_moved=True)
+    world.keeper.plan(moved)
+    assert world.keeper.is_busy
+    assert world.keeper.after_leave() == "ring"
+    assert world.counts == [(1, 3, 2), (2, 2, 2)] and not world.keeper.is_busy
+    assert world.keeper.refused == (moved if isinstance(error, EngineError) else None)
+    assert world.told() == [], "no node was lost"
+
+
+def test_the_end_of_the_run_ends_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.refusals, world.is_ended = [EngineError("ended")], True
+    world.keeper.plan(Next((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True))
+    with pytest.raises(EngineError):
+        world.keeper.after_leave()
+
+
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.alive.pop("b")

@@ -77,6 +77,7 @@ class RingKeeper:
 
     Attributes:
         texts: continue over the rings, once there are some.
+        refused: the last ring that was planned without a loss and could not be formed.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class RingKeeper:
         self._suspects = Suspects()
         self._records = Records()
         self._planned: Next | RingError | None = None
+        self.refused: Next | None = None
         self._is_busy = False
 
     @property
@@ -139,8 +141,11 @@ class RingKeeper:
             return self.after_loss(planned)
         try:
             ring = self._former.form(planned)
-        except NodeLostError as e:
+        except RingError as e:
             return self.after_loss(e)
+        except MdiError as e:  # nobody had to move, so this is no reason to end the run
+            self.refused = planned
+            return self.after_loss(RingError(f"blocks were not moved: {e}"))
         self._is_busy = False
         return ring
 
