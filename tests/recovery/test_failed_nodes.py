@@ -20,6 +20,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
 from mdi.node.options import StarterOptions
+from mdi.node.runs import ring_number_of
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.recovery.keeper import RingKeeper
@@ -122,6 +123,20 @@ def test_a_stage_whose_weights_could_not_be_read_is_built_again(
     assert ids == list(reference(PROMPT, N_TOKENS, 4))
     assert sorted(old != new for old, new in zip(before, after, strict=True)) == [False, True]
     assert all(len(slots) == 1 for slots in after)
+
+
+def test_rings_are_counted_so_that_late_requests_are_known(tmp_path: Path) -> None:
+    numbers: list[int] = []
+
+    def note() -> None:
+        job = nodes[0].runs.latest
+        assert job is not None
+        numbers.append(ring_number_of(job.request))
+
+    with ring(tmp_path, 0) as (nodes, starter):
+        generate(starter, {4: note, 6: lambda: fail(nodes[0]), 12: note, 14: lambda: fail(nodes[1])})
+        note()
+    assert numbers == [1, 2, 3]
 
 
 def test_rings_of_the_past_keep_no_buffers(tmp_path: Path) -> None:

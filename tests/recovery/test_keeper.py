@@ -10,6 +10,7 @@ import pytest
 
 import mdi.recovery.keeper
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
+from mdi.net.pings import STUCK
 from mdi.recovery.keeper import BROUGHT_DOWN, RingKeeper
 from mdi.recovery.replacement import Next, Stage
 from mdi.recovery.roll_call import Answer, Roll
@@ -285,6 +286,16 @@ def test_a_halted_node_was_not_brought_down_by_a_text(monkeypatch: pytest.Monkey
     world.in_flight = {4: (0, 11)}
     world.keeper.after_loss(world.lose("y"))
     assert world.cancelled == [(4, BROUGHT_DOWN)], "the one before counts still"
+
+
+def test_a_stuck_node_is_not_used_again_and_no_text_is_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers all the time, and its process is the same."""
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight, world.n_known = {7: (0, 10)}, {7: 10}
+    for name in ("a", "b"):
+        assert world.keeper.after_loss(NodeLostError(name, "it stands still", STUCK)) == "ring"
+    assert world.formed == [("starter", "x", "b"), ("starter", "x", "y")] and world.now == 1000.0
+    assert not world.cancelled and not world.isolated
 
 
 def test_several_suspects_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
