@@ -34,7 +34,7 @@ class Runner {
   void forward() {
     for (int b = 0; b < stage_.n_blocks; b++) {
       for (int half = 0; half < 2; half++) step(b, half);
-      if (stage_.n_finished) __atomic_fetch_add(stage_.n_finished, 1, __ATOMIC_RELAXED);
+      if (auto* n = stage_.n_finished) __atomic_fetch_add(n, 1, __ATOMIC_RELAXED);
     }
   }
 
