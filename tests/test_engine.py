@@ -379,6 +379,19 @@ def test_texts_go_on_over_another_ring_as_if_nothing_had_happened(params: Sampli
     assert {text.reason for text in texts} == {"length"}
 
 
+def test_a_ring_that_is_to_be_left_before_it_begins_is_left() -> None:
+    """Another thread may plan the next ring as soon as this one is formed."""
+    prompts = [prompt(5, 1)]
+    wanted = reference(LLAMA, prompts, 12)
+    with ring_of(model_of(LLAMA), 1) as ring:
+        text = ring.submit(prompts[0], GREEDY)
+        ring.engine.leave(ring.ring.epoch)
+        ring.run()
+        assert text.ids == [] and text.reason is None
+        ring.engine.run(LoopbackRing(1, ring.ring.epoch + 1))
+        assert [text.ids] == wanted, "what was said of the ring before does not count any more"
+
+
 def test_sequences_that_are_put_out_for_lack_of_memory_lose_nothing() -> None:
     gpt = model_of(LLAMA)
     prompts = [prompt(5, seed) for seed in range(3)]

@@ -240,7 +240,8 @@ def test_blocks_that_move_come_from_the_node_that_had_them(
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
         assert starter.recovery is not None
         starter.recovery.keeper.plan(following)
-        starter.engine.leave()
+        assert starter.rings is not None and starter.rings.ring is not None
+        starter.engine.leave(starter.rings.ring.epoch)
         reader = threading.Thread(target=starter.generate)
         reader.start()
         reader.join(DEADLINE_S)

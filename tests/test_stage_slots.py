@@ -143,6 +143,16 @@ def test_a_stage_that_was_never_built_gives_its_memory_back(slots: StageSlots) -
     assert not slots.listed and not slots.in_use_bytes("cpu")
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stage_that_has_failed_is_given_to_nobody(slots: StageSlots, is_kept: bool) -> None:
+    first = filled(slots, request("x"))
+    slots.release(first, "a" * 16, is_kept, is_failed=True)
+    assert not slots.listed and not slots.in_use_bytes("cpu") and first.stage is None
+    assert filled(slots, request("x")) is not first
+    slots.release(first, "a" * 16)
+    assert len(slots.listed) == 1
+
+
 def test_what_is_kept_is_for_its_own_run(slots: StageSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = filled(slots, request("x", n_bytes=600))
     slots.release(slot, "a" * 16, is_kept=True)

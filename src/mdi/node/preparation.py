@@ -23,6 +23,7 @@ from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
+from mdi.node.runs import ring_number_extension
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
@@ -51,6 +52,7 @@ class Preparation:
         before: of the ring before.
         own: the starter's own stage; parts of the last ring's stage are used again if they are the same.
         holders: nodes that may have parts already.
+        ring_number: counts the rings of the run, so that nodes know which request is the latest.
         replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
     Attributes:
@@ -85,7 +87,9 @@ class Preparation:
         own: OwnStage,
         replays: Mapping[str, str] | None = None,
         holders: Holders | None = None,
+        ring_number: int = 1,
     ) -> None:
+        self._ring_number = ring_number
         self._family = family
         self._config = config
         self._cluster = cluster
@@ -195,6 +199,7 @@ class Preparation:
             replay=(self._replays or {}).get(node.name, COMPUTE),
             replay_bytes=self._replay_bytes,
             extensions={
+                **ring_number_extension(self._ring_number),
                 **extensions_of(options.n_spans),
                 **window_extensions(options.weight_memory),
                 **share_extensions(options.cache_share),

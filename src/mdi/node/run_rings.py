@@ -94,6 +94,7 @@ class RunRings:
         self._arithmetic: dict[str, str] = {}
         self._is_configured = False
         self._is_first = True
+        self._n_rings = 0  # that were prepared
         self._closing: list[tuple[threading.Thread, LoopbackRing | TcpRing]] = []
         self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
         self._lock = threading.Lock()  # of these two
@@ -136,7 +137,8 @@ class RunRings:
     @property
     def leaving(self) -> Sequence[str]:
         """Nodes of the ring that are about to end, and compute until their blocks are elsewhere."""
-        return self.ring.leaving if isinstance(self.ring, TcpRing) else ()
+        ring = self.ring  # read once: the engine's thread may close it meanwhile
+        return ring.leaving if isinstance(ring, TcpRing) else ()
 
     def prepare(
         self, check: Callable[[], None], replays: Mapping[str, str] | None = None, beside: Sequence[ControlClient] = ()
@@ -162,9 +164,11 @@ class RunRings:
                 self.own.drop()
         elif own is None:
             own = OwnStage(self.cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
+        self._n_rings += 1
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
             basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(beside),
+            self._n_rings,
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -264,8 +268,8 @@ class RunRings:
                 if not closer.is_alive():
                     self._past = _sum(self._past, _measured_of(ring))
             self._closing = [(closer, ring) for closer, ring in self._closing if closer.is_alive()]
-            found = self._past
-            for ring in (*(ring for _, ring in self._closing), *(() if self.ring is None else (self.ring,))):
+            found, present = self._past, self.ring
+            for ring in (*(ring for _, ring in self._closing), *(() if present is None else (present,))):
                 found = _sum(found, _measured_of(ring))
             return found
 

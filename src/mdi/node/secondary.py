@@ -31,6 +31,7 @@ from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
+from mdi.net.pings import STUCK, STUCK_S
 from mdi.node.job import Job
 from mdi.node.model_family import ModelFamily
 from mdi.node.part_sending import Forwards
@@ -62,6 +63,7 @@ class SecondaryNode:
         kv_memory: limit for caches in bytes, in the same order; else the free memory.
         family: of the models that it can run; None is litgpt's.
         keys: of the cluster; without them, anybody who reaches the ports can use the node.
+        stuck_s: see RoundRobin.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SecondaryNode:
         cache_bytes: int | None = None,
         weight_memory: WeightMemory | None = None,
         keys: KeyFile | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self.config, self._keys = config, keys
         self.store = BlockStore(cache_dir, cache_bytes)
@@ -90,7 +93,7 @@ class SecondaryNode:
         self.slots = StageSlots(
             config.name, self._stages, lambda device: self.profiler.available_bytes(device), kv_memory
         )  # fmt: skip
-        self.turns, self.runs = RoundRobin(), Runs(config.name)
+        self.turns, self.runs = RoundRobin(stuck_s), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
             config.name, self.profiler, self._stages, self.slots, self.store, self.turns, self.runs, self._admission,
@@ -244,6 +247,11 @@ class SecondaryNode:
         with self._admission:
             if self.is_leaving:
                 raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
+            if self.turns.is_stuck:
+                raise ControlError(
+                    f"{self.config.name} lives, but its computing does not go on: check its disk, and start it again", 503,
+                    code=STUCK,
+                )  # fmt: skip
             self._measurement.check_idle()
             if not self.runs.replace(request):
                 return self._run_status(request.run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mdi
@@ -23,10 +23,20 @@ from mdi.node.progress import Progress
 from mdi.periodic import Periodic
 from mdi.units import size
 
-POLL_S = 0.03  # a node that has everything is ready in a few hundredths of a second, and texts may be waiting for it
+# A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for
+# minutes needs its processor for that.
+POLL_S, LONGEST_POLL_S, SLOWER = 0.03, 0.5, 1.2
 SIGN_S = 1.0
 
 logger = logging.getLogger("mdi")
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds between two questions, as a node takes longer."""
+    pause_s = POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(SLOWER * pause_s, LONGEST_POLL_S)
 
 
 class SecondarySetup:
@@ -135,7 +145,7 @@ class SecondarySetup:
 
     def _configure(self) -> None:
         """Send the run configuration. A node that has its stage in memory answers that it is ready."""
-        deadline = time.monotonic() + BUSY_S
+        deadline, pauses = time.monotonic() + BUSY_S, growing_pauses()
         is_told = False
         while True:
             self._check()
@@ -151,17 +161,17 @@ class SecondarySetup:
                 if not is_told:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
                     is_told = True
-                self._cancelled.wait(POLL_S)
+                self._cancelled.wait(next(pauses))
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         report = Periodic()
-        patience = self._patience()
+        patience, pauses = self._patience(), growing_pauses()
         while self._answer.get("missing") is None:
             patience.look(self._answer, time.monotonic())
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
-            self._cancelled.wait(POLL_S)
+            self._cancelled.wait(next(pauses))
             self._answer = self._loading_status()
         return self._missing_in(self._answer)
 
@@ -196,10 +206,10 @@ class SecondarySetup:
         logger.info("%s", progress.summary(time.monotonic()))
 
     def _wait_ready(self) -> None:
-        patience = self._patience()
+        patience, pauses = self._patience(), growing_pauses()
         while self._answer["state"] != "READY":
             patience.look(self._answer, time.monotonic())
-            self._cancelled.wait(POLL_S)
+            self._cancelled.wait(next(pauses))
             self._answer = self._loading_status()
 
     def _patience(self) -> Patience:

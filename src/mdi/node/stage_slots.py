@@ -169,16 +169,17 @@ class StageSlots:
                 slot.cache_bytes = min(report.limit_bytes, each * request.n_sequences)
             return report
 
-    def release(self, slot: Slot, owner: str, is_kept: bool = False) -> None:
+    def release(self, slot: Slot, owner: str, is_kept: bool = False, is_failed: bool = False) -> None:
         """The ring that used it is over, or its kept stage is not needed; does nothing if another ring uses it now.
 
         Args:
             is_kept: its run may come back for it.
+            is_failed: its weights could not be read: no ring may have it again.
         """
         with self._lock:
             if slot.owner != owner or slot not in self._slots or slot.use == "UNUSED":
                 return
-            if slot.stage is None:
+            if slot.stage is None or is_failed:
                 self._remove(slot)
             elif is_kept:
                 slot.turn("KEPT")

@@ -12,6 +12,7 @@ from typing import Protocol
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.net.pings import STUCK
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
 from mdi.recovery.records import MAY_DIFFER, Records, Recovery
@@ -25,7 +26,7 @@ ASK_S = 2.0  # a node that lives answers in this time: its control port waits fo
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
 # Error codes of a node that lives but cannot hold its blocks.
-UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
+UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control", STUCK)
 NOT_YET = "others may take its place"
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 
@@ -83,6 +84,7 @@ class RingKeeper:
         trouble: why the texts wait, in words; "" while a ring is closed.
         differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
             undisturbed run.
+        refused: the last ring that was planned without a loss and could not be formed.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RingKeeper:
         self._suspects = Suspects()
         self._records = Records()
         self._planned: Next | RingError | None = None
+        self.refused: Next | None = None
         self._is_busy = False
         self.trouble = ""
         self.differs_from: dict[int, int] = {}
@@ -148,8 +151,11 @@ class RingKeeper:
         self.trouble = "blocks move to other nodes; the texts wait"
         try:
             ring = self._former.form(planned)
-        except NodeLostError as e:
+        except RingError as e:
             return self.after_loss(e)
+        except MdiError as e:  # nobody had to move, so this is no reason to end the run
+            self.refused = planned
+            return self.after_loss(RingError(f"blocks were not moved: {e}"))
         self._note_differences()
         self._is_busy, self.trouble = False, ""
         return ring
@@ -223,7 +229,9 @@ class RingKeeper:
         search.error = error
         if error.node != self._former.stages[0].name:
             search.suspected.add(error.node)
-            if error.code != "lost":
+            if error.code == STUCK:
+                search.unfit.add(error.node)
+            elif error.code != "lost":
                 search.failed.add(error.node)
             if error.code == "left":
                 search.left.add(error.node)
