@@ -148,10 +148,10 @@ MUTANTS = [
         "tests/discovery/test_mdns.py::test_names_without_an_address_do_not_hide_a_node",
     ),
     Mutant(
-        "strangers see tracebacks",
+        "strangers see the pages of the library",
         "_Request",
-        "show_tracebacks = False",
-        "show_tracebacks = True",
+        'error_page = {"default": _plain_error}',
+        "error_page: dict[str, str] = {}",
         "tests/security/test_control_with_a_key.py::test_a_request_that_no_page_gets_tells_nothing_of_the_program",
     ),
     Mutant(
