@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "fields of other servers are refused",
-        "ALIKE",
+        "serve.parameters:ALIKE",
         "0.85",
         "0.8",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
