@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant("a demanded call that was cut off is shown as content", "ToolUse.is_cut_call", "self.forced or", "False or", CUT),
     Mutant("a cut call of the model's own choice is shown as content", "ToolUse.is_cut_call", "begun is not None and",
            "False and", CUT),
-    Mutant("a path without /v1 is not recognized", "nearest", 'f"/v1{asked}"', "asked",
+    Mutant("only an exact path is told", "nearest", "0.75", "1.0",
            f"{PATHS}::test_an_unknown_path_is_told_which_there_are_and_which_was_meant"),
     Mutant("other users may read the API keys", "check_private", "0o077", "0",
            "tests/serve/test_serve_models.py::test_a_file_of_api_keys_that_others_can_read_is_refused"),
