@@ -10,8 +10,6 @@ CUT = f"{PARTS}::test_a_call_that_is_cut_off_is_no_content"
 
 MUTANTS = [
     Mutant("the memory of a rendering process has no limit", "limit_process", "(most, most)", "(-1, -1)", f"{COSTS}[width]"),
-    Mutant("the time that a process computes stays limited for all chats together", "limited_time", "0.0", "1.0",
-           f"{TEMPLATES}::test_the_limit_of_time_is_one_of_each_chat_and_not_of_all_together"),
     Mutant("a process that has ended gets the next chat", "ChatTemplate._rendered", "not is_usable", "False", f"{COSTS}[loop]"),
     Mutant("an unloaded model's template starts a process", "ChatTemplate._rendered", "self._is_closed", "False",
            f"{TEMPLATES}::test_an_unloaded_model_renders_no_chat"),
