@@ -10,8 +10,6 @@ CUT = f"{PARTS}::test_a_call_that_is_cut_off_is_no_content"
 
 MUTANTS = [
     Mutant("the memory of a rendering process has no limit", "limit_process", "(most, most)", "(-1, -1)", f"{COSTS}[width]"),
-    Mutant("the time that a process computes stays limited for all chats together", "limited_time", "0.0", "1.0",
-           f"{TEMPLATES}::test_the_limit_of_time_is_one_of_each_chat_and_not_of_all_together"),
     Mutant("a process that has ended gets the next chat", "ChatTemplate._rendered", "not is_usable", "False", f"{COSTS}[loop]"),
     Mutant("an unloaded model's template starts a process", "ChatTemplate._rendered", "self._is_closed", "False",
            f"{TEMPLATES}::test_an_unloaded_model_renders_no_chat"),
@@ -47,7 +45,7 @@ MUTANTS = [
     Mutant("a demanded call that was cut off is shown as content", "ToolUse.is_cut_call", "self.forced or", "False or", CUT),
     Mutant("a cut call of the model's own choice is shown as content", "ToolUse.is_cut_call", "begun is not None and",
            "False and", CUT),
-    Mutant("a path without /v1 is not recognized", "nearest", 'f"/v1{asked}"', "asked",
+    Mutant("only an exact path is told", "nearest", "0.75", "1.0",
            f"{PATHS}::test_an_unknown_path_is_told_which_there_are_and_which_was_meant"),
     Mutant("other users may read the API keys", "check_private", "0o077", "0",
            "tests/serve/test_serve_models.py::test_a_file_of_api_keys_that_others_can_read_is_refused"),

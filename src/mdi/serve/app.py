@@ -117,9 +117,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 def nearest(path: str) -> str | None:
     """The path that was probably meant; None if none is alike."""
     asked = "/" + "/".join(filter(None, path[:200].lower().split("/")))
-    if asked in ALIKE:
-        return ALIKE[asked]
-    for one in (asked, f"/v1{asked}", asked.removeprefix("/v1")):
-        if one in PATHS:
-            return one
-    return next(iter(difflib.get_close_matches(asked, PATHS, 1, 0.75)), None)
+    return ALIKE.get(asked) or next(iter(difflib.get_close_matches(asked, PATHS, 1, 0.75)), None)
