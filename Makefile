@@ -10,7 +10,13 @@ PIP_FLAGS ?=
 # loads torch, and starts several nodes that do.
 TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
-.PHONY: help demo serve test references mutants lint types check kernels sanitize bench figures venv clean
+# Tests of numbers, which other processors compute with other instructions: once with every set of the kernels that this
+# machine has besides its best one, and once each with what torch computes with on older processors.
+NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blocks.py layout.py not_finite.py) \
+  $(addprefix test_,batch_independence.py decode_graphs.py device_layers.py few_rows.py folding.py packed_linear.py stage.py \
+  tensor_shards.py tensor_sums.py) window/test_window_bits.py)
+
+.PHONY: help demo serve test numerical references mutants lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -18,6 +24,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make mutants  breaks the code in one place after another, and prints which changes no test notices"
+	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
@@ -30,6 +37,7 @@ $(VENV)/.installed: requirements.txt
 	  echo "PyTorch comes with CUDA here: 2.7 GB to download. Without an NVIDIA GPU, its CPU build (0.2 GB) does the same:"; \
 	  echo "  make PIP_FLAGS=\"--extra-index-url https://download.pytorch.org/whl/cpu\" demo" ;; esac
 	@$(PYTHON) -m venv $(VENV)
+	@echo "pip says first which lines of requirements.txt are for other systems, and ignored here"
 	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 
@@ -61,6 +69,13 @@ references: $(REFERENCES)/models/version.txt
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py
+
+numerical: $(VENV)/.installed-dev
+	for one in $$(PYTHONPATH=src:tests/kernels $(PY) -c \
+	  'from forced import instruction_sets; print(*("MDI_KERNELS=" + name for name in instruction_sets()[1:]))') \
+	  ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
+	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
+	done
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

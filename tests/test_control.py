@@ -388,6 +388,13 @@ FIELDS_OF_VERSION = {
         "compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype threads "
         "wire_dtype",
     ),
+    5: (
+        "allow_clipping blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over "
+        "index keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts "
+        "placement quantize quantize_head replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+        "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype "
+        "threads wire_dtype",
+    ),
 }
 
 
@@ -440,6 +447,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         assert len(str(e)) < 500
     else:
         of_that_type = {
+            "allow_clipping",
             "compile",
             "exclusive",
             "hand_over",
@@ -473,7 +481,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, r"request.parts\[0\]: expected an object, found 7"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "sha256: expected 64 hex digits"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "n_bytes: expected a whole number from 1"),
-        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 4"),
+        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 5"),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:
@@ -802,3 +810,58 @@ def test_a_server_that_was_closed_is_forgotten() -> None:
     assert len(logging.root.manager.loggerDict) == n_loggers
     del node, server, another
     until_gone(known)  # threads of the server may still be on their way out
+
+
+def of_a_web_page(**headers: str) -> bytes:
+    """The head of a request whose body does not come."""
+    sent = {
+        "Host": "127.0.0.1",
+        "Content-Length": "100",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    return "".join(
+        ["POST /init HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in sent.items()), "\r\n"]
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "http://127.0.0.1"}, 403),  # of another port: a node has no pages
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8088"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": "[evil.example"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": "text/plain; application/json"}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content_Type": "multipart/form-data; boundary=x"}, 415),
+    ],
+)
+def test_what_a_web_page_sends_is_refused_unread(
+    node: FakeNode, served: tuple[FakeNode, ControlServer], headers: dict[str, str], status: int
+) -> None:
+    answer = raw(served[1].port, of_a_web_page(**headers))
+    assert answer.splitlines()[0].split()[1] == str(status).encode()
+    assert node.calls.empty()
+
+
+def test_a_web_page_under_a_foreign_name_cannot_read_the_status(node: FakeNode, url: str) -> None:
+    assert refused(send("GET", url + "/", headers={"Host": "evil.example"}))[0] == 403
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:80", "[::1]:80", "[fe80::1%25eth0]:80", "board", socket.gethostname(), ""]
+)
+@pytest.mark.parametrize(
+    "kind", [None, "application/json", "Application/JSON; charset=utf-8", "application/octet-stream"]
+)
+def test_programs_may_name_the_type_or_not(node: FakeNode, url: str, host: str, kind: str | None) -> None:
+    headers = {"Host": host} | ({} if kind is None else {"Content-Type": kind})
+    assert send("PUT", url + "/stop", data=json.dumps({"run": RUN}), headers=headers).status_code == 200
+    assert node.calls.get_nowait() == ("stop", RUN, False)

@@ -25,6 +25,7 @@ from mdi.model.stage import StarterStage
 from mdi.weight_formats import LAYOUTS
 from test_packed_linear import weights_of
 from tiny_checkpoint import plain as plain_config
+from tolerance import assert_alike
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(5)
@@ -96,9 +97,7 @@ def test_a_stage_with_the_layers_of_a_gpu(family: str, form: str, monkeypatch: p
 
     expected = logits_of(exact)
     monkeypatch.setattr(stage_module, "layers_for", DeviceLayers)
-    torch.testing.assert_close(
-        logits_of(lambda part: dict(weights_of(gpt, packing, part))), expected, atol=1e-4, rtol=1e-4
-    )
+    assert_alike(logits_of(lambda part: dict(weights_of(gpt, packing, part))), expected, gpt.config)
 
 
 def test_formats_and_types_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

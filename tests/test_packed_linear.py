@@ -16,6 +16,7 @@ from mdi.model import packed_linear
 from mdi.model.packed_linear import PackedLinear, Weights, kernel_context
 from mdi.model.stage import StarterStage
 from mdi.weight_formats import EMBEDDING, LAYOUTS
+from tolerance import assert_alike
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(3)
@@ -80,7 +81,7 @@ def test_a_stage_computes_with_packed_weights(family: str, form: str, monkeypatc
         packed = {n: w for n, w in weights_of(gpt, packing, part).items() if not isinstance(w, torch.Tensor)}
         return {name: torch.from_numpy(array.copy()) for name, array in plain(packed).items()}
 
-    torch.testing.assert_close(found, logits_of(gpt, exact), atol=1e-4, rtol=1e-4)
+    assert_alike(found, logits_of(gpt, exact), gpt.config)
 
 
 @pytest.mark.parametrize(

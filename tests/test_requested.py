@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -24,6 +24,7 @@ def test_every_field_has_a_flag_and_travels() -> None:
     parser = argparse.ArgumentParser()
     starter.add_arguments(parser)
     args = parser.parse_args(["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--kv-dtype", "bf16", "-c"])
+    assert parser.parse_args(["--allow-clipping"]).allow_clipping is True
     assert all(hasattr(args, f.name) for f in fields(Requested))
     assert Requested.of(args) == ASKED
     assert Requested.of(StarterOptions(**vars(ASKED))) == ASKED == read(asdict(ASKED))
@@ -34,6 +35,9 @@ def test_what_a_node_was_started_with_goes_first() -> None:
     assert own.over(ASKED) == Requested(
         device="cpu", dtype="float32", threads=2, quantize="int8", kv_dtype="bf16", compile=True
     )
+    assert own.over(
+        replace(ASKED, allow_clipping=True)
+    ).allow_clipping  # a node that was not asked leaves it to the starter
     assert ANYTHING.over(ASKED) == ASKED == ASKED.over(ANYTHING)
 
 

@@ -11,6 +11,7 @@ from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, rand
 from loopback import CPU, stages_of
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.stage import Stage, StarterStage
+from tolerance import assert_alike
 
 
 def run_staggered(stages: list[Stage], texts: list[list[int]], seed: int) -> list[torch.Tensor]:
@@ -44,7 +45,7 @@ def test_logits_equal_the_uncached_model(family: str) -> None:
     texts = [prompt(CONTEXT, 1), prompt(1, 2), prompt(70, 3)]
     logits = run_staggered(stages_of(gpt, (1, 3)), texts, seed=4)
     for text, found in zip(texts, logits, strict=True):
-        torch.testing.assert_close(found, gpt(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+        assert_alike(found, gpt(torch.tensor([text]))[0], gpt.config)
 
 
 # What would be lost if a stage ignored it: the logits must then differ.
@@ -97,7 +98,15 @@ def test_a_slice_that_starts_earlier_truncates() -> None:
     stage(stage.embed(torch.tensor(first)), [(0, 0, 50)])
     again = stage.head(stage(stage.embed(torch.tensor(second)), [(0, 30, 20)]))
     whole = gpt(torch.tensor([first[:30] + second]))[0, 30:]
-    torch.testing.assert_close(again, whole, atol=1e-4, rtol=1e-4)
+    assert_alike(again, whole, gpt.config)
+
+
+def test_finished_blocks_are_counted() -> None:
+    first, second = stages_of(model_of("Llama-3.1-8B"), (2,))
+    for n_frames in (1, 2):
+        assert isinstance(first, StarterStage)
+        second(first(first.embed(torch.tensor([1, 2])), [(n_frames, 0, 2)]), [(n_frames, 0, 2)])
+        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.config.n_layer - 2) * n_frames)
 
 
 def test_a_copied_cache_goes_its_own_way() -> None:
@@ -109,7 +118,7 @@ def test_a_copied_cache_goes_its_own_way() -> None:
     stage.caches.copy(0, 1)
     x = stage(stage.embed(torch.tensor(one + other)), [(0, 40, 9), (1, 40, 9)])
     for rows, text in ((x[:9], one), (x[9:], other)):
-        torch.testing.assert_close(stage.head(rows), gpt(torch.tensor([shared + text]))[0, 40:], atol=1e-4, rtol=1e-4)
+        assert_alike(stage.head(rows), gpt(torch.tensor([shared + text]))[0, 40:], gpt.config)
 
 
 def test_caches_grow_with_the_tokens_and_are_freed() -> None:

@@ -165,6 +165,16 @@ def test_rounded_sums_and_caches_stay_close() -> None:
     assert 0 < np.linalg.norm(results["int8"] - results["float32"]) / norm < 0.05
 
 
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "falcon-40b"])  # two sums a block, and one
+def test_finished_blocks_are_counted(family: str) -> None:
+    gpt = model_of(family)
+    with meshes(2) as found:
+        stages = stages_of(gpt, share_out(asdict(gpt.config), (1, 1)), sums(found))
+        for n_frames in (1, 2):
+            rows_of(stages, gpt, [1, 2, 3], 3 * (n_frames - 1))
+            assert {stage.n_finished for stage in stages} == {n_frames * gpt.config.n_layer}
+
+
 def test_caches_hold_the_groups_that_a_node_reads() -> None:
     config = asdict(model_of("Llama-3.1-8B").config)  # six heads, two groups
     sizes = [Share(Shares((0, 2, 4, 6), (0, 21, 42, 64)), rank, config).groups for rank in range(3)]

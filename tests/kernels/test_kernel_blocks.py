@@ -3,98 +3,33 @@
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forced import forced, instruction_sets
+from forced import instruction_sets
+from kernel_models import KNOWN, TEXTS, blocks_of, embedded, is_linear, logits, run, tensors_of
 from litgpt.model import GPT
 
-from families import CONTEXT, FAMILIES, model_of, prompt
+from families import CONTEXT, FAMILIES, model_of
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, why_not_in_kernels
 from mdi.kernels.context import Context
 from mdi.kernels.head import Head
 from mdi.kernels.layout import Matrix, pack, unpack
+from tolerance import assert_alike
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
-
-KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]
-
-
-def is_linear(name: str) -> bool:
-    return name.endswith(".weight") and "norm" not in name
-
-
-def tensors_of(gpt: GPT, block: int, form: str) -> dict[str, Matrix | np.ndarray]:
-    found: dict[str, Matrix | np.ndarray] = {}
-    for name, tensor in gpt.transformer.h[block].state_dict().items():
-        weight = tensor.float().numpy()
-        router = name == "mlp.gate.weight"
-        found[name] = pack("float32" if router else form, weight) if is_linear(name) else weight
-    return found
-
-
-def blocks_of(
-    gpt: GPT, form: str = "float32", cache_type: str = "float32", n_threads: int = 1, force: str = ""
-) -> Blocks:
-    with forced(force):
-        context = Context(n_threads)
-    config = asdict(gpt.config)
-    blocks = Blocks(config, 0, config["n_layer"], lambda i: tensors_of(gpt, i, form), cache_type, context)
-    blocks.prepare(CONTEXT, [64] * len(blocks.classes))
-    return blocks
-
-
-def embedded(gpt: GPT, ids: Sequence[int]) -> np.ndarray:
-    x = gpt.transformer.wte(torch.tensor(ids))
-    return (x * gpt.config.n_embd**0.5 if gpt.config.scale_embeddings else x).numpy()
-
-
-def run(blocks: Blocks, gpt: GPT, texts: Sequence[Sequence[int]], seed: int | None) -> list[np.ndarray]:
-    """What comes out of the blocks for all rows of several texts, in pieces of random length; with seed None all at once."""
-    rng = random.Random(seed)
-    done = [0] * len(texts)
-    rows: list[list[np.ndarray]] = [[] for _ in texts]
-    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
-        slices, x = [], []
-        for i, text in enumerate(texts):
-            n = len(text) - done[i]
-            n = n if seed is None else min(n, rng.choice([0, 1, 1, 2, 5, 13, 40]))
-            if n:
-                slices.append((i, done[i], n))
-                x.append(embedded(gpt, text[done[i] : done[i] + n]))
-                done[i] += n
-        if not slices:
-            continue
-        frame = np.ascontiguousarray(np.concatenate(x))
-        blocks.forward(frame, slices)
-        first = 0
-        for i, _, n in slices:
-            rows[i].append(frame[first : first + n])
-            first += n
-    return [np.concatenate(r) for r in rows]
-
-
-def logits(gpt: GPT, rows: np.ndarray) -> torch.Tensor:
-    y = gpt.lm_head(gpt.transformer.ln_f(torch.from_numpy(rows)))
-    cap = gpt.config.final_logit_softcapping
-    return y if cap is None else torch.tanh(y / cap) * cap
-
-
-TEXTS = [prompt(CONTEXT, 1), prompt(1, 2), prompt(70, 3)]
 
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_logits_equal_the_uncached_model(family: str) -> None:
     gpt = model_of(family)
     for text, rows in zip(TEXTS, run(blocks_of(gpt), gpt, TEXTS, seed=4), strict=True):
-        torch.testing.assert_close(logits(gpt, rows), gpt(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+        assert_alike(logits(gpt, rows), gpt(torch.tensor([text]))[0], gpt.config)
 
 
 def test_all_families_but_those_with_latent_attention_are_known() -> None:
@@ -123,7 +58,7 @@ def test_weight_formats_equal_their_unpacked_weights(form: str, force: str) -> N
         error = (found - expected).norm() / expected.norm()
         assert error < 0.05
     else:
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert_alike(found, expected, gpt.config)
 
 
 @pytest.mark.parametrize("cache_type, allowed", [("bf16", 0.02), ("fp16", 0.003), ("int8", 0.03)])

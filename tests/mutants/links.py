@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "a frame of another type in a run is taken",
         "Link._read",
-        "frame.type is not FrameType.PING",
-        "False",
+        "frame.type is FrameType.PING",
+        "True",
         f"{LINK}::test_garbage_loses_the_peer_with_the_reason",
     ),
     Mutant(

@@ -57,6 +57,20 @@ def keys(tmp_path: Path) -> KeyFile:
     return key_file(tmp_path / "cluster.key")
 
 
+@pytest.mark.parametrize(
+    "request_", [b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: =?utf-8?b?////?=\r\n\r\n"]
+)
+def test_a_request_that_no_page_gets_tells_nothing_of_the_program(
+    served: tuple[Noting, ControlServer], request_: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", served[1].port), DEADLINE_S) as sock:
+        sock.sendall(request_)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) in (400, 500) and json.loads(body).keys() == {"error", "code"}
+    assert b"Traceback" not in answer and b".py" not in answer
+
+
 @pytest.fixture
 def served(keys: KeyFile) -> Iterator[tuple[Noting, ControlServer]]:
     node = Noting()

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from mdi.cli import main
 from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.discovery.gather import Guests
 from mdi.errors import AccessError, ControlError, UsageError
-from mdi.security.invitation import VALID_S, Guest, Invitation, Invitations, code_bytes, new_code
+from mdi.security.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code
 from mdi.security.keys import KeyFile, text_of
 
 CONTENT = b"the keys"
@@ -32,6 +34,9 @@ DEADLINE_S = 30.0
 class Inviting(StatusOnly):
     def status(self, run: str | None) -> dict[str, Any]:
         return {"name": "invitation", "version": "9", "state": "IDLE"}
+
+
+NODE = GuestNode("board", "192.0.2.7", 8088, 5088)
 
 
 @pytest.fixture
@@ -222,6 +227,62 @@ def test_each_board_has_a_code_of_its_own() -> None:
         with pytest.raises(AccessError):
             invitations.answer(Guest(codes[i]).request)
     assert len(codes) == len(set(codes)) == 2
+
+
+def test_the_host_learns_where_a_guest_s_node_will_be() -> None:
+    codes: list[str] = []
+    met: list[tuple[GuestNode, str]] = []
+    invitations = Invitations(CONTENT, codes.append, 4, on_guest=lambda node, addr: met.append((node, addr)))
+    told = Guest(codes[-1], NODE)
+    assert told.open(invitations.answer(told.request, "192.0.2.9")) == CONTENT
+    assert met == [(NODE, "192.0.2.9")]
+    silent = Guest(codes[-1])
+    assert silent.open(invitations.answer(silent.request, "192.0.2.9")) == CONTENT
+    assert len(met) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"addr": "192.0.2.8"},
+        {"port": 8089},
+        {"ring_port": 5089},
+        {"name": "other"},
+        {"addr": "a name"},
+        {"port": "8088"},
+    ],
+)
+def test_only_who_has_the_code_says_where_a_node_is(change: dict[str, Any]) -> None:
+    """Somebody in between changes it: the guest gets its key, and the host looks for it nowhere."""
+    invitation = Invitation(CONTENT)
+    guest = Guest(invitation.code, NODE)
+    request = guest.request
+    assert guest.open(invitation.answer({**request, "node": {**request["node"], **change}})) == CONTENT
+    assert invitation.guest is None
+
+
+@pytest.mark.parametrize("change", [{"port": 0}, {"ring_port": 65536}, {"name": "n" * 41}, {"addr": "board.local"}])
+def test_what_is_no_place_of_a_node_is_ignored(change: dict[str, Any]) -> None:
+    invitation = Invitation(CONTENT)
+    guest = Guest(invitation.code, replace(NODE, **change))
+    assert guest.open(invitation.answer(guest.request)) == CONTENT
+    assert invitation.guest is None
+
+
+def test_a_board_says_over_the_network_where_its_node_will_be(keys: KeyFile, tmp_path: Path) -> None:
+    codes: list[str] = []
+    guests = Guests()
+    content = text_of(keys.keys).encode()
+    server = ControlServer(
+        Inviting(), "127.0.0.1", 0, "starter", keys, Invitations(content, codes.append, 1, on_guest=guests.add)
+    )
+    try:
+        fetch("127.0.0.1", server.port, codes[0], tmp_path / "board.key", NODE)
+    finally:
+        server.close()
+    assert KeyFile(tmp_path / "board.key").keys == keys.keys
+    (found,) = guests.nodes()
+    assert (found.name, found.addr, found.port, found.ring_port) == ("board", "192.0.2.7", 8088, 5088)
 
 
 def test_a_code_that_is_too_old_is_replaced() -> None:

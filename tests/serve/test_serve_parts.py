@@ -1,4 +1,4 @@
-"""The parts of the server by themselves: the queue, chat templates, tool calls, the lines between the processes."""
+"""The parts of the server by themselves: the queue, tool calls, the lines between the processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from mdi.errors import CheckpointError, WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
+from mdi.serve.chat import Chat, ChatAnswer
+from mdi.serve.models import LoadedModel
 from mdi.serve.outlet import Outlet
 from mdi.serve.parameters import RequestFields, common_fields
-from mdi.serve.templates import ChatTemplate, read_template
+from mdi.serve.process import module_environment
+from mdi.serve.request_texts import TextPiece, encoded
+from mdi.serve.tokenizer import ServedTokenizer
 from mdi.serve.tools import parse_tools
+from mdi.tokenizer_file import FileTokenizer
 
-USER = [{"role": "user", "content": "Who?"}]
+NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -181,46 +186,6 @@ def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
         assert common_fields(RequestFields({"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
-def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
-    template = read_template(tmp_path)
-    assert template.is_plain
-    assert (
-        template.render([{"role": "system", "content": "Be short."}, *USER], (), {})
-        == "Be short.\n\nUser: Who?\nAssistant:"
-    )
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
-     "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
-)  # fmt: skip
-def test_a_template_cannot_do_harm(source: str) -> None:
-    template = ChatTemplate(source, {})
-    try:
-        assert template.render(USER, (), {}) == "", source  # what is not allowed is nothing
-    except ApiError as e:
-        assert e.status == 400
-
-
-def test_what_a_template_writes_must_be_text() -> None:
-    messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
-    with pytest.raises(ApiError) as caught:
-        ChatTemplate("{{ messages|tojson }}", {}).render(messages, (), {})
-    assert caught.value.status == 400
-
-
-def test_a_template_of_the_models_own_and_a_damaged_one(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools|tojson }}"
-    )
-    template = read_template(tmp_path)
-    assert template.render(USER, [TOOL], {}).startswith("<user>Who?[{") and template.knows_tools
-    (tmp_path / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(CheckpointError):
-        read_template(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text",
     ['{"name": "look", "arguments": {"at": 1}}', '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
@@ -236,6 +201,94 @@ def test_calls_are_found_as_families_write_them(text: str) -> None:
 @pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert parse_tools([TOOL], "auto").calls_in(text) == []
+
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def grammar_of(parameters: Any) -> Any:
+    """The schema of the arguments of a call that is demanded."""
+    function = {"name": "look"} | ({} if parameters is None else {"parameters": parameters})
+    grammar = parse_tools([{"type": "function", "function": function}], "required").grammar
+    assert grammar is not None
+    return grammar["schema"]["properties"]["arguments"]
+
+
+def test_a_call_has_no_keys_that_its_schema_does_not_name() -> None:
+    for none in (None, {}, {"type": "object"}):
+        assert grammar_of(none) == {"type": "object", "properties": {}, "additionalProperties": False}
+    closed = {**PLACE, "additionalProperties": False}
+    assert grammar_of(PLACE) == closed
+    inner = {"at": PLACE, "all": {"type": "array", "items": PLACE}, "free": {"type": "object"}, "properties": PLACE}
+    found = grammar_of({"type": "object", "properties": inner, "$defs": {"one": PLACE}})
+    assert found["properties"]["at"] == found["properties"]["all"]["items"] == found["$defs"]["one"] == closed
+    assert found["properties"]["free"] == {"type": "object"} and found["properties"]["properties"] == closed
+    assert not found["additionalProperties"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"additionalProperties": {"type": "integer"}}, {"allOf": [PLACE]}]
+)
+def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any]) -> None:
+    assert grammar_of({**PLACE, **more}) == {**PLACE, **more}
+
+
+def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
+    """Content and calls that a chat's answer shows, as it comes in two pieces."""
+    chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
+    answer = ChatAnswer()
+    deltas = [
+        chat.delta(answer, TextPiece(0, text[:3])),
+        chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),
+    ]
+    return "".join(d.get("content", "") for d in deltas), [call for d in deltas for call in d.get("tool_calls", [])]
+
+
+CALL = '{"name": "look", "arguments": {"at": 1}}'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
+    for text in (CALL, f"<tool_call>{CALL}", f"[{CALL}, {CALL}]"):
+        for n in range(len('<tool_call>{"name": "'), len(CALL) - 1):
+            assert answered(text[:n], choice, "length") == ("", []), text[:n]
+    content, (call,) = answered(CALL, choice, "length")
+    assert content == "" and call["function"]["name"] == "look"
+
+
+@pytest.mark.parametrize("text", ['{"city": "Par', '{"name": "Alice", "age', "[1, 2, ", "Look! {", '{"name": "look'])
+def test_other_text_that_is_cut_off_is_content(text: str) -> None:
+    reason = "stop" if "look" in text else "length"
+    assert answered(text, "auto", reason) == (text, [])
+
+
+def test_a_tokenizer_that_panics_is_told_in_one_line(tmp_path: Path) -> None:
+    content = json.loads((NANO / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    facts = {"backend": "huggingface", "bos_id": None, "eos_id": None, "use_bos": False}
+    served, text = ServedTokenizer({**facts, "directory": str(tmp_path)}), "a" * 36 + "!"
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(encoded(model, text, served.encode, "prompt"))
+    assert (caught.value.status, caught.value.param) == (400, "prompt") and len(str(caught.value).splitlines()) == 1
+    assert asyncio.run(encoded(model, "KING", served.encode, "prompt")) == served.encode("KING")
+    with pytest.raises(CheckpointError):
+        FileTokenizer(tmp_path, facts).encode(text)
+    assert module_environment()["RUST_BACKTRACE"] == "0"
+
+
+def test_a_text_is_tokenized_outside_the_loop() -> None:
+    threads: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    assert asyncio.run(encoded(model, "KING", encode, "prompt")) == [1]
+    assert threads != [threading.current_thread().name]
 
 
 def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
+from mdi.kernels.weight_range import MOST, check_range, largest_of
 
 
 class CastSource(DerivedSource):
@@ -17,11 +18,12 @@ class CastSource(DerivedSource):
     Args:
         source: where the weights come from.
         dtype: name of the type, e.g. "bfloat16".
+        clips: whether numbers that are too large for it are clipped instead of refused.
     """
 
-    def __init__(self, source: WeightSource, dtype: str) -> None:
+    def __init__(self, source: WeightSource, dtype: str, clips: bool = False) -> None:
         super().__init__(source, form=dtype)
-        self.dtype = dtype
+        self.dtype, self._clips = dtype, clips
         self.specs = {
             name: replace(spec, dtype=CODES[dtype]) if spec.is_floating else spec for name, spec in source.specs.items()
         }
@@ -30,10 +32,35 @@ class CastSource(DerivedSource):
         return f"{self._source} as {self.dtype}"
 
     def array(self, name: str) -> np.ndarray:
-        return cast(self._source.array(name), self._source.specs[name], self.specs[name].dtype)
+        """Raises CheckpointError: a number is not finite, or too large for the type."""
+        stored, spec, code = self._source.array(name), self._source.specs[name], self.specs[name].dtype
+        if spec.dtype == code:
+            return stored
+        return cast(*fitted(stored, spec, self.dtype, name, self._clips), code)
 
     def read_bytes(self, name: str) -> int:
         return self._source.read_bytes(name)
+
+
+def fitted(
+    array: np.ndarray, spec: TensorSpec, dtype: str, name: str, clips: bool
+) -> tuple[np.ndarray, TensorSpec]:  # fmt: skip
+    """A tensor, clipped where it is too large for a type.
+
+    Args:
+        dtype: name of the type, e.g. "bfloat16".
+        clips: whether that is allowed.
+
+    Raises:
+        CheckpointError: a number is not finite, or too large and must not be clipped.
+    """
+    if not spec.is_floating or dtype not in MOST or spec.dtype.startswith("F8"):
+        return array, spec
+    if not check_range(dtype, largest_of(array), name, clips):
+        return array, spec
+    numbers = float32_from_bf16(array) if spec.dtype == "BF16" else array
+    wide = np.clip(numbers.astype(np.float32), -np.float32(MOST[dtype]), np.float32(MOST[dtype]))
+    return wide, replace(spec, dtype="F32")
 
 
 def cast(array: np.ndarray, spec: TensorSpec, code: str) -> np.ndarray:

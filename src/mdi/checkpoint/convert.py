@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from mdi.checkpoint.cast import fitted
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_lit_dir
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.safetensors_layout import CODES, TensorSpec
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
@@ -83,7 +84,7 @@ def weight_files(path: Path) -> list[Path]:
 
 def convert(
     path: str | Path, model_name: str | None = None, dtype: str | None = None, progress: bool = True,
-    target: Path | None = None,
+    target: Path | None = None, clips: bool = False,
 ) -> Path:  # fmt: skip
     """Write model_config.yaml and lit_model.pth of a Hugging Face checkpoint.
 
@@ -93,12 +94,14 @@ def convert(
         dtype: to store the weights in; None keeps their type.
         progress: draw a bar on stderr, if it takes long.
         target: an existing directory to write to; None is the checkpoint's.
+        clips: whether numbers that are too large for `dtype` are clipped instead of refused.
 
     Returns:
         That directory.
 
     Raises:
-        CheckpointError: something is missing, damaged, of another shape, of an unknown architecture, or the disk is full.
+        CheckpointError: something is missing, damaged, of another shape, of an unknown architecture, or too large for `dtype`;
+            or the disk is full.
         UsageError: no such dtype.
     """
     directory = Path(path)
@@ -108,7 +111,7 @@ def convert(
     if not is_hf_dir(directory):
         raise CheckpointError(f"{directory} is not a Hugging Face checkpoint: it needs config.json and weights")
     config, model_type = choose_config(directory, model_name)
-    reader = _Reader(weight_files(directory))
+    reader = _Reader(weight_files(directory), dtype, clips)
     _check_disk(out, reader, dtype)
     weights = out / WEIGHT_FILES[0]
     unfinished = weights.with_name(weights.name + ".part")
@@ -130,9 +133,10 @@ def convert(
 
 
 class _Reader:
-    """All tensors of a Hugging Face checkpoint, by name, whichever file they are in."""
+    """All tensors of a Hugging Face checkpoint, by name, whichever file they are in; see `convert`."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], dtype: str | None, clips: bool) -> None:
+        self._dtype, self._clips = dtype, clips
         self._files: dict[str, tuple[WeightFile, str]] = {}  # name -> file, and name in the file
         for path in paths:
             file = open_weight_file(path)
@@ -153,7 +157,10 @@ class _Reader:
 
     def tensor(self, name: str) -> torch.Tensor:
         file, stored = self._files[name]
-        return _own(as_tensor(file.array(stored), file.specs[stored]))
+        array, spec = file.array(stored), file.specs[stored]
+        if self._dtype is not None and CODES[self._dtype] != spec.dtype:
+            array, spec = fitted(array, spec, self._dtype, name, self._clips)
+        return _own(as_tensor(array, spec))
 
     def groups(self) -> Iterator[_Group]:
         """Embedding, head and the like, then one block after the other, complete even if it is in two files."""

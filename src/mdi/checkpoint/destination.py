@@ -23,8 +23,9 @@ _KEPT = (*TOKENIZER_FILES, "prompt_style.yaml")
 
 
 def ready(
-    directory: Path, home: Path, out: Path | None = None, model_name: str | None = None, dtype: str | None = None
-) -> tuple[Path, Path]:
+    directory: Path, home: Path, out: Path | None = None, model_name: str | None = None, dtype: str | None = None,
+    clips: bool = False,
+) -> tuple[Path, Path]:  # fmt: skip
     """A directory in Hugging Face's or LitGPT's form, converted if need be; arguments as of `destination` and `convert`.
 
     Returns:
@@ -38,7 +39,7 @@ def ready(
         make_ready(target, directory)
         if needs_conversion(directory, target):
             logger.info("converting %s%s", directory, "" if target == directory else f", into {target}")
-            convert(directory, model_name, dtype, progress=True, target=target)
+            convert(directory, model_name, dtype, progress=True, target=target, clips=clips)
             return target, target
     return (target if is_lit_dir(target) else directory), target
 

@@ -18,6 +18,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels.layout import floats
+from mdi.kernels.weight_range import check_range, largest_of
 
 FOLDED_FORMATS = (
     "int8",
@@ -47,6 +48,7 @@ def folded(
         norm = norm_before(name, config)
         if norm is not None and _is_folded(norm, specs):
             gain = _floats(array(norm), specs[norm]) + offset
+            check_range("float32", largest_of(gain), norm, packing.clips)
             stored = array(name)
             weight = _floats(stored, specs[name])
             own = None if np.may_share_memory(weight, stored) else weight  # a large one is not copied twice

@@ -167,7 +167,7 @@ def _experts(fields: _Fields) -> tuple[int, int]:
 def _llama(fields: _Fields, hf: Json) -> Json:
     own: Json = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": _rms(fields)}
     if _ROPE_FACTORS in fields.header.tensors:
-        factors = read_tensor(fields.header.tensors[_ROPE_FACTORS]).astype(np.float32)
+        factors = read_tensor(fields.header.tensors[_ROPE_FACTORS], _ROPE_FACTORS).astype(np.float32)
         if len(factors) != hf["head_dim"] // 2:
             raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} numbers for heads of {hf['head_dim']}")
         own["rope_scaling"] = llama3_scaling(factors, hf["rope_theta"])

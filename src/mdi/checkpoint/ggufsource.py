@@ -60,7 +60,7 @@ class GgufSource(WeightSource):
         pieces = []
         for piece in made.pieces:
             part = self._part(piece)
-            pieces.append(self._ordered(piece, cast(read_tensor(part), spec_of(part), code)))
+            pieces.append(self._ordered(piece, cast(read_tensor(part, piece.tensor), spec_of(part), code)))
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return whole - np.float32(made.minus) if made.minus else whole
 
@@ -71,7 +71,7 @@ class GgufSource(WeightSource):
         blocks = self._stored_blocks(name) if form is not None else None
         if form is None or blocks is None or CARRIED_OVER.get(blocks[0]) != form:
             return super().packed(name, packing)
-        return {name: carry_over(blocks[1], spec.shape[1])}
+        return {name: carry_over(blocks[1], spec.shape[1], f"{self.path}: {name}")}
 
     def _stored_blocks(self, name: str) -> tuple[str, np.ndarray] | None:
         """The format of a weight, and its rows as uint8 (out, bytes of a row); None if it is put together of several."""

@@ -7,16 +7,20 @@ import numpy as np
 from mdi.checkpoint.ggufheader import GgufTensor
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.errors import CheckpointError
+from mdi.kernels.weight_range import check_range, largest_of
 
 PLAIN = ("F32", "F16", "BF16")
 _QUANTIZED = "F16"  # a scale of 11 bits times a few: what half precision rounds off is far below the format's own error
 
 
-def read_tensor(tensor: GgufTensor) -> np.ndarray:
+def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
     """The numbers of a tensor, as `spec_of` says: plain ones unchanged, others in half precision.
 
+    Args:
+        name: of the tensor, for errors.
+
     Raises:
-        CheckpointError: the format cannot be read, or the file has changed.
+        CheckpointError: the format cannot be read, the file has changed, or a number is not finite or beyond half precision.
     """
     rows = read_rows(tensor)
     spec = spec_of(tensor)
@@ -31,6 +35,7 @@ def read_tensor(tensor: GgufTensor) -> np.ndarray:
         raise CheckpointError(
             f"{tensor.path}: weights of the type {tensor.type_name} cannot be read; use a file in Q8_0, a K format, or F16"
         ) from None
+    check_range("fp16", largest_of(plain), f"{tensor.path}: {name}", clips=False)
     return plain.astype(np.float16).reshape(tensor.shape)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import ALIGN_BYTES, Matrix, floats, matrix_bytes, pack, unpack
+from mdi.kernels.weight_range import check_range, largest_of
 from mdi.weight_formats import EMBEDDING, LAYOUTS, is_packable
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
@@ -35,10 +36,15 @@ PartWeights = dict[str, Matrix | np.ndarray]
 
 @dataclass(frozen=True)
 class Packing:
-    """The formats of a packed model: of its blocks, and of head and embedding; names of kernels.layout.LAYOUTS."""
+    """The formats of a packed model: of its blocks, and of head and embedding; names of kernels.layout.LAYOUTS.
+
+    Attributes:
+        clips: whether weights that are too large for a format are clipped instead of refused.
+    """
 
     blocks: str
     head: str
+    clips: bool = field(default=False, compare=False)
 
     def of_part(self, part: str) -> str:
         return self.blocks if part.startswith("block.") else self.head
@@ -77,14 +83,19 @@ class Packing:
 
         Args:
             array: as it is stored, see layout.TYPES.
+
+        Raises:
+            CheckpointError: a number is not finite, or too large for the format. An embedding that stays as it is is not looked
+                at, because it is not read here.
         """
         values = _numbers(array, spec)
         if form := self.format_of(name, spec.shape):
-            return {name: pack(form, values)}
+            return {name: pack(form, values, name, self.clips)}
         if name != EMBEDDING:
+            check_range("float32", largest_of(values), name, self.clips)
             return {name: floats(values)}
         if self._table_is_int8:
-            table, scale = int8_rows(values)
+            table, scale = int8_rows(values, name)
             return {name: table, EMBEDDING_SCALE: scale}
         return {name: values}
 
@@ -170,12 +181,17 @@ def plain(weights: PartWeights) -> dict[str, np.ndarray]:
     return found
 
 
-def int8_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n, width), as `kernels.layout.pack` takes it -> int8 (n, width) within +-127, and a scale per row, float32 (n)"""
+def int8_rows(table: np.ndarray, name: str = EMBEDDING) -> tuple[np.ndarray, np.ndarray]:
+    """(n, width), as `kernels.layout.pack` takes it -> int8 (n, width) within +-127, and a scale per row, float32 (n)
+
+    Raises:
+        CheckpointError: a number is not finite.
+    """
     q, scale = np.empty(table.shape, dtype=np.int8), np.empty(len(table), dtype=np.float32)
     for first in range(0, len(table), _ROWS_AT_ONCE):
         rows = floats(table[first : first + _ROWS_AT_ONCE])
         largest = np.maximum(np.abs(rows).max(axis=1), _TINY * 127) / 127
+        check_range("float32", largest_of(largest), name, clips=False)
         scale[first : first + len(rows)] = largest
         q[first : first + len(rows)] = np.clip(np.rint(rows / largest[:, None]), -127, 127)
     return q, scale

@@ -31,10 +31,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantize-head", metavar="FORMAT", help="the same for head and embedding (default: as --quantize)"
     )
+    add_allow_clipping(model)
     add_kv_dtype(model)
     model.add_argument(
         "--sequence-length", "--context-length", "--block-size", type=int, metavar="N", help="most tokens of a "
         "sequence, with its prompt (default: the model's context)",
+    )  # fmt: skip
+
+
+def add_allow_clipping(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--allow-clipping", action="store_true", help="let weights that are too large for their format become the largest "
+        "number that it holds (default: they are refused)",
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """What a node computes with, and where its weights are."""
-    from mdi.cli.flags import add_machine_flags
+    from mdi.cli.flags import add_allow_clipping, add_machine_flags
 
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
@@ -72,6 +72,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help="weight format, see `starter.py --help` (default: what the starter asks for)",
     )
+    add_allow_clipping(parser)
     parser.add_argument("--no-announce", action="store_true", help="do not announce this node in its network")
     parser.add_argument(
         "--dial",

@@ -15,7 +15,7 @@ from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 4
+CONTROL_VERSION = 5
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -33,10 +33,12 @@ CODES = {
     "lost": "a neighbour is silent",
     "engine": "the computation cannot go on from its state",
     "left": "the node was told to end",
+    "stuck": "the node lives, but its computing does not go on",
     "key": "the other side does not have the same cluster key",
     "nonce": "the request was signed with an expired nonce",
     "failed": "anything else",
 }
+COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096

@@ -34,6 +34,7 @@ class Requested:
         dtype: of the rows; kv_dtype: of caches; wire_dtype: what rows travel as, the same on all nodes (net.wire).
         quantize, quantize_head: weight formats of blocks and of head and embedding, see weight_formats.
         compile: whether torch compiles the blocks' MLPs.
+        allow_clipping: whether weights that are too large for their format are clipped instead of refused.
     """
 
     device: str | None = _asked(None, Fields.text)
@@ -44,6 +45,7 @@ class Requested:
     kv_dtype: str = _asked("auto", partial(Fields.choice, allowed=KV_DTYPES))
     wire_dtype: str = _asked("auto", partial(Fields.choice, allowed=WIRE_DTYPES))
     compile: bool = _asked(False, Fields.boolean)
+    allow_clipping: bool = _asked(False, Fields.boolean)
 
     @staticmethod
     def of(source: Any) -> Requested:

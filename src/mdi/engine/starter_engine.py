@@ -18,7 +18,7 @@ from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.engine.starter_part import StarterFrameStage, StarterRows
+from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
@@ -64,7 +64,7 @@ class StarterEngine:
         self._ids = itertools.count()
         self._ring: Ring | None = None  # the one that was run last
         self._closing = False
-        self._is_left = False
+        self._left: int | None = None  # epoch of the ring that is to be left
         self.last_token_s: float | None = None
         self.first_token_s: float | None = None
         self.kept: Mapping[int, int] | None = None
@@ -136,9 +136,9 @@ class StarterEngine:
         self._closing = True
         self._wake()
 
-    def leave(self) -> None:
-        """Let `run` return after the frame that it is at, for another ring to be run. From any thread."""
-        self._is_left = True
+    def leave(self, epoch: int) -> None:
+        """Let `run` of the ring with this epoch return after its present frame. From any thread, also before it begins."""
+        self._left = epoch
         self._wake()
 
     @property
@@ -193,8 +193,7 @@ class StarterEngine:
             else:
                 self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
         try:
-            self._is_left = False
-            while not (self._closing or self._is_left):
+            while not (self._closing or self._left == ring.epoch):
                 for command in self._inbox.take():
                     command()
                 if until_idle and not self.scheduler.has_work:
@@ -271,12 +270,9 @@ class StarterEngine:
             x = self._rows.read(frame, self.stage.returned_width)
             if len(x) != len(wanting):
                 raise EngineError(f"{len(x)} rows came back for {len(wanting)} sequences")
-            if not self._rows.are_finite(x):
-                raise EngineError(
-                    "the blocks returned numbers that are not finite: most likely float16 overflowed on a node (use --dtype "
-                    "float32 or bfloat16 there), or weights are damaged"
-                )
+            check_finite(self._rows, x, "the blocks returned numbers")
             logits = self.stage.head(x)
+            check_finite(self._rows, logits, "the head gave logits")
             drawn = sample(logits, [self._row_of(seq_id) for seq_id in wanting])
             self._keep_logprobs(logits, wanting, drawn)
             for seq_id, token in zip(wanting, drawn, strict=True):

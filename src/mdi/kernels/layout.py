@@ -25,6 +25,7 @@ import numpy as np
 
 from mdi.kernels import library
 from mdi.kernels.memory_nodes import spread
+from mdi.kernels.weight_range import MOST, check_range, largest_of
 from mdi.weight_formats import LAYOUTS, PANEL
 
 LINE_BYTES = 64
@@ -90,11 +91,16 @@ def float32_from_bf16(bits: np.ndarray) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def pack(form: str, weight: np.ndarray) -> Matrix:
+def pack(form: str, weight: np.ndarray, name: str = "a weight", clips: bool = False) -> Matrix:
     """A weight (n_out, n_in) in a format.
 
     Args:
         weight: float32, float16, or uint16 that holds the bits of bfloat16.
+        name: of the tensor, for errors.
+        clips: whether numbers that are too large for the format become the largest that it holds.
+
+    Raises:
+        CheckpointError: a number is not finite, or too large for the format.
     """
     n_out, n_in = weight.shape
     layout = LAYOUTS[form]
@@ -106,8 +112,17 @@ def pack(form: str, weight: np.ndarray) -> Matrix:
         n_rows = padded(len(rows), PANEL)
         block = np.zeros((n_rows, width), dtype=weight.dtype)
         block[: len(rows), :n_in] = rows
+        if not largest_of(block) <= MOST[form]:
+            block = _clipped(form, block, max(map(largest_of, weight)), name, clips)
         panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
     return Matrix(form, n_out, n_in, data)
+
+
+def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) -> np.ndarray:
+    """Some rows of a weight whose largest number is `most`. Raises CheckpointError as `pack`."""
+    check_range(form, largest_of(block), name, clips=True)  # not finite
+    check_range(form, most, name, clips)
+    return np.clip(floats(block), np.float32(-MOST[form]), np.float32(MOST[form]))
 
 
 def unpack(matrix: Matrix) -> Floats:
@@ -148,8 +163,7 @@ def _pack_bf16(block: np.ndarray) -> Bytes:
 
 
 def _pack_fp16(block: np.ndarray) -> Bytes:
-    """A weight that half precision cannot hold becomes its largest number, not infinity."""
-    half = block if block.dtype == np.float16 else np.clip(floats(block), -65504, 65504).astype(np.float16)
+    half = block if block.dtype == np.float16 else floats(block).astype(np.float16)
     return _bytes(lines_of(half, 1))
 
 

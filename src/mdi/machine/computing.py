@@ -30,6 +30,7 @@ class Computing:
         quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
         threads: of the CPU; None leaves them as they are.
         compile: whether torch compiles the blocks' MLPs.
+        clips: whether weights that are too large for their format are clipped.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
@@ -42,6 +43,7 @@ class Computing:
     quantize_head: str | None = None
     compile: bool = False
     why_torch: str | None = None
+    clips: bool = False
 
     @property
     def path(self) -> str:
@@ -82,7 +84,8 @@ def choose_computing(
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head)
+    clips = asked.allow_clipping
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
     kv_dtype = choose_kv_dtype(asked.kv_dtype, dtype, device, why)
-    return Computing(device, dtype, kv_dtype, quantize, asked.threads, packing, head, asked.compile, why)
+    return Computing(device, dtype, kv_dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)

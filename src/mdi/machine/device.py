@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
 from mdi.config import DTYPES, check_device, check_dtype
-from mdi.errors import UsageError
+from mdi.errors import MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.page_sizes import cache_type_named
@@ -75,6 +76,13 @@ def devices() -> list[str]:
     return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
+def load_kernels() -> None:
+    """Compile the kernels if they are new, and look for GPUs: what may take long. Errors are told when a run needs them."""
+    with contextlib.suppress(MdiError):
+        library.load()
+    devices()
+
+
 def choose_dtype(wanted: str | None, stored: str, device: str, is_quantized: bool = False) -> str:
     """The number format to compute in.
 
@@ -127,15 +135,16 @@ def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | 
     return why_not_in_kernels(config)
 
 
-def choose_packing(stored: str, blocks: str | None, head: str | None) -> Packing:
+def choose_packing(stored: str, blocks: str | None, head: str | None, clips: bool = False) -> Packing:
     """What the kernels are to read.
 
     Args:
         stored: type of the checkpoint's weights.
         blocks, head: formats that were asked for; None takes those that lose nothing.
+        clips: see Packing.
     """
     own = own_packing(stored)
-    return Packing(blocks or own.blocks, head or own.head)
+    return Packing(blocks or own.blocks, head or own.head, clips)
 
 
 def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:

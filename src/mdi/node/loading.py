@@ -10,8 +10,12 @@ from mdi.checkpoint.resident import name_in_faults, populate
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import library
+from mdi.kernels.weight_range import MOST, check_range
 
 if TYPE_CHECKING:
+    import torch
+
+    from mdi.machine.computing import Computing
     from mdi.model.packed_linear import Weights
 
 
@@ -34,16 +38,26 @@ def kernel_weights(
     return placer.place(weights)
 
 
-def torch_weights(source: WeightSource, part: str, blocks: str | None, head: str | None) -> Weights:
-    """The weights of a part for torch: packed in the format that is given for it, plain if none is.
-
-    Args:
-        blocks, head: formats of blocks, and of head and embedding; None for plain numbers, in the type that is computed in.
+def torch_weights(source: WeightSource, part: str, computing: Computing) -> Weights:
+    """The weights of a part for torch: packed in the format that was asked for, else plain.
 
     Raises:
-        CheckpointError: as `kernel_weights`.
+        CheckpointError: as `kernel_weights`; or they are too large for the type that is computed in.
     """
-    form = blocks if part.startswith("block.") else head
-    if form is None:
-        return dict(source.tensors(part))
-    return dict(source.weights(part, Packing(form, form)))
+    form = computing.quantize if part.startswith("block.") else computing.quantize_head
+    if form is not None:
+        return dict(source.weights(part, Packing(form, form, computing.clips)))
+    tensors = source.tensors(part)
+    if computing.dtype != "float16":
+        return dict(tensors)
+    return {name: _within_half(tensor, name, computing.clips) for name, tensor in tensors.items()}
+
+
+def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:
+    """A tensor that half precision holds. Raises CheckpointError as `torch_weights`."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
+        return tensor
+    low, high = tensor.aminmax()
+    if check_range("float16", max(float(high), -float(low)), name, clips):
+        return tensor.float().clamp(-MOST["float16"], MOST["float16"]).half()
+    return tensor

@@ -85,6 +85,10 @@ class OwnStage:
         """What node `index` of the ring needs."""
         return self._family.secondary_parts(index, n_nodes, *blocks)
 
+    def share_of(self, index: int) -> Any:
+        """What node `index` of the ring has of its blocks: rank and shares of its group; None for one that has them whole."""
+        return None
+
     def extensions(self, index: int) -> dict[str, Any]:
         """What only node `index` of the ring must know."""
         return {}
@@ -235,7 +239,6 @@ class OwnStage:
 
             self.stage = of_torch = self._family.starter_stage(self._config, stop, n_nodes)
             loaded = TorchStage(of_torch, computing, None if weights.stored_format else weights.dtype)
-            formats = computing.quantize, computing.quantize_head
-            loaded.load(parts, lambda part: torch_weights(source(part), part, *formats))
+            loaded.load(parts, lambda part: torch_weights(source(part), part, computing))
             self.loaded = loaded
         logger.debug("%s", computing.told(self._name, 0, stop))

@@ -53,13 +53,17 @@ inline void put(int type, uint8_t* to, int64_t at, float x, float inverse) {
   if (type == kCacheFloat32) ((float*)to)[at] = x;
   else if (type == kCacheBf16) ((uint16_t*)to)[at] = to_bf16(x);
   else if (type == kCacheFp16) ((uint16_t*)to)[at] = to_half(x);
-  else ((int8_t*)to)[at] = (int8_t)__builtin_nearbyintf(x * inverse);
+  else ((int8_t*)to)[at] = inverse > 0 ? (int8_t)__builtin_nearbyintf(x * inverse) : 0;  // 0 beside a scale of NaN, too
 }
 
+// The largest of the absolute values; NaN if a number is not finite.
 inline float largest_of(const float* x, int n) {
-  float most = 0;
-  for (int i = 0; i < n; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
-  return most;
+  F most = splat(0.0f), zero = splat(0.0f);  // x - x is zero, or NaN
+  for (int i = 0; i < n; i += 16) {
+    F part = load_part(x + i, n - i);
+    most = max(most, abs(part)), zero = add(zero, sub(part, part));
+  }
+  return largest(most) + sum(zero);
 }
 
 // Brings key and value of one row, (head_size) each, to its place in a page.
@@ -114,6 +118,7 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
     if (last < 0 || first > last) continue;
     for (int half = 0; half < 2; half++) {
       F x = mul(s[i][half], splat(model.scale));
+      x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
       if constexpr (kType == kCacheInt8) x = mul(x, load(page.key_scales + 16 * half));
       if (model.softcap != 0) x = mul(tanh(div(x, splat(model.softcap))), splat(model.softcap));
       int end = last + 1 - 16 * half, start = first - 16 * half;

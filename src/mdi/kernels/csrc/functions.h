@@ -3,11 +3,12 @@
 
 namespace MDI_NS {
 
-// e^x within about one unit in the last place; 0 below -87, and e^0 is 1. The argument is reduced by multiples of ln 2,
+// e^x within about one unit in the last place; 0 below -87, e^0 is 1, and NaN stays: min and max give their second number where
+// one is NaN. The argument is reduced by multiples of ln 2,
 // the rest (|r| <= 0.35) goes into a Taylor polynomial of degree 7.
 inline F exp(F x) {
   F low = splat(-87.0f);
-  F kept = min(max(x, low), splat(88.0f));
+  F kept = min(splat(88.0f), max(low, x));
   F n = round(mul(kept, splat(1.44269504088896341f)));
   F r = fma(n, splat(-0.693145751953125f), kept);  // ln 2 in two parts, the first of which is exact in few bits
   r = fma(n, splat(-1.42860682030941723e-6f), r);

@@ -48,7 +48,8 @@ static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& 
   if (model.softcap != 0)  // of logits
     for (int64_t i = 0; i < (int64_t)n * w.n_out; i += 16) {
       int rest = (int)((int64_t)n * w.n_out - i < 16 ? (int64_t)n * w.n_out - i : 16);
-      F capped = mul(tanh(div(load_part(y + i, rest), splat(model.softcap))), splat(model.softcap));
+      F raw = load_part(y + i, rest);
+      F capped = mul(tanh(div(sub(raw, sub(raw, raw)), splat(model.softcap))), splat(model.softcap));  // infinity is not hidden
       store_part(y + i, capped, rest);
     }
 }

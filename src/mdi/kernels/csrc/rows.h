@@ -49,7 +49,8 @@ constexpr int kMatrixRows = 1 << 30;
 #endif
 constexpr int kMatrixBlock = 16;
 
-// Rows in bytes: q stays within +-127, a row is about q * scale group by group, plus its large numbers.
+// Rows in bytes: q stays within +-127, a row is about q * scale group by group, plus its large numbers. The scale of a group with
+// a number that is not finite is NaN, and so is every product with the row: maxima and bytes would hide it.
 struct ByteRows {
   int n_rows = 0, n_in = 0, width = 0;  // width: inputs in whole records of any format
   bool for_matrix_unit = false;
@@ -89,7 +90,8 @@ struct ByteRows {
   Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
 };
 
-// Takes the largest numbers out of a group of 64 as long as they stand out, and returns the largest that is left.
+// Takes the largest numbers out of a group of 64 as long as they stand out, and returns the largest that is left; NaN, with zeros
+// in the group, if a number is not finite.
 inline float take_large(float* group, int first, Large* large, int32_t& n_large) {
   for (int taken = 0;; taken++) {
     F top = splat(0.0f), total = splat(0.0f);
@@ -98,9 +100,13 @@ inline float take_large(float* group, int first, Large* large, int32_t& n_large)
       top = max(top, a);
       total = add(total, a);
     }
-    float biggest = largest(top);
-    // written so that a group with a number that is not finite ends here
-    if (taken == kMostLarge || !(biggest * kGroup > kLargeRatio * sum(total))) return biggest;
+    float biggest = largest(top), all = sum(total);
+    // written so that a group with a number that is not finite ends here; its maximum may have lost NaN, the sum has not
+    if (taken == kMostLarge || !(biggest * kGroup > kLargeRatio * all)) {
+      if (all == all && biggest < __builtin_inff()) return biggest;
+      std::memset(group, 0, sizeof(float) * kGroup);
+      return __builtin_nanf("");
+    }
     for (int i = 0; i < kGroup; i++) {
       if (__builtin_fabsf(group[i]) == biggest) {
         large[n_large++] = {first + i, group[i]};

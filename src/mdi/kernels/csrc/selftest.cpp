@@ -1,7 +1,8 @@
 // A program that tries every kernel with every instruction set of the machine, and prints a line for each: set, kernel,
 // checksum. It needs neither Python nor a model, so that it runs under sanitizers and on emulated boards. All memory that it
-// hands over is as large as promised and no larger. It fails where company, cuts or threads change a result. With a number as
-// argument it tries no more than so many instruction sets.
+// hands over is as large as promised and no larger. It fails where company, cuts or threads change a result, and where a number
+// that is not finite does not reach the results that depend on it, or reaches others. With a number as argument it tries no more
+// than so many instruction sets.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -58,6 +59,14 @@ static void print(const char* set, const std::string& kernel, const Floats& y) {
   }
   std::printf("%s %s %016llx\n", set, kernel.c_str(), (unsigned long long)sum);
 }
+
+static bool all_finite(const float* x, size_t n, bool expected) {  // or none
+  for (size_t i = 0; i < n; i++)
+    if (std::isfinite(x[i]) != expected) return false;
+  return true;
+}
+
+static const float kNotFinite[] = {NAN, INFINITY, -INFINITY};
 
 static bool same(const Floats& a, const Floats& b) {
   return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
@@ -120,6 +129,9 @@ static void try_functions(const char* set) {
   for (int f = 0; f < 6; f++) {
     mdi_function(f, x.data(), (int64_t)x.size(), y.data());
     print(set, names[f], y);
+    float nan[3] = {1.0f, NAN, -1.0f};
+    mdi_function(f, nan, 3, nan);
+    require(std::isfinite(nan[0]) && std::isnan(nan[1]) && std::isfinite(nan[2]), std::string(names[f]) + " loses NaN");
   }
 }
 
@@ -158,11 +170,25 @@ static void try_linear(const char* set, int format, int n_out, int n_in) {
   model.softcap = 3.0f;
   require(!mdi_linear(three.handle, &model, &none, &w.matrix, rows.data(), kRows, y.data()), "memory");
   print(set, name + "-capped", y);
+  for (float bad : kNotFinite)
+    for (int place : {0, 7, 31, 63, n_in - 1}) {
+      Floats damaged = rows, z(y.size());
+      damaged[(size_t)5 * n_in + place] = bad;
+      for (int n : {1, 7, kRows}) {  // row 5 alone, in a tile, and for a matrix unit
+        const float* x = n == 1 ? &damaged[(size_t)5 * n_in] : damaged.data();
+        require(!mdi_linear(three.handle, &model, &none, &w.matrix, x, n, z.data()), "memory");
+        size_t before = n == 1 ? 0 : (size_t)5 * n_out, end = before + n_out, all = (size_t)n * n_out;
+        require(all_finite(&z[before], n_out, false), name + " hides a number that is not finite");
+        require(n == 1 || (!std::memcmp(z.data(), y.data(), before * sizeof(float)) &&
+                           !std::memcmp(&z[end], &y[end], (all - end) * sizeof(float))),
+                name + " spreads a number that is not finite");
+      }
+    }
 }
 
 // ---- blocks
 
-constexpr int kLength = 70, kPage = 32;
+constexpr int kLength = 70, kPage = 32, kBadRow = 37;
 
 struct Shape {
   const char* name;
@@ -228,8 +254,9 @@ struct Stage {
     return m;
   }
 
-  // Two sequences of kLength rows side by side, handed over in pieces of these lengths, the last one again and again.
-  Floats run(const Context& context, const std::vector<int>& pieces) {
+  // Two sequences of kLength rows side by side, handed over in pieces of these lengths, the last one again and again. `bad` is
+  // brought into one number of row kBadRow of the first one, unless it is zero.
+  Floats run(const Context& context, const std::vector<int>& pieces, float bad = 0) {
     int n_pages = (kLength + kPage - 1) / kPage, items[] = {4, 2, 2, 1};
     int64_t slot = (int64_t)(20 + 32) * kPage * items[model.cache_type] + (model.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
     int64_t page_bytes = 2 * ((slot + 63) / 64 * 64);
@@ -240,6 +267,7 @@ struct Stage {
     const int32_t* tables[] = {pages[0].data(), pages[1].data()};
     int32_t first = 0;
     Floats x = Random(4).numbers((size_t)2 * kLength * 72);
+    if (bad != 0) x[(size_t)kBadRow * 72 + 3] = bad;
     size_t piece = 0;
     for (int at = 0; at < kLength; piece += piece + 1 < pieces.size()) {
       int n = pieces[piece] < kLength - at ? pieces[piece] : kLength - at;
@@ -264,6 +292,14 @@ static void try_block(const char* set, const Shape& shape) {
   Floats whole = stage.run(one, {kLength});
   require(same(whole, stage.run(three, {35, 25, 1})), name + " depends on threads or how a prompt is cut");
   print(set, name, whole);
+  for (float bad : kNotFinite) {
+    Floats damaged = stage.run(three, {35, 25, 1}, bad);
+    size_t first = (size_t)kBadRow * 72, end = 72 * (size_t)(stage.block.window ? kBadRow + stage.block.window : kLength);
+    require(all_finite(&damaged[first], end - first, false), name + " hides a number that is not finite");
+    require(!std::memcmp(damaged.data(), whole.data(), first * sizeof(float)) &&
+                !std::memcmp(&damaged[end], &whole[end], (whole.size() - end) * sizeof(float)),
+            name + " spreads a number that is not finite");
+  }
 }
 
 int main(int argc, char** argv) {

@@ -32,8 +32,10 @@ class Runner {
       : stage_(stage), model_(*stage.model), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
 
   void forward() {
-    for (int b = 0; b < stage_.n_blocks; b++)
+    for (int b = 0; b < stage_.n_blocks; b++) {
       for (int half = 0; half < 2; half++) step(b, half);
+      if (auto* n = stage_.n_finished) __atomic_fetch_add(n, 1, __ATOMIC_RELAXED);
+    }
   }
 
   // One half of a block, 0 attention or 1 the MLP, and what it adds to the frame's rows. Where both read the same rows, what
@@ -296,7 +298,8 @@ class Runner {
     for (int64_t i = 0; i < (int64_t)n_ * width; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
   }
 
-  // The k largest scores, in falling order, the lower number first among equals; and a softmax over them.
+  // The k largest scores, in falling order, the lower number first among equals; and a softmax over them, of NaN if any score is
+  // not finite.
   static void choose(const float* score, int n, int k, int32_t* choice, float* probability) {
     for (int i = 0; i < k; i++) {
       int best = -1;
@@ -309,6 +312,7 @@ class Runner {
     }
     alignas(64) float e[16];
     float total = 0;
+    for (int i = 0; i < n; i++) total += score[i] - score[i];
     for (int i = 0; i < k; i++) {
       store(e, exp(splat(score[choice[i]] - score[choice[0]])));
       probability[i] = e[0];

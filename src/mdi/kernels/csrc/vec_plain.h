@@ -32,7 +32,7 @@ inline F choose_greater(F a, F b, F x, F y) { MDI_LANES(a.v[i] = a.v[i] > b.v[i]
 inline F first_lanes(F a, int n, F other) { MDI_LANES(a.v[i] = i < n ? a.v[i] : other.v[i]) return a; }
 
 inline I splat_int(int32_t x) { I r; MDI_LANES(r.v[i] = x) return r; }
-inline I to_int(F a) { I r; MDI_LANES(r.v[i] = (int32_t)__builtin_nearbyintf(a.v[i])) return r; }
+inline I to_int(F a) { I r; MDI_LANES(r.v[i] = a.v[i] == a.v[i] ? (int32_t)__builtin_nearbyintf(a.v[i]) : 0) return r; }
 inline F to_float(I a) { F r; MDI_LANES(r.v[i] = (float)a.v[i]) return r; }
 inline F power_of_two(I n) { F r; MDI_LANES(uint32_t bits = (uint32_t)(n.v[i] + 127) << 23; std::memcpy(&r.v[i], &bits, 4)) return r; }
 inline void store_bytes(int8_t* p, I a) { MDI_LANES(p[i] = (int8_t)a.v[i]) }
