@@ -339,6 +339,20 @@ def test_a_row_that_was_lost_in_flight_is_sent_again_after_the_replay() -> None:
     assert rows_of(next_plan(scheduler)) == [(1, 3, 1, 1)]
 
 
+@pytest.mark.parametrize("chunk_rows", [2, 64], ids=["a part of it waits", "all of it is in flight"])
+def test_a_text_whose_replay_was_not_over_begins_again(chunk_rows: int) -> None:
+    """The node that got the replay may not have all of it, and need not be the one that is lost now."""
+    scheduler = Scheduler(1, chunk_rows)
+    scheduler.submit(sequence(1, n_prompt=3))
+    while not scheduler.update((plan := next_plan(scheduler)).number, tokens_for(plan)):
+        pass
+    scheduler.resume(1, None, {1: 3})
+    assert next_plan(scheduler).is_replay
+    scheduler.resume(1, None, {1: 3})
+    plan = next_plan(scheduler)
+    assert not plan.is_replay and rows_of(plan)[0][:2] == (1, 0)
+
+
 def test_a_text_whose_copied_cache_was_lost_in_flight_begins_again() -> None:
     """The rows of its beginning went out for another text: nobody can send them again for this one."""
     scheduler = Scheduler(1, chunk_rows=500, memory=Positions(1000))

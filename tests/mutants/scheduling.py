@@ -160,7 +160,7 @@ MUTANTS = [
         "Replays.unfinished",
         "flying | {",
         "{",
-        "tests/recovery/test_replays.py",
+        f"{TEST}::test_a_text_whose_replay_was_not_over_begins_again",
     ),
     Mutant(
         "an end token is part of the text",
