@@ -310,7 +310,10 @@ def test_a_suspected_text_that_was_cancelled_holds_up_nobody() -> None:
     plan = next_plan(scheduler)
     scheduler.cancel(1)
     scheduler.update(plan.number, tokens_for(plan))
-    assert [row[0] for row in rows_of(next_plan(scheduler))] == [2]
+    plan = next_plan(scheduler)
+    assert [row[0] for row in rows_of(plan)] == [2]
+    scheduler.update(plan.number, tokens_for(plan))
+    assert not scheduler.is_isolating
 
 
 @pytest.mark.parametrize(("n_kept", "replayed"), [(3, True), (2, False), (0, False)])
@@ -322,6 +325,45 @@ def test_a_text_is_replayed_only_if_all_its_rows_were_kept(n_kept: int, replayed
     plan = next_plan(scheduler)
     assert plan.is_replay == replayed
     assert rows_of(plan) == ([(1, 0, 3, 0)] if replayed else [(1, 0, 4, 1)])
+
+
+def test_a_row_that_was_lost_in_flight_is_sent_again_after_the_replay() -> None:
+    scheduler = Scheduler(1)
+    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.update(next_plan(scheduler).number, {1: [5]})
+    assert rows_of(next_plan(scheduler)) == [(1, 3, 1, 1)]
+    scheduler.resume(1, None, {1: 4})
+    replay = next_plan(scheduler)
+    assert replay.is_replay and rows_of(replay) == [(1, 0, 3, 0)]
+    scheduler.update(replay.number, {})
+    assert rows_of(next_plan(scheduler)) == [(1, 3, 1, 1)]
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 64], ids=["a part of it waits", "all of it is in flight"])
+def test_a_text_whose_replay_was_not_over_begins_again(chunk_rows: int) -> None:
+    """The node that got the replay may not have all of it, and need not be the one that is lost now."""
+    scheduler = Scheduler(1, chunk_rows)
+    scheduler.submit(sequence(1, n_prompt=3))
+    while not scheduler.update((plan := next_plan(scheduler)).number, tokens_for(plan)):
+        pass
+    scheduler.resume(1, None, {1: 3})
+    assert next_plan(scheduler).is_replay
+    scheduler.resume(1, None, {1: 3})
+    plan = next_plan(scheduler)
+    assert not plan.is_replay and rows_of(plan)[0][:2] == (1, 0)
+
+
+def test_a_text_whose_copied_cache_was_lost_in_flight_begins_again() -> None:
+    """The rows of its beginning went out for another text: nobody can send them again for this one."""
+    scheduler = Scheduler(1, chunk_rows=500, memory=Positions(1000))
+    first, second = (Sequence(i, tuple(range(100, 190)), SamplingParams(n_tokens=i), 1000, owner="me") for i in (1, 9))
+    scheduler.submit(first)
+    assert scheduler.update(next_plan(scheduler).number, {1: [5]}) == [Event(1, (5,), "length")]
+    scheduler.submit(second)
+    plan = next_plan(scheduler)
+    assert plan.copies == ((1, 9),) and plan.slices[0].start > 0
+    scheduler.resume(1, scheduler.memory, {9: 90})
+    assert rows_of(next_plan(scheduler)) == [(9, 0, 90, 1)]
 
 
 def test_a_ring_that_holds_less_ends_only_what_it_could_never_hold() -> None:

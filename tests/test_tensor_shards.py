@@ -181,6 +181,12 @@ def test_caches_hold_the_groups_that_a_node_reads() -> None:
     assert sizes == [(0, 1), (0, 2), (1, 2)]
 
 
+def test_shares_are_in_proportion_to_what_nodes_can_do() -> None:
+    config = asdict(model_of("Llama-3.1-8B").config)  # six heads, 64 columns, 97 tokens
+    assert share_out(config, (1, 3, 2), True) == Shares((0, 1, 4, 6), (0, 11, 43, 64), (0, 16, 64, 97))
+    assert share_out(config, (2, 0, 1, 0)).heads == (0, 4, 4, 6, 6)
+
+
 def test_what_cannot_be_shared_out_is_told() -> None:
     config = asdict(model_of("deepseek-v3-shape").config)
     with pytest.raises(UsageError):

@@ -48,6 +48,19 @@ def test_all_nodes_have_the_same_bits_and_the_sum(n: int, algorithm: str, reduce
         np.testing.assert_allclose(found[0], wanted, atol=allowed)
 
 
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+def test_sums_of_squares_are_never_rounded(reduce_dtype: str) -> None:
+    """They are one or two numbers for each row, and all others are divided by them."""
+    for shape in ((7, 1), (7, 2)):
+        exact = summed(3, "exchange", shape, "float32")[0]
+        assert summed(3, "exchange", shape, reduce_dtype)[0].tobytes() == exact.tobytes()
+
+
+def test_a_group_of_one_has_its_sum() -> None:
+    for algorithm in ALGORITHMS:
+        assert summed(1, algorithm, (3, 33), "int8")[0].tobytes() == parts_of(1, (3, 33))[0].tobytes()
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_arrays_beyond_what_sockets_hold_do_not_lock_up(algorithm: str) -> None:
     found = summed(3, algorithm, SHAPES[-1], "float32", is_sealed=True)

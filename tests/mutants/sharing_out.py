@@ -76,9 +76,15 @@ MUTANTS = [
         "tensor.shares:_bounds",
         "done += part",
         "done = part",
-        f"{LOGITS}[Llama-3.1-8B]",
+        f"{SHARDS}::test_shares_are_in_proportion_to_what_nodes_can_do",
     ),
-    Mutant("sums of squares travel rounded", "AllReduce._sum", "x.shape[1] > 2", "True", f"{SUMS}"),
+    Mutant(
+        "sums of squares travel rounded",
+        "AllReduce._sum",
+        "x.shape[1] > 2",
+        "True",
+        f"{SUMS}::test_sums_of_squares_are_never_rounded",
+    ),
     Mutant(
         "the star adds in another order",
         "_add_up",
@@ -102,5 +108,11 @@ MUTANTS = [
         "len(x) // n * (i + 1)",
         SUMS,
     ),
-    Mutant("a group of one sends", "AllReduce.reduce", "self.mesh.size == 1", "False", SUMS),
+    Mutant(
+        "a group of one sends",
+        "AllReduce.reduce",
+        "self.mesh.size == 1",
+        "False",
+        f"{SUMS}::test_a_group_of_one_has_its_sum",
+    ),
 ]

@@ -194,7 +194,9 @@ class World:
         return self.texts
 
 
-Steps = st.lists(st.one_of(st.sampled_from(["leave", "first", "second", "back"]), st.integers(0, 3)), max_size=60)
+# Few losses beside the other steps: else no token is back before the next one, and nothing is ever replayed.
+STEPS: list[str | int] = [*["leave", "first", "second", "back"] * 4, 0, 2, 3]
+Steps = st.lists(st.sampled_from(STEPS), max_size=60)
 
 
 @given(
