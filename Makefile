@@ -37,6 +37,7 @@ $(VENV)/.installed: requirements.txt
 	  echo "PyTorch comes with CUDA here: 2.7 GB to download. Without an NVIDIA GPU, its CPU build (0.2 GB) does the same:"; \
 	  echo "  make PIP_FLAGS=\"--extra-index-url https://download.pytorch.org/whl/cpu\" demo" ;; esac
 	@$(PYTHON) -m venv $(VENV)
+	@echo "pip says first which lines of requirements.txt are for other systems, and ignored here"
 	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 

@@ -29,8 +29,9 @@ import numpy as np
 from mdi.partition.sum_cost import ALGORITHMS, fastest, seconds
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.joining import agree_on_speed
-from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import Numbers
+from mdi.tensor.peer import Peer
 from records import save
 from slow_hosts import SlowHosts
 

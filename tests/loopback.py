@@ -17,7 +17,7 @@ from litgpt.model import GPT
 from families import CONTEXT
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.planned import Event
-from mdi.engine.requests import Request
+from mdi.engine.requests import Request, TokenLogprobs
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
@@ -157,6 +157,7 @@ class Text:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self._reason: str | None = None
         self._n_events = 0
 
@@ -191,6 +192,7 @@ class Text:
         assert self._reason is None, "an event after the last one"
         self._n_events += 1
         self._ids.extend(event.tokens)
+        self.logprobs.extend(event.logprobs)
         self._reason = event.finish_reason
 
 

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from mdi.partition.sum_cost import LinkSpeed
 from mdi.security.session import KEY_BYTES, SealedSession
 from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import Numbers
+from mdi.tensor.peer import Peer
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

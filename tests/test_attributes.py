@@ -1,9 +1,8 @@
-"""Who reads the beginning of a class sees what its objects hold, and no other class has its name."""
+"""Who reads the beginning of a class sees what its objects hold."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "mdi"
@@ -57,15 +56,3 @@ class A:
         self.x = self.y = self.z = 2
 """
     assert strays(text, {}) == ["A.z"]
-
-
-def test_a_class_has_a_name_of_its_own() -> None:
-    names = Counter(
-        n.name
-        for path in SRC.rglob("*.py")
-        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(n, ast.ClassDef) and not n.name.startswith("_")
-    )
-    assert {name for name, count in names.items() if count > 1} <= {
-        "Stage"
-    }  # of a model, and of a ring to be recovered

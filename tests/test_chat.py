@@ -46,7 +46,9 @@ class Keyboard(io.StringIO):
 
 def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(Keyboard("/help\nThe ring\n/new\n/helpp\n/quit\nThe ring\n")) == 0
-    hello, *rest = capsys.readouterr().out.split("You: ")
+    shown = capsys.readouterr()
+    assert "loading " in shown.err.splitlines()[0], "before the seconds in which nothing else is on the screen"
+    hello, *rest = shown.out.split("You: ")
     assert "tiny-random on this machine" in hello and "/help" in hello and "/quit" in hello
     assert [("Model: " in part) for part in rest] == [False, True, False, False, False], (
         "no command is said to the model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -10,15 +11,17 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from mdi.checkpoint.checked import BELIEVED_S
+from mdi.checkpoint.checked import BELIEVED_S, stamp_of
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
+from mdi.window.files import WeightBytes
 
 TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}
 DATA = save(TENSORS)
@@ -141,6 +144,80 @@ def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
     asked: list[int] = []
     assert not store.has(INFO.sha256, lambda: asked.append(1)) and not path.exists()
     assert len(asked) == -(-len(DATA) // PIECE_BYTES), "whoever waits is asked between the pieces"
+
+
+def refuses(error: int) -> Any:
+    """`open` on a machine that gives this error."""
+
+    def open_(*args: Any, **options: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return open_
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_that_is_short_of_something_says_nothing_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    store = BlockStore(tmp_path)
+    with monkeypatch.context() as short:
+        short.setattr("builtins.open", refuses(error))
+        with pytest.raises(CheckpointError) as caught:
+            store.has(INFO.sha256)
+    assert str(store.path(INFO.sha256)) in str(caught.value)
+    assert store.path(INFO.sha256).read_bytes() == DATA and store.has(INFO.sha256)
+
+
+class FailingFile(io.FileIO):
+    """Its second megabyte cannot be read."""
+
+    def readinto(self, buffer: Any) -> int:
+        if self.tell():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().readinto(buffer) or 0
+
+
+def test_a_part_that_the_disk_cannot_read_stays_until_it_has_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as missing, but an error of the disk is no proof that the file is damaged."""
+    BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
+    (tmp_path / "checked.json").unlink()
+    store, path, opened = BlockStore(tmp_path), BlockStore(tmp_path).path(INFO.sha256), open
+    with monkeypatch.context() as broken:
+        broken.setattr("builtins.open", lambda p, *a, **o: FailingFile(p) if p == path else opened(p, *a, **o))
+        assert not store.has(INFO.sha256)
+        with pytest.raises(CheckpointError):
+            store.part(INFO, {}, "")
+        assert path.exists()
+        store.receive(INFO, 0, io.BytesIO(DATA).read)
+    assert path.read_bytes() == DATA and store.has(INFO.sha256)
+
+
+def test_using_a_part_does_not_look_like_writing_to_it(tmp_path: Path) -> None:
+    """A window of another run may be reading it, and looks whether it has changed."""
+    store = BlockStore(tmp_path)
+    store.receive(INFO, 0, io.BytesIO(DATA).read)
+    path = store.path(INFO.sha256)
+    os.utime(path, (1000, 1000))
+    store.checked.add(INFO.sha256, stamp_of(path))
+    file = WeightBytes(path)
+    store.part(INFO, {}, "")
+    file.check()
+    file.close()
+    assert path.stat().st_mtime == 1000 < path.stat().st_atime
+
+
+def test_a_part_that_was_used_stays_longer(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, len(DATA) + 1000)
+    store.receive(INFO, 0, io.BytesIO(DATA).read)
+    newer = tmp_path / f"{'ab' * 32}.safetensors"
+    newer.write_bytes(bytes(900))
+    for path, used_s in ((store.path(INFO.sha256), 1000), (newer, 2000)):
+        os.utime(path, (used_s, used_s))
+    store.part(INFO, {}, "")
+    assert store.free_space(500, set()) == 900 and store.parts() == (INFO.sha256,)
 
 
 def test_a_part_is_hashed_once_by_all_processes(tmp_path: Path) -> None:

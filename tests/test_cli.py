@@ -522,7 +522,9 @@ def test_a_local_ring_compares_itself_with_one_node(checkpoint: Path, capsys: py
     argv = ["--nodes", "1", "--ckpt", str(checkpoint), "--n-samples", "2", "--n-tokens", "5", "--compare"]
     assert launch("local-ring", argv) == 0
     printed = capsys.readouterr()
-    ring, alone, gain = printed.out.splitlines()[-3:]
+    lines = printed.out.splitlines()
+    begin = lines.index(next(line for line in lines if line.startswith("1 node:")))
+    ring, alone, gain = lines[begin : begin + 3]
     assert ring.startswith("1 node:") and alone.startswith("1 node:") and "token for token" in alone and gain
     assert printed.err.count("--seed") == 1, "one seed for both"
     assert launch("local-ring", [*argv, "--json"]) == 2
@@ -665,6 +667,11 @@ def test_console_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in shown for command in COMMANDS)
     with pytest.raises(SystemExit, match="2"):
         main(["dance"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["strater"])
+    told = capsys.readouterr().err
+    assert "mdi starter" in told and told.count("\n") == 1 and len(told) < 200, "not the list of all commands"
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
@@ -678,6 +685,18 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         launch(command, ["--help"])
     shown = capsys.readouterr().out
     assert "example" in shown and "--debug" in shown and len(shown) > 500
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have no /dev/null")
+def test_a_home_that_cannot_be_written_is_no_matter_without_figures() -> None:
+    """Libraries import matplotlib, which warns of it."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (requirements.txt)")
+    code = "from mdi.cli import launch\nlaunch('list', [])\nimport matplotlib\nmatplotlib.get_cachedir()"
+    env = {**os.environ, "HOME": "/dev/null", "PYTHONPATH": str(SRC)}
+    for name in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        env.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "atplotlib" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such bit")

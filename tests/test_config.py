@@ -189,6 +189,7 @@ def test_each_mistake_is_named(tmp_path: Path, data: dict[str, Any], message: st
     [
         ("", "is not valid JSON: Expecting value at line 1, column 1"),
         ('{"nodes": {\n  "starter": }', "is not valid JSON: .* at line 2, column 14"),
+        ('{"nodes": [1, 2, ]}', "comma"),
         ("[1, 2]", r"expected a JSON object, found \[1, 2\]"),
         ("null", "expected a JSON object, found null"),
         ('{"a": ' * 100_000, "cannot be read as JSON"),

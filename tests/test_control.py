@@ -810,3 +810,58 @@ def test_a_server_that_was_closed_is_forgotten() -> None:
     assert len(logging.root.manager.loggerDict) == n_loggers
     del node, server, another
     until_gone(known)  # threads of the server may still be on their way out
+
+
+def of_a_web_page(**headers: str) -> bytes:
+    """The head of a request whose body does not come."""
+    sent = {
+        "Host": "127.0.0.1",
+        "Content-Length": "100",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    return "".join(
+        ["POST /init HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in sent.items()), "\r\n"]
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "http://127.0.0.1"}, 403),  # of another port: a node has no pages
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8088"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": "[evil.example"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": "text/plain; application/json"}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content_Type": "multipart/form-data; boundary=x"}, 415),
+    ],
+)
+def test_what_a_web_page_sends_is_refused_unread(
+    node: FakeNode, served: tuple[FakeNode, ControlServer], headers: dict[str, str], status: int
+) -> None:
+    answer = raw(served[1].port, of_a_web_page(**headers))
+    assert answer.splitlines()[0].split()[1] == str(status).encode()
+    assert node.calls.empty()
+
+
+def test_a_web_page_under_a_foreign_name_cannot_read_the_status(node: FakeNode, url: str) -> None:
+    assert refused(send("GET", url + "/", headers={"Host": "evil.example"}))[0] == 403
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:80", "[::1]:80", "[fe80::1%25eth0]:80", "board", socket.gethostname(), ""]
+)
+@pytest.mark.parametrize(
+    "kind", [None, "application/json", "Application/JSON; charset=utf-8", "application/octet-stream"]
+)
+def test_programs_may_name_the_type_or_not(node: FakeNode, url: str, host: str, kind: str | None) -> None:
+    headers = {"Host": host} | ({} if kind is None else {"Content-Type": kind})
+    assert send("PUT", url + "/stop", data=json.dumps({"run": RUN}), headers=headers).status_code == 200
+    assert node.calls.get_nowait() == ("stop", RUN, False)

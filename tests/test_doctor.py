@@ -277,6 +277,7 @@ def test_what_a_node_says_of_itself() -> None:
         ("control protocol 7", {"control_version": 7}),
         ("no kernels", {"arithmetic": "torch"}),
         ("another run", {"state": "LOADING"}),
+        ("compiles its kernels", {"state": "COMPILING", "arithmetic": None, "kernels": "compiling"}),
         ("another run", {"measuring": {"what": "disk", "done": 0, "total": 9}}),
         ("memory", {"memory": {"available_bytes": 100 << 20}}),
         ("disk", {"disk_free_bytes": 1000}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,6 +71,21 @@ def test_large_channels_leave_the_others_what_they_were(wire: str, limit: float,
 def test_values_that_are_equally_large_with_either_sign() -> None:
     x = torch.tensor([[4.0, -4.0, 4.0, 1.0, -0.5, 0.0]])
     assert torch.allclose(hop(x, "int8"), x, atol=4 / 127 / 2)
+
+
+def test_no_step_of_a_block_becomes_its_mark() -> None:
+    """The scale is sent rounded, by up to 1/256 of it: the largest of the others must still not get the step -128."""
+    halfway = np.arange(256, 512) / 256  # scales that lie on bfloat16's numbers and between two of them
+    near = np.spacing(np.float32(1)) * np.arange(-3, 4)
+    largest = (np.float32(127) * (halfway[:, None] + near)).astype(np.float32).ravel()
+    for sign, scale in ((1, 1.0), (-1, 1.0), (-1, 2.0**-90), (1, 2.0**90)):
+        x = np.zeros((len(largest), 64), dtype=np.float32)
+        x[:, 0], x[:, 1] = 1000 * scale, sign * largest * np.float32(scale)
+        encoder = ENCODERS["int8"]
+        steps = np.frombuffer(encoder.encode(x), dtype=np.int8)[len(x) * 4 :].reshape(x.shape)
+        assert (steps[:, 0] == -128).all() and (steps[:, 1] == sign * 127).all()
+        found = encoder.decode(encoder.encode(x), *x.shape)
+        np.testing.assert_allclose(found[:, 1], x[:, 1], rtol=1 / 200)
 
 
 @pytest.mark.parametrize("wire", ["fp16", "int8"])

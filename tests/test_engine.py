@@ -10,14 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from litgpt.model import GPT
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.cache_memory import CacheMemory, NodeCaches
 from mdi.engine.requests import FAILED
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.starter_engine import StarterEngine
 from mdi.engine.tensors import TensorRows, frame_of, rows_of
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage, StarterStage
@@ -48,12 +51,25 @@ def test_greedy_equals_the_uncached_model_for_any_ring_and_number_of_sequences(f
                 assert ring.caches() == [0] * n_nodes
 
 
+@torch.no_grad()
+def assert_logprobs_of(gpt: GPT, prompt_ids: list[int], text: Text) -> None:
+    """A wrong number need not change the best token: all that are told must be those of the uncached model."""
+    wanted = torch.log_softmax(gpt(torch.tensor([[*prompt_ids, *text.ids]]))[0, len(prompt_ids) - 1 : -1], dim=-1)
+    assert len(text.logprobs) == len(text.ids)
+    for row, token, (own, best) in zip(wanted, text.ids, text.logprobs, strict=True):
+        assert own == pytest.approx(float(row[token]), abs=2e-3)
+        assert [p for _, p in best] == pytest.approx(row.topk(len(best)).values.tolist(), abs=2e-3)
+        assert [float(row[i]) for i, _ in best] == pytest.approx([p for _, p in best], abs=2e-3)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_three_stages_with_different_prompts_in_flight(family: str) -> None:
     prompts = [prompt(n, 50 + n) for n in (1, 17, 34)]
     with ring_of(model_of(family), 3, chunk_rows=16) as ring:
-        texts = ring.generate(prompts, SamplingParams(n_tokens=20, temperature=0))
+        texts = ring.generate(prompts, SamplingParams(n_tokens=20, temperature=0, n_logprobs=5))
     assert [t.ids for t in texts] == reference(family, prompts, 20)
+    for text, ids in zip(texts, prompts, strict=True):
+        assert_logprobs_of(model_of(family), ids, text)
 
 
 @pytest.mark.parametrize("family", [LLAMA, "Gemma-2-9b", "Gemma-3-1b-it", "Mistral-7B-v0.1"])
@@ -84,6 +100,49 @@ def test_sampling_gives_the_same_ids_on_any_ring_and_in_any_batch() -> None:
         alone = ring.generate(prompts[:1], SAMPLED)[0].ids
         other_seed = ring.generate(prompts[:1], SamplingParams(n_tokens=12, temperature=0.9, seed=8))[0].ids
     assert alone == results[0][0] and other_seed != alone
+
+
+class Formula:
+    """A starter's stage whose logits follow from the last token alone, by a formula: the same on every machine."""
+
+    n_embd = returned_width = 1
+
+    def __init__(self) -> None:
+        self.caches = self
+
+    def free(self, seq_id: int) -> None:
+        pass
+
+    def copy(self, seq_id: int, new_id: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        return ids[:, None].astype(np.float32)
+
+    def __call__(self, x: np.ndarray, slices: object) -> np.ndarray:
+        return x
+
+    def head(self, x: np.ndarray) -> np.ndarray:
+        return (((np.arange(300)[None, :] * 37 + x * 101) % 307 - 153) / 32).astype(np.float32)
+
+
+GOLDEN_IDS: list[int] = [260, 153, 295, 173, 274, 206, 68, 179, 133, 226, 46, 256, 188, 34, 297, 10]
+
+
+@pytest.mark.parametrize("n_prompt", [1, 3, 9])
+@pytest.mark.parametrize("n_before", [0, 1, 5])
+def test_a_seed_always_means_the_same_text(n_prompt: int, n_before: int) -> None:
+    """Draws are counted from the first new token on: not from the prompt's begin, and not from where a run was resumed."""
+    engine = StarterEngine(Formula(), Scheduler(chunk_rows=4), 100, ArrayRows())
+    params = SamplingParams(n_tokens=len(GOLDEN_IDS), temperature=0.9, top_k=40, top_p=0.95, seed=7)
+    begun = GOLDEN_IDS[:n_before]
+    request = engine.submit([*range(n_prompt - 1), 11], params, generated=begun)
+    engine.run(LoopbackRing(1))
+    found = [token for event in request for token in event.tokens]
+    assert [*begun, *found] == GOLDEN_IDS
 
 
 @pytest.mark.parametrize("n_nodes", [1, 3])
@@ -318,6 +377,19 @@ def test_texts_go_on_over_another_ring_as_if_nothing_had_happened(params: Sampli
         assert following.caches() == [0] * n_after
     assert [text.ids for text in texts] == expected
     assert {text.reason for text in texts} == {"length"}
+
+
+def test_a_ring_that_is_to_be_left_before_it_begins_is_left() -> None:
+    """Another thread may plan the next ring as soon as this one is formed."""
+    prompts = [prompt(5, 1)]
+    wanted = reference(LLAMA, prompts, 12)
+    with ring_of(model_of(LLAMA), 1) as ring:
+        text = ring.submit(prompts[0], GREEDY)
+        ring.engine.leave(ring.ring.epoch)
+        ring.run()
+        assert text.ids == [] and text.reason is None
+        ring.engine.run(LoopbackRing(1, ring.ring.epoch + 1))
+        assert [text.ids] == wanted, "what was said of the ring before does not count any more"
 
 
 def test_sequences_that_are_put_out_for_lack_of_memory_lose_nothing() -> None:

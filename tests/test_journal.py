@@ -210,6 +210,23 @@ def test_a_full_disk_is_told_once_and_nothing_is_lost_when_it_has_space_again(
     assert caplog.text.count("No space left") == 1
 
 
+def test_a_line_that_could_not_be_written_whole_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal.new(path, record())
+    before, write, n_writes = path.read_bytes(), os.write, 0
+
+    def half(file: int, data: memoryview) -> int:
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    monkeypatch.setattr(journal_module.os, "write", half)
+    journal.add(0, [10], None)
+    journal.close()
+    assert n_writes > 1 and path.read_bytes() == before
+
+
 def test_runs_are_found_listed_and_removed(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         find_run(tmp_path, "last")

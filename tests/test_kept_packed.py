@@ -18,6 +18,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
+from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
@@ -115,6 +116,29 @@ def test_one_that_is_damaged_or_of_another_version_is_made_again(
     assert packings == [PART] * 2
     started(tmp_path, source)
     assert packings == [PART] * 2
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_another_run_does_not_remove_it_before_it_is_loaded(
+    tmp_path: Path, source: WeightSource, monkeypatch: pytest.MonkeyPatch, is_made: bool
+) -> None:
+    if not is_made:
+        started(tmp_path, source)
+    keep: set[str] = set()
+    store, limit = BlockStore(tmp_path, 1 << 30), 1 << 30
+    opened = store.part
+
+    def part(*args: Any) -> Any:
+        found = opened(*args)
+        with pytest.raises(CheckpointError):
+            store.free_space(limit, set())
+        return found
+
+    monkeypatch.setattr(store, "part", part)
+    with store.in_use(keep):
+        found = KeptPacked(store).part(source, source.info(PART), INT4, keep, lambda: None)
+        assert is_equal(found.weights(PART, INT4), source.weights(PART, INT4))
+    assert store.free_space(limit, set()) > 0
 
 
 def test_where_there_is_no_space_nothing_is_kept(

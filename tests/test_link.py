@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from mdi.net import frame_io
 from mdi.net import link as link_module
 from mdi.net.channel import Channel
 from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec
+from mdi.net.connection import Connection, NotBackError
 from mdi.net.frame_io import BufferPool, read_frame, send_frame
-from mdi.net.link import Link
+from mdi.net.link import N_IN_VAIN, Link
 from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits, Slice
 
 EPOCH = 77
@@ -238,6 +239,113 @@ def test_what_is_queued_behind_a_stop_is_not_sent(pair: tuple[socket.socket, soc
     assert kinds == [FrameType.BATCH, FrameType.STOP]
     sender.close()
     assert not lost.is_set()
+
+
+def taken(pair: tuple[socket.socket, socket.socket], numbers: Iterable[int]) -> list[int]:
+    """Numbers of the frames that a link takes of those that come."""
+    one = Received(pair[1], capacity=16)
+    for number in numbers:
+        send_frame(pair[0], batch(number))
+    pair[0].close()
+    assert one.lost.get(timeout=DEADLINE_S)
+    found = [frame.number for frame in iter(one.inbox.poll, None)]
+    one.close()
+    return found
+
+
+def test_a_frame_that_comes_twice_is_taken_once(pair: tuple[socket.socket, socket.socket]) -> None:
+    """As after a connection that broke when the frame had just come: who sends cannot know, and sends it again."""
+    assert taken(pair, (4, 5, 5, 4, 6, 6, 7)) == [4, 5, 6, 7]
+
+
+def test_nothing_is_taken_after_a_frame_that_is_missing(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert taken(pair, (4, 5, 7, 8)) == [4, 5]
+
+
+class Again:
+    """Makes connections without another node; what the neighbour would read is in `peers`.
+
+    Args:
+        received: what the neighbour says that it has, for each connection in turn; then it is lost.
+        is_closed: the neighbour closes each connection at once.
+    """
+
+    def __init__(self, received: Iterable[int | None], is_closed: bool = False) -> None:
+        self.on_call: Callable[[], None] = lambda: None
+        self.peers: queue.Queue[socket.socket] = queue.Queue()
+        self.n_made = 0
+        self._received, self._is_closed = iter(received), is_closed
+
+    def connect(self, received: int | None, until: float) -> Connection:
+        try:
+            said = next(self._received)
+        except StopIteration:
+            raise NotBackError("it is gone") from None
+        mine, theirs = socket.socketpair()
+        self.n_made += 1
+        if self._is_closed:
+            theirs.close()
+        else:
+            theirs.settimeout(DEADLINE_S)
+            self.peers.put(theirs)
+        return Connection(mine, FrameCodec(), said)
+
+    def stop(self) -> None:
+        pass
+
+
+def numbers_up_to(sock: socket.socket, last: int) -> list[int]:
+    """Of the rows that come, up to this one; PINGs do not count."""
+    found: list[int] = []
+    while last not in found:
+        frame = read_frame(sock, PLAIN)
+        assert frame is not None
+        found.extend([frame.number] if frame.type is FrameType.BATCH else [])
+    return found
+
+
+@contextlib.contextmanager
+def calling_again(sock: socket.socket, reconnect: Again, lost: queue.Queue[str]) -> Iterator[Link]:
+    link = Link(
+        sock, EPOCH, FrameCodec(), 8, None, lambda frame: None, lost.put, reconnect=reconnect, silence_s=2 * DEADLINE_S
+    )  # fmt: skip
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize(("received", "again"), [(2, [3, 4]), (4, []), (None, [1, 2, 3, 4])])
+def test_only_what_the_neighbour_lacks_is_sent_again(received: int | None, again: list[int]) -> None:
+    first, peer = socket.socketpair()
+    reconnect = Again([received])
+    with peer, calling_again(first, reconnect, queue.Queue()) as link:
+        for number in range(1, 5):
+            link.put(batch(number))
+        assert numbers_up_to(peer, 4) == [1, 2, 3, 4]
+        peer.close()
+        with reconnect.peers.get(timeout=DEADLINE_S) as second:
+            link.put(batch(5))
+            assert numbers_up_to(second, 5) == [*again, 5]
+
+
+@pytest.mark.parametrize("received", [None, 3])
+def test_a_neighbour_whose_connections_all_break_is_lost_in_the_end(received: int | None) -> None:
+    """It lives and can be connected to, but no frame ever comes through, in either direction."""
+    first, peer = socket.socketpair()
+    peer.close()
+    reconnect, lost = Again([received] * 500, is_closed=True), queue.Queue[str]()
+    with calling_again(first, reconnect, lost):
+        assert lost.get(timeout=DEADLINE_S) and reconnect.n_made <= 2 * N_IN_VAIN
+
+
+def test_connections_over_which_the_neighbour_gets_on_are_repeated_as_often_as_needed() -> None:
+    first, peer = socket.socketpair()
+    peer.close()
+    n = 3 * N_IN_VAIN
+    reconnect, lost = Again(range(n), is_closed=True), queue.Queue[str]()
+    with calling_again(first, reconnect, lost):
+        assert lost.get(timeout=DEADLINE_S) and reconnect.n_made == n
 
 
 def test_a_silent_peer_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import queue
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +25,7 @@ from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
+from waiting import until
 
 EPOCH = 5
 HELLO = Hello(2, 4, PLACEMENT)
@@ -82,6 +86,47 @@ def test_the_neighbour_gets_in_and_its_answer(port: RingListener, guests: Guests
     with let_in(expectation):
         answer = read_frame(sock, HANDSHAKE)
         assert answer is not None and Hello.from_bytes(answer.payload).index == 3
+
+
+class WithoutFiles(socket.socket):
+    """Has no file for the first connection; later ones are accepted."""
+
+    n_tries = 0
+
+    def accept(self) -> Any:
+        self.n_tries += 1
+        if self.n_tries == 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+@contextlib.contextmanager
+def without_files() -> Iterator[tuple[RingListener, WithoutFiles]]:
+    sock = WithoutFiles(fileno=open_socket("127.0.0.1", 0, "port").detach())
+    one = RingListener(sock, "starter")
+    try:
+        yield one, sock
+    finally:
+        one.close()
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_tried_all_the_time(
+    guests: Guests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "ACCEPT_AGAIN_S", 3600.0)
+    with without_files() as (port, sock):
+        guests.connect(port)
+        until(lambda: sock.n_tries)
+        threading.Event().wait(0.3)
+        assert sock.n_tries == 1
+
+
+def test_a_connection_is_accepted_once_that_is_possible(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "ACCEPT_AGAIN_S", 0.02)
+    with without_files() as (port, _):
+        expectation = port.expect(EPOCH, HELLO, ANSWER)
+        send_frame(guests.connect(port), hello())
+        let_in(expectation).close()
 
 
 def test_what_follows_the_hello_is_left_to_the_link(port: RingListener, guests: Guests) -> None:

@@ -47,6 +47,7 @@ def test_json_is_exactly_the_documented_object():
                 "finish_reason": "length",
                 "ttft_s": 0.5,
                 "tokens_per_s": 4.0,
+                "may_differ_from": None,
             }
         ],
         "tokens_per_s": 1.5,

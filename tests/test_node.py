@@ -25,6 +25,7 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.kernels import library
 from mdi.machine.computing import Computing
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.machine.neighbours import fair_threads
@@ -42,6 +43,7 @@ from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 
 CPU = torch.device("cpu")
+library.load()  # as in secondaries.py
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,17 +21,29 @@ from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
+from mdi.node import part_sending
+from mdi.node.job import Job
 from mdi.node.options import StarterOptions
-from mdi.node.part_sending import Holders, PartSending, from_offset
+from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
+from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.recovery.replacement import Next, Stage
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint
+from waiting import until
 
 RUN = "0123456789abcdef"
 BYTES = bytes(range(256)) * 40
 PART = PartSpec("block.1", hashlib.sha256(BYTES).hexdigest(), len(BYTES))
+
+
+def run_that_is_over() -> Job:
+    unused: Any = None
+    request: Any = SimpleNamespace(run=RUN, hand_over=False)
+    job = Job(request, unused, unused)
+    job.finish(None)
+    return job
 
 
 class Waiting(StatusOnly):
@@ -57,6 +70,7 @@ def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> 
         with secondary(0, tmp_path / "a", keys=keys) as node:
             client = ControlClient(entry_of(node), keys)
             request = ForwardRequest(RUN, PART, have, "b", "127.0.0.1", server.port)
+            node.runs.add(run_that_is_over())
             with pytest.raises(ControlError) as caught:
                 client.forward(request)
             assert caught.value.status == 404 and not target.got
@@ -68,6 +82,58 @@ def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> 
     finally:
         server.close()
     assert target.got == [(RUN, PART.sha256, BYTES[have:])]
+
+
+@pytest.fixture
+def tarpit() -> Iterator[int]:
+    """A port that takes connections and bytes, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_node_sends_parts_only_in_its_own_runs(tmp_path: Path, tarpit: int) -> None:
+    with secondary(0, tmp_path / "a") as node:
+        node.store.receive(PART, 0, io.BytesIO(BYTES).read)
+        with pytest.raises(ControlError) as caught:
+            ControlClient(entry_of(node)).forward(ForwardRequest(RUN, PART, 0, "b", "127.0.0.1", tarpit))
+    assert (caught.value.status, caught.value.code) == (409, "run")
+
+
+def test_nodes_that_take_nothing_do_not_hold_this_one(
+    tmp_path: Path, tarpit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few are waited for; the node refuses the next one at once, and is there for the others."""
+    monkeypatch.setattr(part_sending, "FORWARD_ANSWER_S", 4.0)
+    errors: list[ControlError] = []
+
+    def ask(node: SecondaryNode) -> None:
+        with pytest.raises(ControlError) as caught:
+            ControlClient(entry_of(node)).forward(ForwardRequest(RUN, PART, 0, "b", "127.0.0.1", tarpit))
+        errors.append(caught.value)
+
+    with secondary(0, tmp_path / "a") as node:
+        node.runs.add(run_that_is_over())
+        node.store.receive(PART, 0, io.BytesIO(BYTES).read)
+        threads = [threading.Thread(target=ask, args=(node,)) for _ in range(N_FORWARDS + 3)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(errors) >= 3)
+        assert [(e.status, e.code) for e in errors[:3]] == [(409, "busy")] * 3
+        assert ControlClient(entry_of(node)).status()["state"] == "READY"
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert {e.status for e in errors[3:]} == {500} and len(errors) == len(threads)
+        ask(node)
+        assert errors[-1].status == 500, "there is a place again"
+
+
+def test_a_part_that_is_taken_too_slowly_is_given_up() -> None:
+    times = iter([1.0, 2.0, 3.0])
+    pieces = part_sending.until(2.5, [b"a", b"b", b"c"], lambda: next(times))
+    assert [next(pieces), next(pieces)] == [b"a", b"b"]
+    with pytest.raises(ControlError) as caught:
+        next(pieces)
+    assert caught.value.status == 504
 
 
 class Fake:
@@ -122,6 +188,12 @@ def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
     assert target.sent == BYTES
 
 
+def test_a_node_that_has_no_part_in_the_run_is_no_reason_to_stop_asking() -> None:
+    target, outside, there = Fake("b"), Fake("a", ControlError("no part", 409, code="run")), Fake("c")
+    sending(target, {}, outside, there).send(PART, 0)
+    assert (there.asked, target.sent) == ([("b", 0)], b"")
+
+
 def test_a_connection_that_breaks_is_no_lost_node() -> None:
     """The node is asked what it has, and gets the rest; who takes nothing time and again is lost."""
     target, missing = Fake("b"), {PART: 0}
@@ -168,7 +240,8 @@ def test_blocks_that_move_come_from_the_node_that_had_them(
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
         assert starter.recovery is not None
         starter.recovery.keeper.plan(following)
-        starter.engine.leave()
+        assert starter.rings is not None and starter.rings.ring is not None
+        starter.engine.leave(starter.rings.ring.epoch)
         reader = threading.Thread(target=starter.generate)
         reader.start()
         reader.join(DEADLINE_S)

@@ -218,11 +218,11 @@ def test_what_is_given_is_not_measured(
     write_chunks(source, chunked, (1, 1, 3))
     source.close()
     with secondaries(2, tmp_path) as nodes:
-        for ckpt, options, counts in (
-            (tiny, {"layers": "1,3,1"}, [1, 3, 1]),
-            (tiny, {"placement": "even"}, None),
-            (tiny, {"layers": "2,1,2", "placement": "throughput"}, [2, 1, 2]),
-            (chunked, {}, [1, 1, 3]),
+        for ckpt, options, counts, how in (
+            (tiny, {"layers": "1,3,1"}, [1, 3, 1], "as --layers says"),
+            (tiny, {"placement": "even"}, None, "shared out evenly"),
+            (tiny, {"layers": "2,1,2", "placement": "throughput"}, [2, 1, 2], "as --layers says"),
+            (chunked, {}, [1, 1, 3], "as its chunks are"),
         ):
             starter = starter_of(nodes, ckpt, tmp_path, **options)
             try:
@@ -231,7 +231,7 @@ def test_what_is_given_is_not_measured(
                 found = [stop - start for start, stop in starter.weights.blocks]
                 assert counts is None or found == counts
                 told = told_blocks(starter.names, starter.weights.blocks)
-                assert f"blocks {told}; nothing was measured" in caplog.messages
+                assert f"blocks {told}, {how}" in caplog.messages
             finally:
                 starter.close()
         alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))

@@ -165,6 +165,7 @@ def _weights(change: Any) -> Any:
         (_edit(rope_scaling=3), "cannot be understood"),
         (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
+        (lambda d: (d / "config.json").write_text("<html>404</html>"), "cannot read .*config.json.*web page"),
         (_edit(intermediate_size=65), r"fc_1.weight has the shape \[64, 48\], expected \[65, 48\]"),
         (_weights(lambda w: w.pop("model.norm.weight")), "lacks the tensor transformer.ln_f.weight"),
         (_weights(lambda w: w.pop("model.layers.2.self_attn.k_proj.weight")), "lacks .*h.2.attn.qkv.weight"),
@@ -338,9 +339,39 @@ def test_without_nodes_the_model_is_only_made_ready(
 ) -> None:
     given, directory = tiny_hf(tmp_path / "m")[0], home / "m"
     assert launch("prepare-model", [str(given)]) == 0
-    assert f"starter.py --ckpt {directory}" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert f"chat.py --ckpt {directory}" in told.out
+    assert "warning" not in told.err
     assert is_lit_dir(directory)
     assert not (directory / "chunks").exists()
+
+
+def test_what_is_to_be_called_next_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has installed the package has no starter.py; and without a tokenizer nothing can be called."""
+    given = tiny_hf(tmp_path / "m")[0]
+    (given / "tokenizer.json").unlink()
+    monkeypatch.setattr("mdi.cli.launchers", lambda: None)
+    assert launch("prepare-model", [str(given)]) == 0
+    told = capsys.readouterr()
+    assert "mdi chat --ckpt" in told.out and ".py" not in told.out
+    assert "m has no tokenizer" in told.err and "tokenizer.json" in told.err
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_is_told_before_torch_is_imported(tmp_path: Path, name: str) -> None:
+    directory, _ = tiny_hf(tmp_path / "m")
+    os.truncate(directory / name, (directory / name).stat().st_size // 2)
+    code = (
+        "import sys\nfrom mdi.cli import launch\n"
+        "assert launch('prepare-model', sys.argv[1:]) == 1\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    argv = [sys.executable, "-c", code, str(directory), "--out", str(tmp_path / "out")]
+    done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and str(directory / name) in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path, home: Path) -> None:

@@ -7,6 +7,7 @@ import queue
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,15 @@ import pytest
 
 import mdi.net.link
 from cluster_keys import key_file
-from loopback import DEADLINE_S, Nodes, nodes
+from loopback import DEADLINE_S, Nodes, listener, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.codec import FrameCodec
-from mdi.net.connection import Connection
+from mdi.net.connection import Connection, NotBackError
 from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import Link
 from mdi.net.meeting import call
-from mdi.net.reconnect import Dialer
+from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security.keys import KeyFile
@@ -202,6 +203,33 @@ def test_a_next_node_that_was_started_anew_is_lost() -> None:
         assert caught.value.node == "secondary0"
 
 
+@pytest.mark.parametrize("process", ["now", "before"])
+def test_who_calls_again_goes_on_with_the_same_process_alone(process: str) -> None:
+    names, until_s = ("starter", "secondary0"), time.monotonic() + DEADLINE_S
+    one = listener("secondary0")
+    starter = Seat(1, 0, names, "p", "127.0.0.1", one.port, process="x")
+    waiter = Waiter(
+        Seat(1, 1, names, "p", "127.0.0.1", 1, process="now"), Limits(), one, Hello.from_bytes(starter.hello.payload)
+    )
+    found: list[Connection] = []
+    thread = threading.Thread(target=lambda: found.append(waiter.connect(5, until_s)))
+    thread.start()
+    try:
+        dialer = Dialer(starter, Limits(), process)
+        if process == "now":
+            found.append(dialer.connect(None, until_s))
+            assert found[-1].received == 5
+        else:
+            with pytest.raises(NotBackError):
+                found.append(dialer.connect(None, until_s))
+    finally:
+        thread.join(DEADLINE_S)
+        waiter.stop()
+        for connection in found:
+            connection.sock.close()
+        one.close()
+
+
 def test_a_call_replaces_a_connection_that_looks_sound() -> None:
     """The other side found it broken; and of several calls the last one counts, in whatever order they are heard."""
     with passing(2) as ring:
@@ -213,6 +241,32 @@ def test_a_call_replaces_a_connection_that_looks_sound() -> None:
         assert isinstance(dialer, Dialer)
         dialer.n_calls = 7
         list(ring.rounds(2, 4, 2))
+
+
+def test_of_several_calls_the_one_that_was_made_last_counts() -> None:
+    """Calls can overtake each other on their way: an older one must not replace a newer one."""
+    one = listener("secondary0")
+    seat = Seat(1, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, process="x")
+    waiter = Waiter(seat, Limits(), one, Hello(0, 2, "p"))
+    ours, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+    try:
+        for sock, number in zip(ours, (2, 1, 2, 3), strict=True):
+            waiter.take(sock, FrameCodec(), Hello(0, 2, "p", extensions={"reconnect": number, "received": number}))
+        assert [sock.fileno() == -1 for sock in ours] == [True, True, True, False]
+        connection = waiter.connect(None, time.monotonic() + DEADLINE_S)
+        assert connection.sock is ours[3] and (connection.received, waiter.n_calls) == (3, 3)
+        late, peer = socket.socketpair()
+        with peer:
+            waiter.take(late, FrameCodec(), Hello(0, 2, "p", extensions={"reconnect": 3}))
+            is_closed = late.fileno() == -1
+            waiter.stop()
+        assert is_closed, "a call that was answered already is old, too"
+        with pytest.raises(NotBackError):
+            waiter.connect(None, time.monotonic() + DEADLINE_S)
+    finally:
+        for sock in (*ours, *theirs):
+            sock.close()
+        one.close()
 
 
 def test_a_ring_ends_while_a_connection_is_being_made() -> None:

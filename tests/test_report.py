@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from mdi.cli.output import report
 from mdi.metrics import NodeMetrics, RunMetrics, SampleMetrics
 from mdi.report import format_comparison
 
@@ -37,3 +42,14 @@ def test_the_comparison_tells_texts_that_differ() -> None:
 
 def test_nothing_to_compare() -> None:
     assert "Too few" in format_comparison(run_of(2, 1.0, [[]]), run_of(1, 1.0, [[]]), 2)
+
+
+def test_a_run_that_was_interrupted_shows_the_texts_that_were_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(json=False, seed=1)
+    for ids, wanted in (
+        ([[1, 2], []], "what each sample had reached:\n--- sample 0 (2 tokens)\npt"),
+        ([[], []], "no sample had a token yet"),
+    ):
+        node: Any = SimpleNamespace(metrics=lambda ids=ids: run_of(1, 1.0, ids))
+        report(args, node, KeyboardInterrupt(), was_streamed=True)
+        assert capsys.readouterr().out.strip() == wanted

@@ -246,6 +246,126 @@ def test_what_was_in_flight_for_a_life_that_is_over_is_dropped() -> None:
     assert scheduler.update(plan.number, {1: [5]}) == [Event(1, (5,), None)]
 
 
+def test_a_row_in_flight_of_a_text_that_was_put_out_and_let_in_again_counts_nothing() -> None:
+    """Its token comes again with the new life: counted twice, the text would have it twice."""
+    limit = 2 * (1 + AHEAD_POSITIONS) + 10
+    scheduler = Scheduler(3, chunk_rows=500, memory=Positions(limit))
+    first, last = sequence(1, 1, 500), sequence(2, 1, 500)
+    scheduler.submit(first)
+    prompt_of_first = next_plan(scheduler)
+    scheduler.submit(last)
+    flying = deque([prompt_of_first, next_plan(scheduler)])
+    while not scheduler.n_put_out:  # each has a frame of its own
+        scheduler.update(flying[0].number, tokens_for(flying.popleft()))
+        plan = scheduler.schedule()
+        flying.extend([] if plan is None else [plan])
+    early = next(plan for plan in flying if any(part.seq_id == 2 for part in plan.slices))
+    n_before = len(last.generated)
+    scheduler.cancel(1)  # now there is memory
+    assert flying[0] is early
+    again = next_plan(scheduler)
+    assert rows_of(again) == [(2, 0, len(last.ids), 1)]
+    for plan in flying:
+        assert scheduler.update(plan.number, tokens_for(plan, 11)) == []
+    assert len(last.generated) == n_before
+    assert scheduler.schedule() is None, "it waits for the frame of its present life"
+    assert scheduler.update(again.number, tokens_for(again, 11)) == [Event(2, (11,), None)]
+    assert last.generated[n_before:] == [11]
+
+
+def test_who_was_put_out_is_let_in_again_before_those_who_wait() -> None:
+    limit = 2 * (1 + AHEAD_POSITIONS) + 10
+    scheduler = Scheduler(1, chunk_rows=500, memory=Positions(limit))
+    for seq_id in (1, 2, 3):
+        scheduler.submit(sequence(seq_id, 1, 500))
+    while not scheduler.n_put_out:
+        plan = next_plan(scheduler)
+        scheduler.update(plan.number, tokens_for(plan))
+    scheduler.cancel(1)
+    assert [row[0] for row in rows_of(next_plan(scheduler))] == [2]
+
+
+def test_suspected_texts_run_one_by_one_until_each_has_its_next_token() -> None:
+    scheduler = Scheduler(1)
+    for seq_id in range(5):
+        scheduler.submit(sequence(seq_id, n_prompt=2))
+    next_plan(scheduler)
+    scheduler.isolate([1, 2, 3])
+    scheduler.rewind(1, None)
+    found = []
+    for _ in range(4):
+        plan = next_plan(scheduler)
+        found.append(({row[0] for row in rows_of(plan)}, scheduler.is_isolating))
+        scheduler.update(plan.number, tokens_for(plan))
+    assert found == [({0, 1}, True), ({0, 1, 2}, True), ({0, 1, 2, 3, 4}, True), ({0, 1, 2, 3, 4}, False)]
+
+
+def test_a_suspected_text_that_was_cancelled_holds_up_nobody() -> None:
+    scheduler = Scheduler(1)
+    for seq_id in (1, 2):
+        scheduler.submit(sequence(seq_id, n_prompt=2))
+    next_plan(scheduler)
+    scheduler.isolate([1, 2])
+    scheduler.rewind(1, None)
+    plan = next_plan(scheduler)
+    scheduler.cancel(1)
+    scheduler.update(plan.number, tokens_for(plan))
+    plan = next_plan(scheduler)
+    assert [row[0] for row in rows_of(plan)] == [2]
+    scheduler.update(plan.number, tokens_for(plan))
+    assert not scheduler.is_isolating
+
+
+@pytest.mark.parametrize(("n_kept", "replayed"), [(3, True), (2, False), (0, False)])
+def test_a_text_is_replayed_only_if_all_its_rows_were_kept(n_kept: int, replayed: bool) -> None:
+    scheduler = Scheduler(1)
+    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.update(next_plan(scheduler).number, {1: [5]})
+    assert scheduler.resume(1, None, {1: n_kept}) == []
+    plan = next_plan(scheduler)
+    assert plan.is_replay == replayed
+    assert rows_of(plan) == ([(1, 0, 3, 0)] if replayed else [(1, 0, 4, 1)])
+
+
+def test_a_row_that_was_lost_in_flight_is_sent_again_after_the_replay() -> None:
+    scheduler = Scheduler(1)
+    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.update(next_plan(scheduler).number, {1: [5]})
+    assert rows_of(next_plan(scheduler)) == [(1, 3, 1, 1)]
+    scheduler.resume(1, None, {1: 4})
+    replay = next_plan(scheduler)
+    assert replay.is_replay and rows_of(replay) == [(1, 0, 3, 0)]
+    scheduler.update(replay.number, {})
+    assert rows_of(next_plan(scheduler)) == [(1, 3, 1, 1)]
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 64], ids=["a part of it waits", "all of it is in flight"])
+def test_a_text_whose_replay_was_not_over_begins_again(chunk_rows: int) -> None:
+    """The node that got the replay may not have all of it, and need not be the one that is lost now."""
+    scheduler = Scheduler(1, chunk_rows)
+    scheduler.submit(sequence(1, n_prompt=3))
+    while not scheduler.update((plan := next_plan(scheduler)).number, tokens_for(plan)):
+        pass
+    scheduler.resume(1, None, {1: 3})
+    assert next_plan(scheduler).is_replay
+    scheduler.resume(1, None, {1: 3})
+    plan = next_plan(scheduler)
+    assert not plan.is_replay and rows_of(plan)[0][:2] == (1, 0)
+
+
+def test_a_text_whose_copied_cache_was_lost_in_flight_begins_again() -> None:
+    """The rows of its beginning went out for another text: nobody can send them again for this one."""
+    scheduler = Scheduler(1, chunk_rows=500, memory=Positions(1000))
+    first, second = (Sequence(i, tuple(range(100, 190)), SamplingParams(n_tokens=i), 1000, owner="me") for i in (1, 9))
+    scheduler.submit(first)
+    assert scheduler.update(next_plan(scheduler).number, {1: [5]}) == [Event(1, (5,), "length")]
+    scheduler.submit(second)
+    plan = next_plan(scheduler)
+    assert plan.copies == ((1, 9),) and plan.slices[0].start > 0
+    scheduler.resume(1, scheduler.memory, {9: 90})
+    assert rows_of(next_plan(scheduler)) == [(9, 0, 90, 1)]
+
+
 def test_a_ring_that_holds_less_ends_only_what_it_could_never_hold() -> None:
     scheduler = Scheduler(1, memory=Positions(1000))
     for seq_id, n_prompt in enumerate((300, 50, 40)):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mdi.node.secondary
 import mdi.node.setup
+from mdi.checkpoint.store import COMING
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
+from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.errors import MdiError, NodeLostError
+from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
+from mdi.kernels import library, place
 from mdi.node.patience import Patience
 from mdi.node.setup import SecondarySetup
+from secondaries import entry_of, secondary
+from waiting import until
 
 DEADLINE_S = 30.0
 PARTS = tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in (1, 2))
@@ -45,9 +53,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def outcome(node: Loading) -> MdiError | None:
+def outcome(node: Loading, weights: Any = None) -> MdiError | None:
     server = ControlServer(node, "127.0.0.1", 0, "secondary0")
-    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, None, 5.0)  # type: ignore[arg-type]
+    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, weights, 5.0)
     try:
         assert setup.wait(DEADLINE_S), "it waits for ever"
         return setup.error
@@ -77,6 +85,31 @@ def test_a_part_that_is_named_twice_is_not_sent_twice(hurried: None) -> None:
     assert isinstance(outcome(Loading(missing=[entry, entry])), MdiError)
 
 
+class Slow(Loading):
+    """Refuses a part first, and does not know for a while what it lacks after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lacks: list[Any] = [[{"sha256": PARTS[0].sha256, "have_bytes": 0}]]
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        missing = self.lacks.pop(0) if len(self.lacks) > 1 else self.lacks[0]
+        return {**super().status(run), "state": "LOADING" if missing != [] else "READY", "missing": missing}
+
+    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        self.lacks = [None, None, []]
+        raise ControlError("another starter sends it", 409, code=COMING)
+
+
+class Weights:
+    def pieces(self, part: str) -> Iterator[bytes]:
+        yield bytes(PARTS[0].n_bytes)
+
+
+def test_a_node_whose_disk_is_slow_says_later_what_it_lacks() -> None:
+    assert outcome(Slow(), Weights()) is None
+
+
 def test_patience_lasts_as_long_as_there_is_progress() -> None:
     patience = Patience("secondary0", 3, 10.0, 0.0)
     for now_s, stage in (
@@ -89,3 +122,105 @@ def test_patience_lasts_as_long_as_there_is_progress() -> None:
     for wrong in ({"loading": {"done": 2}}, {"looking": {"done": 99}, "loading": None}, {}):
         with pytest.raises(NodeLostError):
             patience.look(wrong, 38.0)
+
+
+# A node that answers, whatever it waits for itself
+
+
+class Held:
+    """In the place of what takes very long."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.n_begun = 0
+
+    def __call__(self) -> None:
+        self.n_begun += 1
+        assert self.may_go_on.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    one = Held()
+    yield one
+    one.may_go_on.set()
+
+
+def test_a_node_answers_while_its_kernels_are_compiled(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "load", held)
+    monkeypatch.setattr(mdi.node.secondary, "KERNELS_S", 0.01)
+    with secondary(0, tmp_path) as node:
+        client = ControlClient(entry_of(node))
+        status = client.status()
+        assert (status["state"], status["kernels"], status["arithmetic"]) == (COMPILING, "compiling", None)
+        held.may_go_on.set()
+        until(lambda: client.status()["state"] == "IDLE")
+        status = client.status()
+        assert (status["kernels"], status["arithmetic"]) == ("off", "torch")
+        assert status["devices"] and isinstance(status["disk_free_bytes"], int)
+
+
+def test_a_node_answers_while_its_disk_hangs(tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    with secondary(0, tmp_path) as node:
+        client = ControlClient(entry_of(node))
+        monkeypatch.setattr(node.store, "free_bytes", held)
+        for _ in range(2):
+            status = client.status()
+            assert (status["state"], status["disk_free_bytes"]) == ("IDLE", None)
+        assert held.n_begun == 1, "a disk that hangs is asked once"
+        held.may_go_on.set()
+        monkeypatch.undo()
+        until(lambda: isinstance(client.status()["disk_free_bytes"], int))
+
+
+def test_two_threads_compile_once(monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
+    def find() -> Path:
+        held()
+        raise KernelError("there is no compiler")
+
+    monkeypatch.setattr(place, "find_library", find)
+    monkeypatch.delenv(library.FORCED, raising=False)
+    library.look_again()
+    threads = [threading.Thread(target=library.load) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        until(lambda: held.n_begun)
+        held.may_go_on.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert held.n_begun == 1
+    finally:
+        monkeypatch.undo()
+        library.look_again()
+
+
+class Compiling(Loading):
+    """Compiles for some questions, and is idle then."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(control_version=CONTROL_VERSION)
+        self.n = n
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        self.n -= 1
+        return {**super().status(run), "state": COMPILING if self.n >= 0 else "IDLE"}
+
+
+def reached(node: Compiling, is_cancelled: bool = False) -> dict[str, Any]:
+    server, cancelled = ControlServer(node, "127.0.0.1", 0, "secondary0"), threading.Event()
+    if is_cancelled:
+        cancelled.set()
+    try:
+        client = ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1))
+        return reach_node(client, 0.0, cancelled)
+    finally:
+        server.close()
+
+
+def test_a_node_that_compiles_is_waited_for() -> None:
+    assert reached(Compiling(4))["state"] == "IDLE"
+    with pytest.raises(NodeLostError):
+        reached(Compiling(10**9), is_cancelled=True)

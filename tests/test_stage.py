@@ -101,6 +101,14 @@ def test_a_slice_that_starts_earlier_truncates() -> None:
     assert_alike(again, whole, gpt.config)
 
 
+def test_finished_blocks_are_counted() -> None:
+    first, second = stages_of(model_of("Llama-3.1-8B"), (2,))
+    for n_frames in (1, 2):
+        assert isinstance(first, StarterStage)
+        second(first(first.embed(torch.tensor([1, 2])), [(n_frames, 0, 2)]), [(n_frames, 0, 2)])
+        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.config.n_layer - 2) * n_frames)
+
+
 def test_a_copied_cache_goes_its_own_way() -> None:
     gpt = model_of("Gemma-2-9b")
     stage = stages_of(gpt, ())[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mdi.machine.computing import Computing
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.node.cache_budget import CacheReport
 from mdi.node.stage_slots import Slot, StageSlots
+from waiting import DEADLINE_S, until
 
 COMPUTING = Computing("cpu", "float32", "float32", None)
 MEMORY = 1000
@@ -88,6 +90,32 @@ def test_several_runs_have_their_stages_as_long_as_there_is_memory(slots: StageS
     assert models(slots) == ["x", "y", "z"] and slots.in_use_bytes("cpu") == 900 and not slots.in_use_bytes("cuda:0")
 
 
+def test_a_status_does_not_wait_while_a_stage_makes_place(slots: StageSlots) -> None:
+    """Giving the memory of a window back waits for the threads that read its weights."""
+    filled(slots, request("x"))
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def slow(device: str) -> int:
+        is_asked.set()
+        may_go_on.wait(DEADLINE_S)
+        return MEMORY
+
+    slots.available = slow
+    reserving = threading.Thread(target=slots.reserve, args=(request("y", run="b" * 16), COMPUTING))
+    asking = threading.Thread(target=lambda: found.append((models(slots), slots.latest, slots.in_use_bytes("cpu"))))
+    found: list[Any] = []
+    reserving.start()
+    try:
+        assert is_asked.wait(DEADLINE_S)
+        asking.start()
+        until(lambda: found)
+    finally:
+        may_go_on.set()
+        for thread in (reserving, asking):
+            thread.join(DEADLINE_S)
+    assert found[0] == (["x"], slots.listed[0], 300)
+
+
 def test_the_one_that_was_not_used_for_longest_makes_place(slots: StageSlots) -> None:
     made = {model: filled(slots, request(model, run=model * 16)) for model in "xyz"}
     for model in "yx":
@@ -113,6 +141,16 @@ def test_a_stage_that_was_never_built_gives_its_memory_back(slots: StageSlots) -
     slot, _ = slots.reserve(request("x"), COMPUTING)
     slots.release(slot, "a" * 16, is_kept=True)
     assert not slots.listed and not slots.in_use_bytes("cpu")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stage_that_has_failed_is_given_to_nobody(slots: StageSlots, is_kept: bool) -> None:
+    first = filled(slots, request("x"))
+    slots.release(first, "a" * 16, is_kept, is_failed=True)
+    assert not slots.listed and not slots.in_use_bytes("cpu") and first.stage is None
+    assert filled(slots, request("x")) is not first
+    slots.release(first, "a" * 16)
+    assert len(slots.listed) == 1
 
 
 def test_what_is_kept_is_for_its_own_run(slots: StageSlots, monkeypatch: pytest.MonkeyPatch) -> None:

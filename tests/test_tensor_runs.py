@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,11 +32,13 @@ from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
+from mdi.report import format_report
 from mdi.tensor.group import group_of
+from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, share_out
-from secondaries import close_ports, cluster_of, secondaries
+from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -172,6 +176,43 @@ def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch
     return lost
 
 
+def reset_in_sums(numbers: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Break a connection of the first secondary in these of its sums, after its own part was sent; those that were broken."""
+    swap: Callable[..., dict[int, memoryview]] = Mesh.swap
+    broken: list[int] = []
+
+    def breaking(self: Mesh, sends: Any, receives: Any) -> dict[int, memoryview]:
+        is_first = threading.current_thread().name == "secondary0" and self.tally.n_sums in numbers
+        if is_first and self.tally.n_sums not in broken:
+            broken.append(self.tally.n_sums)
+            swap(self, sends, [])
+            with contextlib.suppress(OSError):
+                self.peer(0 if len(broken) % 2 else self.size - 1 - (self.rank == self.size - 1)).sock.shutdown(
+                    socket.SHUT_RDWR
+                )
+            return swap(self, [], receives)
+        return swap(self, sends, receives)
+
+    monkeypatch.setattr(Mesh, "swap", breaking)
+    return broken
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["plain", "sealed"])
+def test_a_reset_connection_of_a_group_costs_no_recovery(
+    has_key: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = key_file(tmp_path / "cluster.key") if has_key else None
+    numbers = frozenset((3, 40, 41, 80, 120))
+    with secondaries(2, tmp_path, keys=keys) as nodes:
+        broken = reset_in_sums(numbers, monkeypatch)
+        ids, metrics = run(
+            replace(cluster_of(nodes), keys=keys), checkpoint, tmp_path,
+            ParallelOptions("tensor", algorithm="exchange"), n_tokens=24, fixed=False,
+        )  # fmt: skip
+    assert set(broken) == numbers and ids == [list(reference(PROMPTS[0], 24))]
+    assert metrics.to_json()["recoveries"] == [] and metrics.n_nodes == 3
+
+
 @pytest.mark.parametrize("n_secondaries", [1, 3])
 def test_texts_go_on_when_a_node_is_lost(
     n_secondaries: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +225,53 @@ def test_texts_go_on_when_a_node_is_lost(
         )
     assert lost.is_set() and ids == [list(reference(PROMPTS[0], 24))]
     assert metrics.n_nodes == n_secondaries
+    (recovery,) = metrics.to_json()["recoveries"]
+    first = metrics.samples[0].may_differ_from
+    assert recovery["may_differ"] == [{"sample": 0, "token": first}] and first == 5, "each frame has 10 sums"
+    assert f"sample 0 may differ from an undisturbed run from its token {first} on" in format_report(metrics)
+
+
+def test_a_spare_gets_just_the_shares_of_the_lost_node(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In int8, where other shares give other numbers: the text is that of an undisturbed run, to the last token."""
+    options: dict[str, Any] = {"n_tokens": 60, "quantize": "int8", "fixed": False, "silence_s": 1.0}
+    parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0))
+    with secondaries(3, tmp_path) as nodes:
+        spare = entry_of(nodes[2], is_spare=True)
+        cluster = replace(cluster_of(nodes[:2]), spares=(spare,))
+        wanted, before = run(cluster, checkpoint, tmp_path, parallel, **options)
+        lost = lose_after(150, nodes[0], monkeypatch)
+        ids, after = run(cluster, checkpoint, tmp_path, parallel, **options)
+    assert lost.is_set() and ids == wanted
+    (recovery,) = after.to_json()["recoveries"]
+    assert recovery["node"] == "secondary0" and "secondary2" in recovery["replaced_by"]
+    assert recovery["may_differ"] == [] and after.samples[0].may_differ_from is None
+    heads = [{node.name: node.share.heads for node in one.nodes if node.share is not None} for one in (before, after)]
+    assert heads[1].pop("secondary2") == heads[0].pop("secondary0") and heads[0] == heads[1]
+
+
+def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
+    """Its new number gives it another place in the ring, and not another rank in the sums."""
+    parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0, 1.0))
+    with secondaries(3, tmp_path) as nodes, StarterNode(
+        cluster_of(nodes), StarterOptions(ckpt=checkpoint, parallel=parallel, placement="even", prompt_style="none")
+    ) as starter:  # fmt: skip
+        starter.place(1, 120)
+        starter.prepare(120)
+        assert starter.rings is not None
+        make_own = starter.rings.basis.make_own
+        assert make_own is not None
+        found = []
+        for order in itertools.permutations(("a", "b", "c")):
+            processes = dict(zip((f"secondary{i}" for i in range(3)), order, strict=True))
+            cluster, own = make_own(cluster_of(nodes), processes)
+            names = [node.name for node in cluster.nodes]
+            assert names == ["starter", *sorted(processes, key=lambda name: processes[name])]
+            found.append({name: own.share_of(index) for index, name in enumerate(names)})
+            groups = [group_of(own.extensions(index), starter.weights.config) for index in range(4)]
+            assert [group.is_last for group in groups if group is not None] == [False, False, False, True]
+        assert all(one == found[0] for one in found)
 
 
 def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
@@ -233,7 +321,7 @@ def test_a_shard_does_not_look_through_the_whole_model_for_each_tensor(
 @pytest.mark.parametrize("change", [
     {"rank": 7}, {"heads": [0, 3]}, {"heads": [0, 4, 3]}, {"columns": [0, 1, 10**9]}, {"packing": ["int3", "int8"]},
     {"members": "all"}, {"algorithm": "guess"}, {"reduce_dtype": None}, {"vocabulary": [0, 1, 2]},
-    {"n_here": [1]},
+    {"n_here": [1]}, {"is_last": 1},
 ])  # fmt: skip
 def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: Path) -> None:
     config = open_source(checkpoint).config_dict

@@ -93,6 +93,36 @@ def test_greedy_tokens_equal_the_whole_model(family: str) -> None:
             assert generate(stages_of(gpt, shares, sums(found)), gpt, ids, 12, 17) == wanted
 
 
+def assert_logits_of_the_whole(gpt: GPT, shares: Shares) -> None:
+    """Of every position, and not only which token is the best."""
+    ids = prompt(30, 11)
+    with meshes(shares.n_nodes) as found, torch.no_grad():
+        rows = rows_of(stages_of(gpt, shares, sums(found)), gpt, ids)[0]
+        logits = gpt.lm_head(gpt.transformer.ln_f(torch.from_numpy(rows)))
+        if (cap := gpt.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        torch.testing.assert_close(logits, gpt(torch.tensor([ids]))[0], atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_logits_equal_those_of_the_whole_model(family: str) -> None:
+    gpt = model_of(family)
+    assert_logits_of_the_whole(gpt, share_out(asdict(gpt.config), (1, 3, 2)))
+
+
+@pytest.mark.parametrize("family", ["pythia-14m", "phi-2"])  # these add biases behind both sums
+@pytest.mark.parametrize(
+    ("heads", "columns"),
+    [((0, 0, 4, 6), (0, 30, 30, 64)), ((0, 3, 6, 6), (0, 0, 0, 64)), ((0, 0, 0, 6), (0, 0, 64, 64))],
+)
+def test_biases_are_added_once_by_a_node_that_has_something(
+    family: str, heads: tuple[int, ...], columns: tuple[int, ...]
+) -> None:
+    gpt = model_of(family)
+    assert gpt.config.bias
+    assert_logits_of_the_whole(gpt, Shares(heads, columns))
+
+
 @pytest.mark.parametrize("bounds", [(0, 1, 6), (0, 0, 4, 6), (0, 2, 3, 5, 5, 6)])
 def test_any_heads_and_columns(bounds: tuple[int, ...]) -> None:
     """Heads and columns that are shared out in different proportions; groups of two nodes and more that nobody has whole."""
@@ -135,10 +165,26 @@ def test_rounded_sums_and_caches_stay_close() -> None:
     assert 0 < np.linalg.norm(results["int8"] - results["float32"]) / norm < 0.05
 
 
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "falcon-40b"])  # two sums a block, and one
+def test_finished_blocks_are_counted(family: str) -> None:
+    gpt = model_of(family)
+    with meshes(2) as found:
+        stages = stages_of(gpt, share_out(asdict(gpt.config), (1, 1)), sums(found))
+        for n_frames in (1, 2):
+            rows_of(stages, gpt, [1, 2, 3], 3 * (n_frames - 1))
+            assert {stage.n_finished for stage in stages} == {n_frames * gpt.config.n_layer}
+
+
 def test_caches_hold_the_groups_that_a_node_reads() -> None:
     config = asdict(model_of("Llama-3.1-8B").config)  # six heads, two groups
     sizes = [Share(Shares((0, 2, 4, 6), (0, 21, 42, 64)), rank, config).groups for rank in range(3)]
     assert sizes == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_shares_are_in_proportion_to_what_nodes_can_do() -> None:
+    config = asdict(model_of("Llama-3.1-8B").config)  # six heads, 64 columns, 97 tokens
+    assert share_out(config, (1, 3, 2), True) == Shares((0, 1, 4, 6), (0, 11, 43, 64), (0, 16, 64, 97))
+    assert share_out(config, (2, 0, 1, 0)).heads == (0, 4, 4, 6, 6)
 
 
 def test_what_cannot_be_shared_out_is_told() -> None:

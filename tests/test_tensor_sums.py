@@ -9,8 +9,9 @@ import pytest
 
 from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, fastest, seconds
+from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.joining import agree_on_speed
-from mdi.tensor.numbers import REDUCE_DTYPES
+from mdi.tensor.numbers import REDUCE_DTYPES, Numbers
 from tensor_groups import meshes, on_all, sums
 
 SHAPES = [(1, 48), (3, 33), (7, 2), (1, 4096), (64, 2048)]
@@ -45,6 +46,19 @@ def test_all_nodes_have_the_same_bits_and_the_sum(n: int, algorithm: str, reduce
         wanted = n * np.sum([p.astype(np.float64) for p in parts_of(n, shape)], axis=0)
         allowed = {"float32": 1e-5, "fp16": 5e-3, "int8": 0.1}[reduce_dtype] * n * np.abs(wanted).max()
         np.testing.assert_allclose(found[0], wanted, atol=allowed)
+
+
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+def test_sums_of_squares_are_never_rounded(reduce_dtype: str) -> None:
+    """They are one or two numbers for each row, and all others are divided by them."""
+    for shape in ((7, 1), (7, 2)):
+        exact = summed(3, "exchange", shape, "float32")[0]
+        assert summed(3, "exchange", shape, reduce_dtype)[0].tobytes() == exact.tobytes()
+
+
+def test_a_group_of_one_has_its_sum() -> None:
+    for algorithm in ALGORITHMS:
+        assert summed(1, algorithm, (3, 33), "int8")[0].tobytes() == parts_of(1, (3, 33))[0].tobytes()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -112,6 +126,22 @@ def test_all_agree_on_how_fast_links_are() -> None:
     with meshes(3) as found:
         speeds = on_all(3, lambda rank: agree_on_speed(found[rank]))
     assert len(set(speeds)) == 1 and speeds[0].delay_s > 0 and speeds[0].bytes_s > 0
+
+
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+@pytest.mark.parametrize("n", [3, 8])
+def test_what_auto_takes_never_changes_the_bits(n: int, reduce_dtype: str) -> None:
+    """A ring that is formed again measures other speeds."""
+    speeds = [LinkSpeed(1e-7, 1e10, 1e-4), LinkSpeed(1e-9, 1e5, 0.0), LinkSpeed(1e-5, 1e6), LinkSpeed(1e-2, 1e9)]
+    with meshes(n) as found:
+        for shape in (*SHAPES[:4], (16, 512)):
+            results = set()
+            for speed in speeds:
+                parts = parts_of(n, shape)
+                groups = [AllReduce(mesh, "auto", Numbers(reduce_dtype), speed) for mesh in found]
+                on_all(n, lambda rank: groups[rank].reduce(parts[rank]))  # noqa: B023
+                results.add(parts[0].tobytes())
+            assert len(results) == 1, shape
 
 
 def test_costs_choose_as_delays_and_rates_say() -> None:

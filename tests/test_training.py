@@ -16,10 +16,11 @@ from litgpt.model import GPT
 from mdi.errors import CheckpointError, MdiError, UsageError
 from mdi.training.checkpoint import save_checkpoint
 from mdi.training.loop import StepReport, Trainer, TrainingProgress, make_optimizer
+from mdi.training.lora import add_adapters
 from mdi.training.new_model import load_shape, new_model
 from mdi.training.record import ProgressLines
 from mdi.training.schedule import learning_rate
-from mdi.training.training_settings import TrainingSettings
+from mdi.training.training_settings import LoraSettings, TrainingSettings
 from mdi.training.windows import Windows
 from tiny_training import SHAPE, grammar_text, losses, make_dataset, make_shape, train, val_losses
 
@@ -151,6 +152,32 @@ def test_a_run_goes_on_from_its_progress_and_optimizer() -> None:
         progress=TrainingProgress(n_steps=first.progress.n_steps),
     )
     assert [second.step()[1] for _ in range(3)] == expected[3:]
+
+
+def test_what_is_dropped_depends_on_seed_and_step_alone() -> None:
+    """So that a resumed run drops the same: not on what was drawn before in this process."""
+
+    def losses_of(seed: int, global_seed: int, n_before: int = 0) -> list[float]:
+        settings = TrainingSettings(
+            sequence_length=8, batch_size=2, grad_acc_steps=2, max_iters=6, seed=seed, lr=1e-30, min_lr=0.0
+        )
+        windows = Windows(np.full(400, 7, dtype=np.uint16), 8, 1)  # all alike: only what is dropped makes a difference
+        model = add_adapters(Config(**SHAPE), LoraSettings(r=2, dropout=0.5), seed=1)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight) * (3 if "lora" in name else 1))
+        trainer = Trainer(model, windows, windows, settings, progress=TrainingProgress(n_steps=n_before))
+        torch.manual_seed(global_seed)
+        before = torch.random.get_rng_state()
+        found = [trainer.step()[1] for _ in range(3 - n_before)]
+        assert torch.equal(torch.random.get_rng_state(), before), "the global random state is left alone"
+        return found
+
+    expected = losses_of(seed=1, global_seed=1)
+    assert len(set(expected)) == 3, "each step drops something else"
+    assert losses_of(seed=1, global_seed=2) == expected
+    assert losses_of(seed=1, global_seed=3, n_before=2) == expected[2:], "as a run that was resumed at this step"
+    assert losses_of(seed=2, global_seed=1) != expected
 
 
 def test_weight_decay_is_for_matrices_only() -> None:

@@ -20,7 +20,7 @@ from mdi.errors import CheckpointError, ControlError, MdiError
 from mdi.node.secondary import SecondaryNode
 from secondaries import cluster_of, entry_of, secondaries, secondary, text_of
 from tiny_checkpoint import reference, write_checkpoint
-from waiting import until
+from waiting import DEADLINE_S, until
 
 N_KILLS = 20
 PIECE_BYTES = 1 << 14
@@ -307,6 +307,56 @@ def test_space_is_freed_by_age(tmp_path: Path) -> None:
     assert (tmp_path / f"{partial}.part").exists() and (tmp_path / "profiles.json").exists()
     assert BlockStore(tmp_path).free_space(1 << 60, set()) == 0, "no limit"
     assert BlockStore(tmp_path / "nowhere", 10).free_space(5, set()) == 0
+
+
+def test_what_other_runs_need_is_not_removed(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, 1000)
+    shas = [put(store, f"part{i}", 300, 1000.0 + i) for i in range(2)]
+    coming = put(store, "coming", 300, 1.0, ".part")
+    with store.in_use({shas[0], coming}):
+        with store.in_use({coming}):
+            assert store.free_space(300, set()) == 300 and store.parts() == (shas[0],)
+        with pytest.raises(CheckpointError) as caught:
+            store.free_space(500, set())
+        assert caught.value.code == "disk" and store.partial_bytes(coming) == 300, "the outer one still needs it"
+    assert store.free_space(500, set()) == 300 and not store.partial_bytes(coming)
+
+
+def test_space_is_made_beside_a_part_that_is_being_received(tmp_path: Path) -> None:
+    raw = bytes(range(256)) * 4
+    part = PartSpec("block.0", hashlib.sha256(raw).hexdigest(), len(raw))
+    store = BlockStore(tmp_path, 2000)
+    left, removed = [raw[:512], raw[512:]], []
+
+    def read(n: int) -> bytes:
+        if len(left) == 1:
+            with contextlib.suppress(CheckpointError):
+                removed.append(store.free_space(1800, set()))
+        return left.pop(0)
+
+    store.receive(part, 0, read)
+    assert not removed and store.path(part.sha256).read_bytes() == raw
+
+
+def test_the_parts_of_a_run_stay_until_it_has_loaded_them(tiny: Path, tmp_path: Path) -> None:
+    fields, data = parts_of(tiny)
+    transfer = Transfer(fields, data)
+    with secondary(0, tmp_path) as node:
+        store, limit = node.store, 2 * sum(part.n_bytes for part in data)
+        store.limit_bytes = limit
+        sizes = [part.n_bytes for part in data]
+        assert not transfer.attempt(node, sizes[0] + 10, lambda: None)
+        (job,) = node.runs.active
+        whole = store.parts()
+        assert len(whole) == 1 and whole[0] in transfer.whole
+        for keep in (set(), {"f" * 64}):
+            with pytest.raises(CheckpointError) as caught:
+                store.free_space(limit, keep)
+            assert caught.value.code == "disk"
+        assert store.parts() == whole
+        job.end()
+        assert job.over.wait(DEADLINE_S)
+        assert store.free_space(limit, set()) > 0 and not store.parts()
 
 
 def test_a_part_that_is_coming_already_is_to_be_asked_for_again(tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
-        raise UsageError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
+        is_after_comma = text[: e.pos].rstrip().endswith(",") and text[e.pos :].lstrip()[:1] in ("]", "}")
+        hint = " (is the comma before it one too many?)" if is_after_comma else ""
+        raise UsageError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}{hint}") from None
     except (ValueError, RecursionError) as e:  # a number with thousands of digits, brackets without end
         raise UsageError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(data, dict):

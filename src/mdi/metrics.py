@@ -131,6 +131,8 @@ class SampleMetrics:
         ttft_s: time to first token; None if none came.
         tokens_per_s: after the first token; 0 if there were fewer than two.
         token_times_s: when each of them came, rising; tokens that might have become a stop sequence come together.
+        may_differ_from: number of the first token, counted from 0, that may be another one than in an undisturbed run; None if
+            all are the same.
     """
 
     prompt: str
@@ -141,6 +143,7 @@ class SampleMetrics:
     ttft_s: float | None
     tokens_per_s: float
     token_times_s: tuple[float, ...] = ()
+    may_differ_from: int | None = None
 
     @classmethod
     def from_times(
@@ -175,6 +178,7 @@ class SampleMetrics:
             "finish_reason": self.finish_reason,
             "ttft_s": self.ttft_s,
             "tokens_per_s": self.tokens_per_s,
+            "may_differ_from": self.may_differ_from,
         }
 
 

@@ -1,4 +1,4 @@
-"""Prints a line every two seconds during long work."""
+"""Prints a line every two seconds, or more rarely, during long work."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ REPORT_S = 2.0
 
 
 class Periodic:
-    """`is_due` once every REPORT_S, first after that time."""
+    """`is_due` once every `each_s`, first after that time."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_s: float | None = None) -> None:
+        self._each_s = each_s
         self.begin_s = self._last_s = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether it is time to say something; if so, the next time begins now."""
         now = time.monotonic()
-        if now - self._last_s <= REPORT_S:
+        if now - self._last_s <= (REPORT_S if self._each_s is None else self._each_s):
             return False
         self._last_s = now
         return True

@@ -18,6 +18,8 @@ def format_report(run: RunMetrics) -> str:
     )
     head = clip(f"{title} in {duration(run.duration_s)}, {run.tokens_per_s:.1f} tokens/s", REPORT_COLUMNS)
     samples = "\n".join(table(_sample_rows(run), left=(4, 5)))
+    if differing := _differing(run):
+        samples = f"{samples}\n{differing}"
     if not run.nodes:
         return f"{head}\n\n{samples}"
     nodes = "\n".join(table(_node_rows(run), left=(0,)))
@@ -53,7 +55,10 @@ def _gain(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
     if ring.n_nodes > n_cores:
         why = f"{counted(ring.n_nodes, 'node')} share {counted(n_cores, 'core')}"
     slower = alone.tokens_per_s / ring.tokens_per_s
-    return f"The ring was {slower:.1f} times slower: {why}. It pays with a machine for each node."
+    return (
+        f"The ring was {slower:.1f} times slower: {why}.\n"
+        "It pays with a machine for each node: plan.py predicts how much (docs/placement.md)."
+    )
 
 
 def _sample_rows(run: RunMetrics) -> list[list[str]]:
@@ -75,6 +80,15 @@ def _sample_rows(run: RunMetrics) -> list[list[str]]:
         ["total", str(run.n_tokens), f"{run.tokens_per_s:.1f}", duration(mean_ttft_s), "", "(first token: mean)"]
     )
     return rows
+
+
+def _differing(run: RunMetrics) -> str:
+    """A line for each sample that may differ from an undisturbed run's."""
+    return "\n".join(
+        f"sample {i} may differ from an undisturbed run from its token {sample.may_differ_from} on"
+        for i, sample in enumerate(run.samples)
+        if sample.may_differ_from is not None
+    )
 
 
 def _node_rows(run: RunMetrics) -> list[list[str]]:

@@ -64,22 +64,22 @@ class Running:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
 def test_boards_join_and_generate(tmp_path: Path) -> None:
-    """One board is found, the other one dials the starter, as one behind a router must."""
+    """One board announces itself, one is only known from its joining, and one dials the starter, as behind a router."""
     key = key_file(tmp_path / "cluster.key").path
     alone = subprocess.run(
         [sys.executable, "-m", "mdi.cli", "sample", *map(str, FLAGS)],
         capture_output=True, text=True, timeout=DEADLINE_S, env={**environment(tmp_path), "MDI_KEY_FILE": ""}, check=True,
     )  # fmt: skip
     running: list[Running] = []
-    with network(3) as hosts:
+    with network(4) as hosts:
         addr = hosts[0][1]
-        flags = ("--key", key, "--nodes", 3, "--no-journal", "--dial-port", 8089, *FLAGS)
+        flags = ("--key", key, "--nodes", 4, "--no-journal", "--dial-port", 8089, *FLAGS)
         starter = Running(command(hosts[0][0], "starter", *flags), tmp_path)
         running.append(starter)
         try:
             for i, (namespace, _) in enumerate(hosts[1:]):
                 where, code = starter.wait_for(rf"mdi join ({re.escape(addr)}:\d+) (\S+)").groups()
-                own: tuple[Any, ...] = ("--dial", f"{addr}:8089") if i == 1 else ()
+                own: tuple[Any, ...] = ((), ("--no-announce",), ("--dial", f"{addr}:8089"))[i]
                 words = ("join", where, code, "--key", tmp_path / f"{i}.key", "--cache-dir", tmp_path / str(i), *own)
                 running.append(Running(command(namespace, *words), tmp_path))
                 running[-1].wait_for("waits for its starter")

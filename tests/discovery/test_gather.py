@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,33 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.config import NodeConfig
+from mdi.control.messages import COMPILING
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.discovery import gather
 from mdi.discovery.announcement import Announcement
-from mdi.discovery.gather import FoundNode, Gathering, cluster_of
+from mdi.discovery.gather import FoundNode, Gathering, Guests, cluster_of
 from mdi.errors import ControlError
+from mdi.security.invitation import GuestNode
 from mdi.security.keys import KeyFile
 
 LONG_S = 60.0
 
 
 class Waiting(StatusOnly):
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, states: Sequence[str] = ("IDLE",)) -> None:
         self._process = process
+        self._states = list(states)
 
     def status(self, run: str | None) -> dict[str, Any]:
-        return {"name": "board", "version": "9", "state": "IDLE", "process": self._process}
+        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        return {"name": "board", "version": "9", "state": state, "process": self._process}
 
 
 @contextlib.contextmanager
-def node(process: str, keys: KeyFile, announced_process: str | None = None) -> Iterator[Announcement]:
-    server = ControlServer(Waiting(process), "127.0.0.1", 0, "board", keys)
+def node(
+    process: str, keys: KeyFile, announced_process: str | None = None, states: Sequence[str] = ("IDLE",)
+) -> Iterator[Announcement]:
+    server = ControlServer(Waiting(process, states), "127.0.0.1", 0, "board", keys)
     try:
         yield Announcement.of("board", "127.0.0.1", server.port, 5088, announced_process or process, keys.first)
     finally:
@@ -71,6 +78,68 @@ def test_who_does_not_prove_that_it_has_the_key_is_nobody(keys: KeyFile, tmp_pat
 def test_too_few_are_named(keys: KeyFile) -> None:
     with node("a", keys) as only, pytest.raises(ControlError, match=f"board at 127.0.0.1:{only.port}"):
         Gathering([lambda: [only]], keys).wait(2, 0.0)
+
+
+def guest(found: Announcement) -> GuestNode:
+    return GuestNode(found.name, found.addr, found.port, found.ring_port)
+
+
+def test_who_has_joined_is_found_without_an_announcement(keys: KeyFile) -> None:
+    guests = Guests()
+    with node("a", keys) as only:
+        guests.add(guest(only), "127.0.0.1")
+        (found,) = Gathering([guests.nodes], keys).wait(1, LONG_S)
+    assert found.announcement.process == "a"
+    assert (found.config("x").addr, found.config("x").port, found.config("x").port_in) == (
+        "127.0.0.1", only.port, only.ring_port,
+    )  # fmt: skip
+
+
+def test_the_address_that_a_request_came_from_is_tried_too() -> None:
+    guests = Guests()
+    guests.add(GuestNode("board", "10.0.0.7", 8088, 5088), "192.0.2.7")
+    assert [found.addr for found in guests.nodes()] == ["10.0.0.7", "192.0.2.7"]
+
+
+def test_a_node_that_has_joined_and_is_announced_is_one_node(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "AGAIN_S", 0.0)
+    come: list[FoundNode] = []
+    there: list[Announcement] = []
+    with node("a", keys) as only:
+        guests = Guests()
+        gathering = Gathering([lambda: there, guests.nodes], keys, come.append)
+        guests.add(guest(only), "127.0.0.1")
+        assert gathering.look()
+        there.append(only)
+        assert not gathering.look() and not gathering.look()
+        assert len(gathering.nodes) == len(come) == 1
+
+
+def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
+    keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "AGAIN_S", 0.0)
+    come: list[str] = []
+    with node("a", keys, states=[COMPILING, COMPILING, "IDLE"]) as only:
+        gathering = Gathering([lambda: [only]], keys, lambda found: come.append(found.status["state"]))
+        assert gathering.look() and len(gathering.nodes) == 1
+        for _ in range(3):
+            assert not gathering.look()
+        assert come == [COMPILING, "IDLE"] and not gathering.nodes[0].is_compiling
+
+
+def test_it_says_whom_it_waits_for_and_only_what_is_new(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "TOLD_S", 0.0)
+    lines: list[str] = []
+    guests = Guests()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    guests.add(GuestNode("gone", "127.0.0.1", port, 5088), "127.0.0.1")
+    with node("a", keys) as only, pytest.raises(ControlError) as caught:
+        Gathering([lambda: [only], guests.nodes], keys).wait(2, 1.0, tell=lines.append)
+    assert [line.split()[:4] for line in lines if "nodes" in line] == [["2", "of", "3", "nodes"]]
+    assert len(lines) == 2 and f"gone at 127.0.0.1:{port}" in lines[1]
+    assert f"gone at 127.0.0.1:{port}" in str(caught.value)
 
 
 def test_who_has_gone_is_forgotten(keys: KeyFile) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 from networks import network
 
 from cluster_keys import key_file
+from mdi.discovery.announcement import Announcement
+from mdi.discovery.mdns import N_RESOLVED, SERVICE, Announcer, Browser
+from waiting import until
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 DEADLINE_S = 120.0
@@ -37,6 +42,42 @@ def found(namespace: str, keys: list[Path], folder: Path) -> list[list[str]]:
 
 def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SRC), "MDI_KEY_FILE": str(folder / "none.key")}
+
+
+def nameless(names: list[bytes]) -> bytes:
+    """An announcement of names, with no address for any of them."""
+    service = b"".join(bytes([len(part)]) + part for part in SERVICE.encode().split(b".") if part) + b"\0"
+    packet = struct.pack(">HHHHHH", 0, 0x8400, 0, len(names), 0, 0)
+    for name in names:
+        instance = bytes([len(name)]) + name + service
+        packet += service + struct.pack(">HHIH", 12, 1, 4500, len(instance)) + instance
+    return packet
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
+def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path) -> None:
+    keys, addr = key_file(tmp_path / "cluster.key"), "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(addr))
+        stranger.bind((addr, 5353))
+        browser = Browser(keys, [addr])
+        try:
+            first = Announcer(Announcement.of("first", addr, 8088, 5088, "aaaa" * 4, keys.first), [addr])
+            try:
+                until(lambda: [node.name for node in browser.nodes()] == ["first"])
+                for i in range(0, N_RESOLVED + 40, 20):
+                    stranger.sendto(nameless([b"stranger %d" % (i + j) for j in range(20)]), ("224.0.0.251", 5353))
+            finally:
+                first.close()
+            until(lambda: not browser.nodes())  # the strangers' packets came before its last one
+            second = Announcer(Announcement.of("second", addr, 8088, 5088, "bbbb" * 4, keys.first), [addr])
+            try:
+                until(lambda: [node.name for node in browser.nodes()] == ["second"])
+            finally:
+                second.close()
+        finally:
+            browser.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster_keys import key_file
+from mdi.discovery import relay as relay_module
+from mdi.discovery import tunnel as tunnel_module
 from mdi.discovery.dial_out import DialOut
-from mdi.discovery.relay import Relay
-from mdi.discovery.tunnel import close
+from mdi.discovery.relay import N_MEETING, N_PER_ADDRESS, Relay
+from mdi.discovery.tunnel import Tunnel, close, join
+from mdi.net.listener import open_socket
 from mdi.security.challenge import CHALLENGE_BYTES
 from mdi.security.keys import KeyFile
 from waiting import until
@@ -73,6 +79,19 @@ def dialled(relay: Relay, keys: KeyFile) -> Iterator[DialOut]:
         ring.close()
 
 
+@contextlib.contextmanager
+def connected(port: int, source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S, (source, 0)) as sock:
+        yield sock
+
+
+def is_over(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 def exchange(port: int, data: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
         sender = threading.Thread(target=lambda: (sock.sendall(data), sock.shutdown(socket.SHUT_WR)))
@@ -109,6 +128,105 @@ def exchange_works(relay: Relay) -> bool:
         return exchange(relay.nodes()[0].port, b"x") == b"xcontrol"
     except (OSError, IndexError):
         return False
+
+
+def test_the_oldest_of_many_strangers_makes_way(relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel_module, "MEET_S", 3600.0)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connected(relay.port)) for _ in range(N_MEETING)]
+        for stranger in strangers:
+            stranger.sendall(b"\1")
+        Tunnel.dial("127.0.0.1", relay.port, keys.keys).close()
+        assert strangers[0].recv(1) == b""
+
+
+def test_a_meeting_has_one_deadline_for_all_its_bytes(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel_module, "MEET_S", 0.2)
+    with connected(relay.port) as stranger, pytest.raises(ConnectionError):
+        for _ in range(CHALLENGE_BYTES - 1):
+            stranger.sendall(b"\1")
+            threading.Event().wait(0.1)
+
+
+class WithoutFiles(socket.socket):
+    """Has no file for the first connection."""
+
+    has_failed = False
+
+    def accept(self) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+def test_an_error_of_accept_passes(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "open_socket", lambda *where: WithoutFiles(fileno=open_socket(*where).detach()))
+    relay = Relay("127.0.0.1", 0, keys)
+    try:
+        with dialled(relay, keys):
+            until(lambda: bool(relay.nodes()))
+            assert exchange(relay.nodes()[0].port, b"x") == b"xcontrol"
+    finally:
+        relay.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="one machine has only one address")
+def test_one_address_elsewhere_has_so_many_connections_to_a_node(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's connections reach the node from the relay's address, so that the node cannot count them itself."""
+    monkeypatch.setattr(relay_module, "is_here", lambda addr: addr == "127.0.0.1")
+    monkeypatch.setattr(tunnel_module, "ENDING_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        server.settimeout(DEADLINE_S)
+        own = ("127.0.0.1", server.getsockname()[1])
+        node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, {"control": own, "ring": own})
+        stack.callback(node.close)
+        until(lambda: bool(relay.nodes()))
+        port = relay.nodes()[0].ring_port
+        held = [stack.enter_context(connected(port, "127.0.0.2")) for _ in range(N_PER_ADDRESS)]
+        for _ in held:
+            stack.enter_context(server.accept()[0])
+        with connected(port, "127.0.0.2") as refused:
+            assert is_over(refused)
+        for addr in ("127.0.0.3", "127.0.0.1"):
+            stack.enter_context(connected(port, addr))
+            stack.enter_context(server.accept()[0])
+        held[0].close()
+        server.settimeout(0.2)
+
+        def is_let_in() -> bool:
+            with connected(port, "127.0.0.2"):
+                try:
+                    server.accept()[0].close()
+                except TimeoutError:
+                    return False
+                return True
+
+        until(is_let_in)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), DEADLINE_S)
+        return server.accept()[0], near
+
+
+def test_who_stays_after_the_other_side_has_ended_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel_module, "ENDING_S", 0.05)
+    (one, near), (two, far) = tcp_pair(), tcp_pair()
+    with near, far:
+        joining = threading.Thread(target=join, args=(one, two), daemon=True)
+        joining.start()
+        for _ in range(3):  # silent for long, and both there
+            threading.Event().wait(0.1)
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+        near.shutdown(socket.SHUT_WR)
+        assert far.recv(1) == b""
+        joining.join(DEADLINE_S)
+        assert not joining.is_alive()
 
 
 def test_strangers_cannot_dial_in(relay: Relay, tmp_path: Path) -> None:

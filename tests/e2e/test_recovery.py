@@ -68,7 +68,8 @@ def check(endless: Path, starter: Starter, nodes: Cluster) -> Callable[..., list
         assert result.token_ids == UNDISTURBED[key], result.err
         told = result.json["recoveries"]
         assert [(one["node"], one["replaced_by"]) for one in told] == list(recoveries)
-        assert all(one["seconds"] > 0 for one in told)
+        assert all(one["seconds"] > 0 and one["may_differ"] == [] for one in told)
+        assert all(sample["may_differ_from"] is None for sample in result.json["samples"])
         return [one["restored_by"] for one in told]
 
     return compare

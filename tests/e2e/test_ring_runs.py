@@ -17,7 +17,9 @@ NODE_FIELDS = {
     "name", "layers", "peak_rss_bytes", "compute_s", "wait_s", "send_s", "bytes_sent", "frames",
     "weights_resident_bytes", "weights_read_bytes", "disk_wait_s",
 }  # fmt: skip
-SAMPLE_FIELDS = {"prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s"}
+SAMPLE_FIELDS = {
+    "prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s", "may_differ_from",
+}  # fmt: skip
 
 
 def prompt_flags(prompts: list[str]) -> list[str]:

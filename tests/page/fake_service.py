@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from mdi.serve.live import ring_words
 from mdi.serve.page import routes
 
 DEADLINE_S = 30.0
@@ -26,24 +27,26 @@ def node(name: str, **others: Any) -> dict[str, Any]:
     memory = {"rss_bytes": 400_000_000, "available_bytes": 3_200_000_000}
     found = {
         "name": name, "addr": "192.168.1.10", "blocks": [0, 2], "blocks_text": "blocks 0-1", "is_here": True,
-        "state": "RUNNING", "device": "cpu", "memory": memory, "cache": {"used": 12_000_000, "limit": 900_000_000},
+        "state": "SERVING", "device": "cpu", "memory": memory, "cache": {"used": 12_000_000, "limit": 900_000_000},
         "compute_s": 12.5, "wait_s": 3.0, "send_s": 0.5, "frames": 1000, "bytes_sent": 4_000_000, "busy": 0.4,
         "waiting": 0.5, "sending": 0.02, "bytes_s": 41_000.0,
     }  # fmt: skip
     return {**found, **others}
 
 
-def snapshot(*nodes: dict[str, Any]) -> dict[str, Any]:
+def snapshot(*nodes: dict[str, Any], trouble: str = "") -> dict[str, Any]:
     names = [one["name"] for one in nodes]
     pairs = zip(names, names[1:] + names[:1], strict=True)
     links = [
         {"source": a, "target": b, "delay_s": 0.0021, "error_s": 0.0004, "bytes_s": 41_000.0, "bytes": 4_000_000}
         for a, b in pairs
     ]
-    return {
+    found = {
         "nodes": list(nodes), "links": links, "texts": {"running": 8, "waiting": 1, "put_out": 0}, "n_tokens": 12345,
         "tokens_s": 38.2, "waits_for": names[1] if len(names) > 1 else None,
     }  # fmt: skip
+    state, words = ring_words(found, trouble)
+    return {**found, "state": state, "words": words}
 
 
 class FakeService:
@@ -57,7 +60,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(
-            status={"state": "serving", "model": "nano-llama", "text": "it serves", "done": 1.0, "load": 1}
+            status={"state": "serving", "model": "nano-llama", "text": "ready", "done": 1.0, "load": 1}
         )
         self.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
         self.other_rings: dict[str, dict[str, Any]] = {}
@@ -65,6 +68,7 @@ class FakeService:
         self.counts = {"running": 8, "waiting": 2, "limit": 512}
         self.models = SimpleNamespace(latest="nano-llama")
         self.observe: list[Any] = []
+        self.events: list[dict[str, Any]] = [{"time_s": 1.7e9, "level": "info", "text": "the ring is closed"}]
         self.asked: list[dict[str, Any]] = []
         self.gone = threading.Event()
         self._pieces: asyncio.Queue[str | None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mdi.serve.live import Delays, NodeLook, shares, waited_for
+from mdi.serve.live import Delays, NodeLook, node_state, ring_words, shares, waited_for
 from mdi.tracing.clocks import Reading
 from mdi.tracing.spans import Activity, Span
 
@@ -24,6 +24,14 @@ def test_shares_are_of_the_time_between_two_looks() -> None:
     before, now = look("a", 10.0, numbers(5.0, 2.0, 10)), look("a", 12.0, numbers(6.5, 2.4, 30))
     found = shares(before, now)
     assert found == {"busy": 0.75, "waiting": pytest.approx(0.2), "sending": 0.0, "bytes_s": 10_000.0}
+
+
+def test_the_shares_of_a_node_are_no_more_than_its_time() -> None:
+    """A wait of 9 s that has just ended is measured in the second in which it did."""
+    before = look("a", 10.0, numbers(5.0, 2.0, 10))
+    found = shares(before, look("a", 11.0, {**numbers(5.08, 11.0, 30), "send_s": 0.01}))
+    assert found["busy"] == pytest.approx(0.08) and found["sending"] == pytest.approx(0.01)
+    assert found["waiting"] == pytest.approx(0.91)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +83,28 @@ def test_who_is_waited_for() -> None:
     assert waited_for(nodes(0.3, 0.5)) is None
     assert waited_for(nodes(None, None)) is None
     assert waited_for(nodes(0.99)) is None and waited_for([]) is None
+
+
+@pytest.mark.parametrize(
+    ("running", "tokens_s", "waits_for", "is_here", "trouble", "wanted"),
+    [
+        (0, 0.0, None, True, "", ("idle", "Idle: all nodes wait for a text.")),
+        (2, 9.0, None, True, "", ("working", "No node limits the ring: frames spend most of their time on links.")),
+        (2, 9.0, "n1", True, "", ("working", "n1 limits the ring: it computes 93% of the time.")),
+        (2, 0.0, None, True, "", ("working", "No token has come in the last second.")),
+        (2, 0.0, None, False, "", ("working", "No answer from n1.")),
+        (2, 9.0, "n1", False, "n1 is lost", ("recovering", "n1 is lost.")),
+        (0, 0.0, None, True, "n1 is lost", ("recovering", "n1 is lost.")),
+    ],
+)
+def test_what_is_said_of_a_ring(
+    running: int, tokens_s: float, waits_for: str | None, is_here: bool, trouble: str, wanted: tuple[str, str]
+) -> None:
+    nodes = [{"name": "n0", "is_here": True, "busy": 0.1}, {"name": "n1", "is_here": is_here, "busy": 0.93}]
+    ring = {"nodes": nodes, "texts": {"running": running}, "tokens_s": tokens_s, "waits_for": waits_for}
+    assert ring_words(ring, trouble) == wanted
+
+
+def test_what_is_said_of_a_node() -> None:
+    assert [node_state(own, "") for own in ("RUNNING", "LOADING", "")] == ["SERVING", "LOADING", ""]
+    assert [node_state(own, "lost") for own in ("RUNNING", "IDLE", "")] == ["WAITING", "WAITING", ""]

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium, or MDI_CHROMIUM)"),
 ]
 TEXT = "document.querySelector('.message.assistant .body')?.textContent ?? ''"
-MARKDOWN = """# Title
+MARKDOWN = """# Title ##
 
 Some *soft* and **hard** `code`.
 
@@ -52,6 +52,16 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 |---|---|
 | **b** | https://plain.example/x |
 """
+# Each took minutes with expressions that could match the same characters in several ways. With what is shown of it.
+N_LONG = 200_000
+LONG_LINES = {
+    "separator": ("# " + " " * 5000 + "\u2028" + "after a heading", "h3 + p", "after a heading"),
+    "heading": ("# title " + "#" * N_LONG + " " * N_LONG + "x", "h3", "title ##"),
+    "table": ("a|b\n" + " " * N_LONG + "x|", "p", "a|b"),
+    "fence": ("~" * N_LONG + "`", "p", "~~~"),
+    "item": ("- " + " " * N_LONG + "\u2028" + "one", "li", "one"),
+    "link": ("[a](" + " " * 3 * N_LONG + "b", "p", "[a]("),
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +166,26 @@ def test_markdown_is_drawn(page: Any, service: FakeService) -> None:
         assert body.locator(selector).first.inner_text().strip() == words, selector
 
 
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_no_line_takes_the_page_long(page: Any, service: FakeService, name: str) -> None:
+    """What is asked is what is shown; a page that is at work for minutes meets the deadline of `ended`."""
+    line, selector, words = LONG_LINES[name]
+    say(page, service, "show")
+    service.put(line, None)
+    ended(page)
+    assert page.locator(f".message.assistant .body {selector}").first.inner_text().strip().startswith(words)
+
+
 def test_stop_and_regenerate(page: Any, service: FakeService) -> None:
     say(page, service, "count")
-    service.put("one two")
+    service.put("one ", "two")
     until(page, f"({TEXT}).includes('two')")
     page.keyboard.press("Escape")
     ended(page)
     assert service.gone.wait(20), "the server is told"
     assert page.evaluate(TEXT) == "one two", "what has come stays"
+    told = page.inner_text(".message.assistant .tools")
+    assert "stopped" in told and "about 2 tokens" in told
     page.click("text=Regenerate")
     service.wait_asked()
     service.put("three", None)
@@ -183,6 +205,7 @@ def test_several_chats_are_kept(page: Any, service: FakeService) -> None:
     assert page.locator("#chats .open").all_inner_texts() == ["second question", "first question"]
     page.click("text=first question")
     assert page.evaluate(TEXT) == "first answer"
+    assert page.inner_text(".message.assistant .who") == "nano-llama", "who has said it"
     page.click("[aria-label='Delete the chat: first question']")
     page.reload()
     assert page.locator("#chats .open").all_inner_texts() == ["second question"]
@@ -206,17 +229,49 @@ def test_an_error_is_told(page: Any, service: FakeService, address: str) -> None
     assert "<b>and</b>" in page.inner_text(".failed")
 
 
-def test_the_ring_and_nodes_that_come_and_go(page: Any, service: FakeService) -> None:
+def test_the_ring_and_a_node_that_does_not_answer(page: Any, service: FakeService) -> None:
     page.click("#tab-ring")
     page.wait_for_selector("#nodes .node >> nth=2")
     assert "38.2" in page.inner_text("#figures") and "secondary0" in page.inner_text("#waits")
     assert page.locator("#links tbody tr").count() == 3
+    assert page.locator("#links tbody tr").first.inner_text().split("\t")[1:3] == ["2.10 ms", "0.40 ms"]
     assert page.locator("#picture .gauge").count() == 3
     service.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
-    page.wait_for_selector("#events .gone")
+    page.wait_for_selector("#nodes .node.gone")
     assert page.locator("#nodes .node.gone").count() == 1
+    assert page.inner_text("#waits") == "No answer from secondary0."
     service.ring = snapshot(node("starter"), node("secondary0"), node("secondary1"))
-    page.wait_for_selector("#events .came")
+    until(page, "document.querySelectorAll('#nodes .node.gone').length === 0")
+    service.ring["links"][0].update(delay_s=0.00046, error_s=0.00261)
+    page.wait_for_selector("#links tbody tr >> nth=0 >> text=< 3.07 ms")
+
+
+def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -> None:
+    """In the chat and in the bar at once, and in the list of the ring, which begins before the page was opened."""
+    dot = "getComputedStyle(document.querySelector('#state'), '::before').backgroundColor"
+    until(page, "document.querySelector('#state').textContent === 'nano-llama'")
+    green = page.evaluate(dot)
+    say(page, service, "count")
+    service.put("one two")
+    until(page, f"({TEXT}).includes('two')")
+    lost = "secondary1 is lost; the texts wait"
+    service.ring = snapshot(node("starter"), node("secondary0"), node("secondary1", is_here=False), trouble=lost)
+    service.events.append({"time_s": 1.7e9, "level": "warning", "text": f"<b>{lost}"})
+    page.wait_for_selector(f".message.assistant .waits >> text={lost}")
+    until(page, f"document.querySelector('#state').textContent === '{lost}.'")
+    assert page.evaluate(dot) != green, "not the colour of a ring that works"
+    page.click("#tab-ring")
+    until(page, f"document.querySelector('#waits').textContent === '{lost}.'")
+    assert [one.split(" ", 2)[-1] for one in page.locator("#events li").all_inner_texts()][-1] == "the ring is closed"
+    assert page.locator("#events .bad").inner_text().endswith(f"<b>{lost}")
+    service.ring = snapshot(node("starter"), node("secondary0"))
+    until(page, "document.querySelector('#state').textContent === 'nano-llama'")
+    assert page.evaluate(dot) == green
+    page.click("#tab-chat")
+    until(page, "document.querySelector('.message.assistant .waits').textContent === ''")
+    service.put(" three", None)
+    ended(page)
+    assert page.evaluate(TEXT) == "one two three"
 
 
 def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) -> None:
@@ -231,8 +286,6 @@ def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) 
     assert "org/other" in page.inner_text("#figures") and "board" in page.inner_text("#nodes")
     page.click("#run-plan")
     page.wait_for_selector("#answer >> text=Another cut of org/other would be better.")
-    service.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
-    page.wait_for_selector("#events >> text=nano-llama: secondary0 is gone")
     service.other_rings = {}
     until(page, "document.querySelectorAll('#nodes .node').length === 3")
 

@@ -69,7 +69,7 @@ def test_a_ring_at_work(ring: Ring) -> None:
     assert snapshots.latest["tiny"] is found
     assert found["n_tokens"] == 90 and found["tokens_s"] > 0
     for node in found["nodes"]:
-        assert node["is_here"] and node["state"] == "RUNNING" and node["frames"] > 0
+        assert node["is_here"] and node["state"] == "SERVING" and node["frames"] > 0
         assert 0 < node["busy"] <= 1 and 0 <= node["waiting"] <= 1 and node["bytes_s"] > 0
         assert node["memory"]["rss_bytes"] > 0 and node["cache"]["limit"] > 0
     assert [node["blocks"] for node in found["nodes"]] == [list(blocks) for blocks in starter.weights.blocks]
@@ -100,6 +100,19 @@ def test_a_node_that_is_gone(ring: Ring) -> None:
     assert found["secondary1"]["memory"] is None and found["secondary1"]["busy"] is None
 
 
+def test_a_ring_that_is_formed_again(ring: Ring) -> None:
+    """What the page says comes from the engine: why the texts wait."""
+    starter, _, snapshots = ring
+    closed(snapshots)
+    assert snapshots.take()["tiny"]["state"] == "idle" and starter.recovery is not None
+    starter.recovery.keeper.trouble = "secondary1 is lost; the texts wait"
+    found = snapshots.take()["tiny"]
+    assert (found["state"], found["words"]) == ("recovering", "secondary1 is lost; the texts wait.")
+    assert [node["state"] for node in found["nodes"]] == ["WAITING"] * 3
+    report = handlers(host_of(starter), snapshots)["doctor"]({"model": "tiny"})
+    assert report["text"].count("WAITING") == 3, "doctor uses the words of the page"
+
+
 def test_plan_and_doctor_of_a_running_ring(ring: Ring) -> None:
     starter, _, snapshots = ring
     ask = handlers(host_of(starter), snapshots)
@@ -113,6 +126,7 @@ def test_plan_and_doctor_of_a_running_ring(ring: Ring) -> None:
     assert sum(stop - start for start, stop in (node["blocks"] for node in planned["plan"]["nodes"])) == 5
     report = ask["doctor"]({"model": "tiny"})
     assert [node["name"] for node in report["nodes"]] == NAMES
+    assert report["text"].count("SERVING") == 3, "as on the page"
     assert not [one for one in report["problems"] if "busy" in one["what"]], "busy with this ring is as it should be"
     write(starter)
 

@@ -121,6 +121,33 @@ def test_loading_may_need_more_than_running() -> None:
     assert not CostModel(cluster(tight), shape, Workload(1, 10)).terms(1).fits(0, 0, 1)
 
 
+@pytest.mark.parametrize("cache_mb", [0, 3, 8, 50])
+def test_a_stage_reaches_as_far_as_it_fits_with_its_caches(cache_mb: int) -> None:
+    """What the search of a placement takes for the end of a stage is what the check of memory allows."""
+    shape = model(blocks=tuple(block(weight_mb=w, page_bytes=cache_mb * MB // 4) for w in (10, 12, 8, 10, 9, 30)))
+    for memory_mb in (60, 90, 130, 200):
+        cost = CostModel(cluster(node("a"), node("b", memory_mb=memory_mb)), shape, Workload(2, 60))
+        terms = cost.terms(2)
+        for start in range(6):
+            fitting = [stop for stop in range(start, 7) if terms.fits(1, start, stop)]
+            assert terms.reach(1, start, 1e9) == max(fitting, default=start)
+            for stop in range(start, 7):
+                assert terms.fits(1, start, stop) == (cost.memory(1, start, stop, 2).total <= memory_mb * MB)
+
+
+def test_kept_rows_are_part_of_what_a_node_needs_whatever_it_holds() -> None:
+    shape = model(4)
+    with_rows = Workload(4, 1000, replay_bytes=1 << 40)
+    without = Workload(4, 1000, replay_bytes=0)
+    nodes = cluster(node("a"), node("b"))
+    kept = with_rows.kept_bytes(shape.row_bytes, 2)
+    costs = [CostModel(nodes, shape, work) for work in (with_rows, without)]
+    assert kept > 0 and costs[0].kept_bytes == kept and costs[1].kept_bytes == 0
+    for i in (0, 1):
+        assert costs[0].fixed_bytes(i) - costs[1].fixed_bytes(i) == kept
+        assert costs[0].memory(i, 0, 2, 2).total - costs[1].memory(i, 0, 2, 2).total == kept
+
+
 def test_rows_and_frames_follow_the_scheduler() -> None:
     for n_sequences in range(1, 20):
         for n_nodes in range(1, 8):

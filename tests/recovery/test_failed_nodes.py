@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 import mdi.node.ring_former
 import mdi.node.run_rings
 from mdi.control.client import ControlClient
+from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import NodeLostError
+from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
 from mdi.node.options import StarterOptions
+from mdi.node.runs import ring_number_of
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.recovery.keeper import RingKeeper
@@ -98,6 +101,43 @@ def test_each_node_is_asked_once(
     assert sorted(asked) == [("secondary0", "/init"), ("secondary1", "/init")]
     assert [(one["node"], one["replaced_by"]) for one in recoveries] == [(f"secondary{failed}",) * 2]
     assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
+    assert [one["may_differ"] for one in recoveries] == [[]]
+
+
+def test_a_stage_whose_weights_could_not_be_read_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_broken = threading.Event()
+    step = SecondaryLoop.step
+
+    def broken(self: SecondaryLoop) -> None:
+        if is_broken.is_set():
+            is_broken.clear()
+            raise CheckpointError("a disk gave an error")
+        step(self)
+
+    monkeypatch.setattr(SecondaryLoop, "step", broken)
+    with ring(tmp_path, 0) as (nodes, starter):
+        before = [node.slots.listed for node in nodes]
+        ids = generate(starter, {8: is_broken.set})
+        after = [node.slots.listed for node in nodes]
+    assert ids == list(reference(PROMPT, N_TOKENS, 4))
+    assert sorted(old != new for old, new in zip(before, after, strict=True)) == [False, True]
+    assert all(len(slots) == 1 for slots in after)
+
+
+def test_rings_are_counted_so_that_late_requests_are_known(tmp_path: Path) -> None:
+    numbers: list[int] = []
+
+    def note() -> None:
+        job = nodes[0].runs.latest
+        assert job is not None
+        numbers.append(ring_number_of(job.request))
+
+    with ring(tmp_path, 0) as (nodes, starter):
+        generate(starter, {4: note, 6: lambda: fail(nodes[0]), 12: note, 14: lambda: fail(nodes[1])})
+        note()
+    assert numbers == [1, 2, 3]
 
 
 def test_rings_of_the_past_keep_no_buffers(tmp_path: Path) -> None:

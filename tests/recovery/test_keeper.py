@@ -10,6 +10,7 @@ import pytest
 
 import mdi.recovery.keeper
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
+from mdi.net.pings import STUCK
 from mdi.recovery.keeper import BROUGHT_DOWN, RingKeeper
 from mdi.recovery.replacement import Next, Stage
 from mdi.recovery.roll_call import Answer, Roll
@@ -30,6 +31,7 @@ class World:
         self.alive = {name: f"{name}-1" for name in ("a", "b", *spares)}
         self.silent: set[str] = set()
         self.formed: list[tuple[str, ...]] = []
+        self.troubles: list[str] = []  # what the keeper said when each ring was formed
         self.counts: list[tuple[int, ...]] = []
         self.refusals: list[MdiError | None] = []
         self.at: dict[float, Callable[[], None]] = {}
@@ -37,6 +39,7 @@ class World:
         self.processes: dict[str, str] = {"a": "a-1", "b": "b-1"}
         self.is_ended = False
         self.restored_by = "tokens"
+        self.is_exact = True
         # Texts
         self.last_token_s: float | None = 5.0
         self.first_token_s: float | None = None
@@ -73,6 +76,7 @@ class World:
 
     def form(self, following: Next) -> Any:
         self.formed.append(following.names)
+        self.troubles.append(self.keeper.trouble)
         self.counts.append(following.counts)
         error = self.refusals.pop(0) if self.refusals else None
         if error is not None:
@@ -107,6 +111,19 @@ def test_a_spare_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.told() == [("a", "x")]
     world.first_token_s = 6.5
     assert [one.seconds for one in world.keeper.recoveries] == [1.5]
+
+
+def test_why_the_texts_wait_is_said_until_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x", "y"])
+    assert world.keeper.trouble == ""
+    world.refusals = [NodeLostError("x", "x is lost, too", "lost")]
+    world.keeper.after_loss(world.lose("a"))
+    assert world.troubles == ["a is lost; the texts wait", "x is lost, too; the texts wait"]
+    assert world.keeper.trouble == ""
+    world.keeper.plan(Next(tuple(world.stages), is_moved=True))
+    assert world.keeper.trouble == "", "they go on until the ring is left"
+    world.keeper.after_leave()
+    assert world.troubles[2:] == ["blocks move to other nodes; the texts wait"] and world.keeper.trouble == ""
 
 
 def test_a_node_that_was_started_anew_has_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +217,27 @@ def test_a_spare_that_cannot_hold_the_blocks_is_passed_over(monkeypatch: pytest.
     assert world.formed == [("starter", "x", "b"), ("starter", "y", "b")]
 
 
+@pytest.mark.parametrize("error", [EngineError("no memory"), RingError("no connection")])
+def test_a_move_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch, error: MdiError) -> None:
+    world = World(monkeypatch)
+    world.refusals = [error]
+    moved = Next((Stage("starter", 0, 1), Stage("a", 1, 4), Stage("b", 4, 6)), is_moved=True)
+    world.keeper.plan(moved)
+    assert world.keeper.is_busy
+    assert world.keeper.after_leave() == "ring"
+    assert world.counts == [(1, 3, 2), (2, 2, 2)] and not world.keeper.is_busy
+    assert world.keeper.refused == (moved if isinstance(error, EngineError) else None)
+    assert world.told() == [], "no node was lost"
+
+
+def test_the_end_of_the_run_ends_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.refusals, world.is_ended = [EngineError("ended")], True
+    world.keeper.plan(Next((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True))
+    with pytest.raises(EngineError):
+        world.keeper.after_leave()
+
+
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.alive.pop("b")
@@ -264,6 +302,36 @@ def test_a_halted_node_was_not_brought_down_by_a_text(monkeypatch: pytest.Monkey
     world.in_flight = {4: (0, 11)}
     world.keeper.after_loss(world.lose("y"))
     assert world.cancelled == [(4, BROUGHT_DOWN)], "the one before counts still"
+
+
+def test_several_tries_after_one_loss_are_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that cannot be formed at once has computed nothing: no text is suspected for that."""
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight = {4: (10, 11)}
+    world.refusals = [NodeLostError("x", "x is lost", "lost"), None]
+    world.keeper.after_loss(world.lose("a"))
+    assert len(world.formed) == 2 and not world.cancelled and not world.isolated
+
+
+def test_a_node_that_may_only_be_slow_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody said that it was lost: it is asked for as long as it may be silent, though a spare could replace it."""
+    world = World(monkeypatch, ["x", "y"])
+    error = world.lose("a")
+    world.alive.pop("b")
+    world.silent.add("b")
+    world.at[1003.0] = lambda: world.alive.update(b="b-1")
+    world.keeper.after_loss(error)
+    assert world.formed == [("starter", "x", "b")] and 1003.0 <= world.now < 1004.0
+
+
+def test_a_stuck_node_is_not_used_again_and_no_text_is_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers all the time, and its process is the same."""
+    world = World(monkeypatch, ["x", "y"])
+    world.in_flight, world.n_known = {7: (0, 10)}, {7: 10}
+    for name in ("a", "b"):
+        assert world.keeper.after_loss(NodeLostError(name, "it stands still", STUCK)) == "ring"
+    assert world.formed == [("starter", "x", "b"), ("starter", "x", "y")] and world.now == 1000.0
+    assert not world.cancelled and not world.isolated
 
 
 def test_several_suspects_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

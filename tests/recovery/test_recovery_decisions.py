@@ -37,6 +37,11 @@ def test_several_lost_nodes_need_several_spares() -> None:
     assert found is not None and found.names == ("starter", "x", "y") and found.counts == (2, 3, 4)
 
 
+def test_a_node_that_has_its_place_in_the_ring_takes_no_other() -> None:
+    found = in_place(RING, frozenset({"starter", "b"}), ["b", "x"])
+    assert found is not None and found.names == ("starter", "x", "b")
+
+
 def test_nobody_is_lost() -> None:
     assert in_place(RING, frozenset({"starter", "a", "b"}), []) == Next(RING, is_moved=False)
 
@@ -132,6 +137,13 @@ def test_a_text_that_went_on_in_between_is_innocent() -> None:
     suspects = Suspects()
     suspects.take({1: (7, 8)}, {})
     assert suspects.take({1: (8, 9)}, {}) == frozenset()
+
+
+def test_a_text_that_got_a_token_in_between_is_innocent_though_its_caches_are_computed_again() -> None:
+    """Over the next ring all its positions are under way again, those of the loss before among them."""
+    suspects = Suspects()
+    suspects.take({1: (7, 8), 2: (4, 5)}, {1: 8, 2: 5})
+    assert suspects.take({1: (0, 9), 2: (0, 5)}, {1: 9, 2: 5}) == {2}
 
 
 def test_a_loss_before_the_ring_began_says_nothing() -> None:

@@ -84,6 +84,17 @@ def test_only_rows_that_all_who_send_have_are_replayed(loss: Loss, data: st.Data
     assert (chosen is None and not common) or (chosen is not None and chosen.kept == common)
 
 
+def test_only_positions_that_all_senders_have_are_replayed() -> None:
+    """Starter and secondary1 come before nodes without caches; of a text only rows that both have can be sent again."""
+    stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(stage_names(4)))
+    roles = roles_of(Next(stages, False, frozenset({"secondary0", "secondary2"})))
+    told = {"secondary0": {1: 99}, "secondary1": {1: 3, 2: 8, 4: 5}, "secondary2": {}}
+    chosen = roles.plan({1: 7, 2: 6, 3: 9}, told)
+    assert chosen is not None and (chosen.is_by_starter, chosen.kept) == (True, {1: 3, 2: 6})
+    assert roles.plan({3: 9}, told) is None, "no text is on both"
+    assert roles.plan({1: 7}, {}) is None, "who tells nothing has nothing"
+
+
 def test_without_the_starters_caches_no_rows_are_replayed() -> None:
     stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(stage_names(3)))
     assert replay_roles(Next(stages, False, frozenset({"starter"}))) is None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clusters import model
+import mdi.recovery.moving
+from clusters import cluster, model, node
+from mdi.partition.cost import CostModel
 from mdi.partition.model import Workload
 from mdi.recovery.moving import MovingCut
 from mdi.recovery.replacement import Stage
@@ -125,6 +128,24 @@ def test_a_node_that_comes_under_load_makes_no_other_one_slow(world: World) -> N
     world.slower["b"] = 1.0
     world.run(400)
     assert world.moved[-1][1] == [3, 3, 3, 3]
+
+
+def test_a_node_is_learnt_while_another_thread_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread forms a ring at the very moment that a node which has come is measured."""
+    shape, workload, profile = model(12, head_bytes=0), Workload(1, 100), cluster(*map(node, NAMES))
+    *before, new = profile.nodes
+    cut = MovingCut(shape, replace(profile, nodes=tuple(before)), workload, 1 << 20, lambda: 10**6)
+    ring = [Stage(node.name, 4 * k, 4 * k + 4) for k, node in enumerate(profile.nodes)]
+    planned: list[dict[str, float]] = []
+    made = mdi.recovery.moving.CostModel
+
+    def slowly(*args: Any) -> CostModel:
+        planned.append(cut.expected_s(ring))
+        return made(*args)
+
+    monkeypatch.setattr(mdi.recovery.moving, "CostModel", slowly)
+    cut.learn(new)
+    assert [set(one) for one in planned] == [{stage.name for stage in ring}]
 
 
 def test_nodes_are_asked_in_the_name_of_the_run() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.config import NodeConfig
+from mdi.control import client as control_client
 from mdi.control.client import ControlClient
 from mdi.control.exchange import HttpAnswer, exchange
 from mdi.control.gate import Gate
@@ -25,6 +27,8 @@ from mdi.control.signing import (
     SIGNATURE_HEADER,
     NoncesGiven,
     body_hash,
+    is_answer,
+    sign_answer,
     sign_request,
 )
 from mdi.errors import AccessError, ControlError
@@ -51,6 +55,20 @@ class Noting(StatusOnly):
 @pytest.fixture
 def keys(tmp_path: Path) -> KeyFile:
     return key_file(tmp_path / "cluster.key")
+
+
+@pytest.mark.parametrize(
+    "request_", [b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: =?utf-8?b?////?=\r\n\r\n"]
+)
+def test_a_request_that_no_page_gets_tells_nothing_of_the_program(
+    served: tuple[Noting, ControlServer], request_: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", served[1].port), DEADLINE_S) as sock:
+        sock.sendall(request_)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) in (400, 500) and json.loads(body).keys() == {"error", "code"}
+    assert b"Traceback" not in answer and b".py" not in answer
 
 
 @pytest.fixture
@@ -179,6 +197,65 @@ def test_nonces_grow_old_and_strangers_leave_nothing_behind() -> None:
     assert not nonces.is_fresh(given[0])
     now = 3 * NONCE_S
     assert nonces.use(nonces.give()) and len(nonces.used) == 1
+
+
+def headers_for(nonce: str, secret: bytes) -> dict[str, str]:
+    """Of a signed `PUT /stop`."""
+    hashed = body_hash(STOP)
+    signature = sign_request(secret, "PUT", "/stop", len(STOP), hashed, nonce)
+    return {
+        NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed, "Content-Length": str(len(STOP)),
+    }  # fmt: skip
+
+
+def test_a_request_that_is_played_again_is_refused_for_as_long_as_its_nonce_is_good(keys: KeyFile) -> None:
+    now = 1000.0
+    gate = Gate(keys, "secondary0", lambda: now)
+
+    def nonce() -> str:
+        return gate.headers(None, 200, b"")[NONCE_HEADER]
+
+    request = headers_for(nonce(), keys.first)
+    late = headers_for(nonce(), keys.first)
+    assert gate.ask("PUT", "/stop", request, "127.0.0.1") is not None
+    for age_s in (0.0, 1.0, 59.0, 60.5, 61.0, 90.0, 119.0, NONCE_S, NONCE_S + 0.5, 3 * NONCE_S):
+        now = 1000.0 + age_s
+        gate.ask("PUT", "/stop", headers_for(nonce(), keys.first), "127.0.0.1")  # others ask meanwhile
+        with pytest.raises(ControlError) as caught:
+            gate.ask("PUT", "/stop", request, "127.0.0.1")
+        assert caught.value.code == "nonce"
+        if age_s == 119.0:
+            assert gate.ask("PUT", "/stop", late, "127.0.0.1") is not None, "one that was not used is still good"
+
+
+def test_who_changes_the_next_nonce_of_an_answer_is_not_believed(
+    node: Noting, port: int, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody in between could else decide with which nonces the next requests are signed."""
+    client = client_of(port, keys)
+    client.stop(RUN)
+    other = send(port, "GET", "/").headers[NONCE_HEADER]
+
+    def change(*args: Any) -> HttpAnswer:
+        found = exchange(*args)
+        assert SIGNATURE_HEADER in found.headers
+        return replace(found, headers={**found.headers, NONCE_HEADER: other})
+
+    monkeypatch.setattr(control_client, "exchange", change)
+    with pytest.raises(ControlError) as caught:
+        client.stop(RUN)
+    assert (caught.value.code, caught.value.problem) == (AccessError.code, "key")
+    assert client.nonces.take() is None, "what it names is not used"
+
+
+@pytest.mark.parametrize("changed", ["request", "status", "body", "nonce"])
+def test_a_signed_answer_belongs_to_its_request_and_covers_all_of_itself(changed: str) -> None:
+    fields: dict[str, Any] = {"request": "signature", "status": 200, "body": b"{}", "nonce": "12"}
+    secret = bytes(32)
+    signature = sign_answer(secret, *fields.values())
+    assert is_answer(signature, secret, *fields.values())
+    fields[changed] = {"request": "another", "status": 409, "body": b"[]", "nonce": "13"}[changed]
+    assert not is_answer(signature, secret, *fields.values())
 
 
 def test_keys_change_under_a_node_that_runs(node: Noting, port: int, keys: KeyFile, tmp_path: Path) -> None:

@@ -6,10 +6,15 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cluster_keys import key_file
 from mdi.cli import key as cli_key
@@ -17,8 +22,9 @@ from mdi.cli import main
 from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.discovery.gather import Guests
 from mdi.errors import AccessError, ControlError, UsageError
-from mdi.security.invitation import VALID_S, Guest, Invitation, Invitations, code_bytes, new_code
+from mdi.security.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code
 from mdi.security.keys import KeyFile, text_of
 
 CONTENT = b"the keys"
@@ -28,6 +34,9 @@ DEADLINE_S = 30.0
 class Inviting(StatusOnly):
     def status(self, run: str | None) -> dict[str, Any]:
         return {"name": "invitation", "version": "9", "state": "IDLE"}
+
+
+NODE = GuestNode("board", "192.0.2.7", 8088, 5088)
 
 
 @pytest.fixture
@@ -91,6 +100,32 @@ def test_somebody_in_between_reads_and_changes_nothing() -> None:
         data[draw.randrange(len(data))] ^= draw.randrange(1, 128)  # X25519 looks away from the highest bit of a value
         with pytest.raises(AccessError):
             guest.open({**answer, which: data.hex()})
+
+
+def answer_made_by_hand(request: dict[str, str], salt: bytes | None, content: bytes) -> dict[str, str]:
+    """What a host says that derives the key as docs/security.md describes it, with these bytes for those of the code."""
+    private = X25519PrivateKey.generate()
+    mine, theirs = private.public_key().public_bytes_raw(), bytes.fromhex(request["public"])
+    shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
+    key = HKDF(SHA256(), 32, salt=salt, info=b"mdi join answer" + theirs + mine).derive(shared)
+    return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(bytes(12), content, None).hex()}
+
+
+def test_a_host_that_does_not_know_the_code_gives_nobody_a_key() -> None:
+    """Somebody in between answers with messages of its own, which are right but for the code, and names its own key."""
+    code = new_code()
+    guest = Guest(code)
+    for salt in (None, b"", bytes(10), bytes(32), code_bytes(new_code()), bytes.fromhex(guest.request["proof"])):
+        with pytest.raises(AccessError):
+            guest.open(answer_made_by_hand(guest.request, salt, b"the key of somebody else"))
+    assert guest.open(answer_made_by_hand(guest.request, code_bytes(code), CONTENT)) == CONTENT
+
+
+def test_an_answer_to_another_guest_with_the_same_code_does_not_open() -> None:
+    code = new_code()
+    guest, other = Guest(code), Guest(code)
+    with pytest.raises(AccessError):
+        guest.open(answer_made_by_hand(other.request, code_bytes(code), CONTENT))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +227,62 @@ def test_each_board_has_a_code_of_its_own() -> None:
         with pytest.raises(AccessError):
             invitations.answer(Guest(codes[i]).request)
     assert len(codes) == len(set(codes)) == 2
+
+
+def test_the_host_learns_where_a_guest_s_node_will_be() -> None:
+    codes: list[str] = []
+    met: list[tuple[GuestNode, str]] = []
+    invitations = Invitations(CONTENT, codes.append, 4, on_guest=lambda node, addr: met.append((node, addr)))
+    told = Guest(codes[-1], NODE)
+    assert told.open(invitations.answer(told.request, "192.0.2.9")) == CONTENT
+    assert met == [(NODE, "192.0.2.9")]
+    silent = Guest(codes[-1])
+    assert silent.open(invitations.answer(silent.request, "192.0.2.9")) == CONTENT
+    assert len(met) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"addr": "192.0.2.8"},
+        {"port": 8089},
+        {"ring_port": 5089},
+        {"name": "other"},
+        {"addr": "a name"},
+        {"port": "8088"},
+    ],
+)
+def test_only_who_has_the_code_says_where_a_node_is(change: dict[str, Any]) -> None:
+    """Somebody in between changes it: the guest gets its key, and the host looks for it nowhere."""
+    invitation = Invitation(CONTENT)
+    guest = Guest(invitation.code, NODE)
+    request = guest.request
+    assert guest.open(invitation.answer({**request, "node": {**request["node"], **change}})) == CONTENT
+    assert invitation.guest is None
+
+
+@pytest.mark.parametrize("change", [{"port": 0}, {"ring_port": 65536}, {"name": "n" * 41}, {"addr": "board.local"}])
+def test_what_is_no_place_of_a_node_is_ignored(change: dict[str, Any]) -> None:
+    invitation = Invitation(CONTENT)
+    guest = Guest(invitation.code, replace(NODE, **change))
+    assert guest.open(invitation.answer(guest.request)) == CONTENT
+    assert invitation.guest is None
+
+
+def test_a_board_says_over_the_network_where_its_node_will_be(keys: KeyFile, tmp_path: Path) -> None:
+    codes: list[str] = []
+    guests = Guests()
+    content = text_of(keys.keys).encode()
+    server = ControlServer(
+        Inviting(), "127.0.0.1", 0, "starter", keys, Invitations(content, codes.append, 1, on_guest=guests.add)
+    )
+    try:
+        fetch("127.0.0.1", server.port, codes[0], tmp_path / "board.key", NODE)
+    finally:
+        server.close()
+    assert KeyFile(tmp_path / "board.key").keys == keys.keys
+    (found,) = guests.nodes()
+    assert (found.name, found.addr, found.port, found.ring_port) == ("board", "192.0.2.7", 8088, 5088)
 
 
 def test_a_code_that_is_too_old_is_replaced() -> None:

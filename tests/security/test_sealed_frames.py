@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mdi.errors import AccessError, WireError
 from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
@@ -15,6 +19,7 @@ from mdi.net.frame_io import BufferPool, read_frame
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.security import challenge
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
+from mdi.security.keys import mac
 from mdi.security.session import SealedSession
 
 A, B = bytes(32), bytes(range(32))
@@ -189,9 +194,55 @@ def test_no_changed_challenge_is_accepted() -> None:
                 use(bytes(changed))
 
 
-def test_a_public_value_that_makes_no_secret_is_refused() -> None:
-    from mdi.security.keys import mac
+class ByHand:
+    """The side that is called, by the words of docs/security.md: it has a key and makes its messages itself."""
 
+    def __init__(self, call: bytes, secret: bytes) -> None:
+        self.private = X25519PrivateKey.generate()
+        mine = b"\0" + self.private.public_key().public_bytes_raw()  # without AES: ChaCha20 on both sides
+        self.call, self.answer = call, mine + mac(secret, "mdi answer", call, mine)
+
+    def keys(self, salt: bytes | None, info: bytes | None = None) -> tuple[bytes, bytes]:
+        """Of the caller's direction, and of the other."""
+        shared = self.private.exchange(X25519PublicKey.from_public_bytes(self.call[1:33]))
+        info = b"mdi session" + self.call + self.answer if info is None else info
+        made = HKDF(SHA256(), 64, salt=salt, info=info).derive(shared)
+        return made[:32], made[32:]
+
+    def session(self, salt: bytes | None, info: bytes | None = None) -> SealedSession:
+        theirs, mine = self.keys(salt, info)
+        return SealedSession(mine, theirs, False)
+
+
+def test_keys_of_a_session_come_from_the_secret_the_cluster_key_and_both_messages() -> None:
+    caller = Caller((B,))
+    other = ByHand(caller.call, B)
+    session = caller.session(other.answer)
+    assert other.session(B).seal(b"hello") == ChaCha20Poly1305(other.keys(B)[1]).encrypt(bytes(12), b"hello", None)
+    found = bytearray(5)
+    session.open(other.session(B).seal(b"hello"), found)
+    assert found == b"hello"
+    other.session(B).open(session.seal(b"hello"), found)
+    messages = b"mdi session" + other.call + other.answer
+    wrong: list[tuple[bytes | None, bytes]] = [
+        (None, messages), (B[::-1], messages), (B, b"mdi session"), (B, b"mdi session" + other.call),
+        (B, b"mdi session" + other.answer), (B, other.call + other.answer),
+    ]  # fmt: skip
+    for salt, info in wrong:
+        with pytest.raises(WireError):
+            caller.session(other.answer).open(other.session(salt, info).seal(b"hello"), found)
+
+
+def test_frames_of_a_handshake_do_not_open_where_they_come_from() -> None:
+    """Each direction has a key of its own: with one for both, what is sent back would open, and nonces would be used twice."""
+    for end in sessions((A,), (A,)):
+        with pytest.raises(WireError):
+            end.open(end.seal(b"hello"), bytearray(5))
+    one, other = sessions((A,), (A,))
+    assert one.seal(b"hello") != other.seal(b"hello")
+
+
+def test_a_public_value_that_makes_no_secret_is_refused() -> None:
     call = bytes(33)
     with pytest.raises(AccessError):
         answer_to(call + mac(A, "mdi call", call), (A,))

@@ -22,6 +22,11 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "nano-llama", "prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}
 MANY = {f"p{i}": {"type": "string"} for i in range(3000)}
 TOO_LARGE = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": MANY}}}
+# llguidance compiles it on as many levels of the stack
+TOO_DEEP = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "required": [f"{i:x}" for i in range(30000)]}},
+}
 NO_TEXT = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}  # which is itself: nothing else is asked
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -52,13 +57,49 @@ def test_a_wrong_field_is_named(server: Server, field: str, value: Any) -> None:
     assert status == 400 and told["error"]["param"] == field and told["error"]["type"] == "invalid_request_error"
 
 
+# What LangChain, LiteLLM and others send beside the fields that are known here.
+OTHERS = {
+    "functions": None, "function_call": None, "user": "me", "metadata": {}, "store": False, "parallel_tool_calls": True,
+    "service_tier": "auto", "reasoning_effort": "low", "modalities": ["text"], "verbosity": "low", "min_tokens": 1,
+    "ignore_eos": False, "repeat_penalty": 1.1, "length_penalty": 1.0, "stop_token_ids": [], "typical_p": 1.0, "top_a": 0,
+    "guided_json": None, "add_generation_prompt": True, "prompt_cache_key": "x", "mode": "chat", "models": [],
+    "extra_body": {}, "timeout": 5, "max_token": None, "temprature": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [Chat, Completion])
+def test_fields_of_other_servers_are_ignored(make: type[Chat] | type[Completion]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", **OTHERS}
+    assert make({**body, "max_tokens": 7, "max_completion_tokens": 8}).fields.n_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("temprature", "temperature"), ("maxTokens", "max_tokens"), ("max_token", "max_tokens"), ("top-p", "top_p"),
+     ("stream_option", "stream_options"), ("mesages", "messages"), ("tool_choise", "tool_choice")],
+)  # fmt: skip
+def test_a_misspelt_field_is_named(field: str, meant: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        Chat({"messages": [{"role": "user", "content": "x"}], field: 1})
+    assert (caught.value.status, caught.value.param) == (400, field) and meant in str(caught.value)
+
+
+@pytest.mark.parametrize("old", [{"functions": [{"name": "look"}]}, {"function_call": {"name": "look"}}])
+def test_calls_in_the_old_form_are_refused(old: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ApiError) as caught:
+        Chat({"messages": messages, **old})
+    assert (caught.value.status, caught.value.param) == (400, "functions") and "tools" in str(caught.value)
+    assert Chat({"messages": messages, "functions": [], "function_call": "none"}).messages
+
+
 def test_requests_that_cannot_be(server: Server) -> None:
     asked = [
         (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b'{"a":' * 5000, 400), (b'{"temperature": NaN}', 400), (b"", 400),
         (b'{"temperature": 1%s}' % (b"0" * 400), 400), (b'{"temperature": 1e400}', 400), (b"x" * (17 << 20), 413),
         ({**GOOD, "model": "gpt-4"}, 404), ({**GOOD, "prompt": "a b " * 5000}, 400),
         ({**GOOD, "response_format": NO_TEXT}, 400), ({**GOOD, "stop": "x" * 5000}, 400),
-        ({**GOOD, "response_format": TOO_LARGE, "max_tokens": 50}, 400),
+        ({**GOOD, "response_format": TOO_LARGE, "max_tokens": 50}, 400), ({**GOOD, "response_format": TOO_DEEP}, 400),
     ]  # fmt: skip
     for body, wanted in asked:
         status, told = server.ask("POST", COMPLETIONS, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import ipaddress
 import json
@@ -18,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from conftest import Server
 from mdi.cli import launch
+from mdi.cli.serve_flags import add_serve_flags, serve_settings
 from mdi.errors import UsageError
 from mdi.serve.process import listening_socket
 from tiny_checkpoint import reference, write_checkpoint
@@ -104,6 +106,7 @@ def finish_while_ending(server: Server) -> None:
 def test_what_is_wrong_with_the_flags_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nano = str(Path(__file__).resolve().parents[2] / "assets" / "nano-llama")
     (tmp_path / "empty").write_text("# none\n")
+    (tmp_path / "empty").chmod(0o600)
     for flags in (
         ["--host", "0.0.0.0"], ["--tls-cert", nano], ["--port", "70000"], ["--nodes", "2", "--nodes-config", "x"],
         ["--queue", "-1"], ["--api-key", "short"], ["--api-key-file", str(tmp_path / "empty")], ["--keep-alive", "0"],
@@ -112,6 +115,20 @@ def test_what_is_wrong_with_the_flags_is_told_at_once(tmp_path: Path, capsys: py
         assert "error: " in capsys.readouterr().err
     with pytest.raises(UsageError):
         listening_socket("192.0.2.1", 80)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_file_of_api_keys_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "keys").write_text("long-enough alpha\n")
+    parser = argparse.ArgumentParser()
+    add_serve_flags(parser)
+    parser.set_defaults(insecure=False)
+    args = parser.parse_args(["--api-key-file", str(tmp_path / "keys")])
+    (tmp_path / "keys").chmod(0o600)
+    assert [key.name for key in serve_settings(args).keys] == ["alpha"]
+    (tmp_path / "keys").chmod(mode)
+    with pytest.raises(UsageError, match=f"chmod 600 {tmp_path / 'keys'}"):
+        serve_settings(args)
 
 
 def test_models_are_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

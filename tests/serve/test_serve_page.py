@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import DEADLINE_S, KEYS, Server
+from waiting import until
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -67,6 +68,14 @@ def test_metrics_count_what_was_generated(server: Server) -> None:
     assert grown("mdi_texts_ended_total", reason="length") == 1
     assert grown("mdi_first_token_seconds_count") == 1
     assert now["mdi_serving", ()] == 1
+
+
+def test_events_begin_with_the_server_and_its_log_says_when_it_is_ready(server: Server) -> None:
+    ready = f"ready: nano-llama answers on http://127.0.0.1:{server.port}"
+    until(lambda: ready in str(server.ask("GET", "/api/ring")[1]["events"]))
+    events = server.ask("GET", "/api/ring")[1]["events"]
+    assert "the ring is closed: starter -> secondary0 -> starter" in str(events), "before anybody looked"
+    assert ready in server.log.read_text()
 
 
 def test_the_ring_is_told_once_a_second(server: Server) -> None:

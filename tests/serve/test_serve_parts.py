@@ -1,24 +1,40 @@
-"""The parts of the server by themselves: the queue, chat templates, tool calls, the lines between the processes."""
+"""The parts of the server by themselves: the queue, tool calls, the lines between the processes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, WireError
 from mdi.serve import lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
-from mdi.serve.templates import ChatTemplate, read_template
+from mdi.serve.chat import Chat, ChatAnswer
+from mdi.serve.models import LoadedModel
+from mdi.serve.outlet import Outlet
+from mdi.serve.parameters import RequestFields, common_fields
+from mdi.serve.process import module_environment
+from mdi.serve.request_texts import TextPiece, encoded
+from mdi.serve.tokenizer import ServedTokenizer
 from mdi.serve.tools import parse_tools
+from mdi.tokenizer_file import FileTokenizer
 
-USER = [{"role": "user", "content": "Who?"}]
+NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+async def others_run() -> None:
+    """Let every task of the loop get as far as it can."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
@@ -39,11 +55,11 @@ def test_priority_goes_first_then_who_has_least_then_who_came_first() -> None:
             await asyncio.sleep(0)
         assert (queue.n_running, queue.n_waiting) == (2, 4)
         leave["long"].set()
-        while len(order) < 6:
-            await asyncio.sleep(0)
+        await others_run()
+        assert len(order) == 6
         leave["long2"].set()
-        await asyncio.gather(*tasks)
-        assert (queue.n_running, queue.n_waiting) == (0, 0)
+        await others_run()
+        assert (queue.n_running, queue.n_waiting) == (0, 0) and all(task.done() for task in tasks)
         return order
 
     assert asyncio.run(scenario())[2:] == ["vip", "a1", "c1", "b1"]
@@ -56,9 +72,11 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
         await entered.__aenter__()
         waiting = asyncio.create_task(queue.entered("b", 0, 1).__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
-            await queue.entered("c", 0, 1).__aenter__()
-        assert caught.value.status == 429 and int(caught.value.headers["retry-after"]) >= 1
+        refused = asyncio.create_task(queue.entered("c", 0, 1).__aenter__())
+        await others_run()
+        assert refused.done()
+        error = refused.exception()
+        assert isinstance(error, ApiError) and error.status == 429 and int(error.headers["retry-after"]) >= 1
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert queue.n_waiting == 0
@@ -68,44 +86,104 @@ def test_a_full_queue_refuses_and_who_leaves_it_makes_way() -> None:
     asyncio.run(scenario())
 
 
-def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
-    template = read_template(tmp_path)
-    assert template.is_plain
-    assert (
-        template.render([{"role": "system", "content": "Be short."}, *USER], (), {})
-        == "Be short.\n\nUser: Who?\nAssistant:"
+def test_who_is_let_in_and_gone_at_the_same_moment_keeps_no_place() -> None:
+    async def scenario() -> None:
+        queue = Admission(1, 5)
+        first, second, third = (queue.entered(owner, 0, 1) for owner in "abc")
+        await first.__aenter__()
+        waiting = [asyncio.create_task(one.__aenter__()) for one in (second, third)]
+        await others_run()
+        assert queue.n_waiting == 2
+        await first.__aexit__(None, None, None)  # lets the next one in, who does not know it yet
+        assert (queue.n_running, queue.n_waiting) == (1, 1)
+        waiting[0].cancel()
+        await others_run()
+        assert waiting[0].cancelled() and waiting[1].done(), "the one behind it has its place"
+        assert (queue.n_running, queue.n_waiting) == (1, 0)
+        await third.__aexit__(None, None, None)
+        assert queue.n_running == 0
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_let_in_while_texts_wait_for_memory() -> None:
+    async def scenario() -> None:
+        is_open = True
+        queue = Admission(2, 5, lambda: is_open)
+        first, second = queue.entered("a", 0, 1), queue.entered("b", 0, 1)
+        await first.__aenter__()
+        is_open = False
+        waiting = asyncio.create_task(second.__aenter__())
+        await others_run()
+        queue.admit()
+        assert (queue.n_running, queue.n_waiting) == (1, 1), "there is a free place, and still"
+        is_open = True
+        queue.admit()
+        await others_run()
+        assert waiting.done() and (queue.n_running, queue.n_waiting) == (2, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_for_more_texts_than_run_at_once_waits_until_it_is_alone_and_is_not_overtaken() -> None:
+    async def scenario() -> None:
+        queue = Admission(2, 9)
+        first, five, one = queue.entered("a", 0, 1), queue.entered("b", 0, 5), queue.entered("c", 0, 1)
+        await first.__aenter__()
+        large = asyncio.create_task(five.__aenter__())
+        await others_run()
+        small = asyncio.create_task(one.__aenter__())
+        await others_run()
+        assert (queue.n_running, queue.n_waiting) == (1, 6), "there is a place for the small one, but it came later"
+        await first.__aexit__(None, None, None)
+        await others_run()
+        assert large.done() and (queue.n_running, queue.n_waiting) == (5, 1)
+        await five.__aexit__(None, None, None)
+        await others_run()
+        assert small.done() and (queue.n_running, queue.n_waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+FIELDS: dict[str, Any] = {
+    "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "presence_penalty": 0.75, "frequency_penalty": -0.5,
+    "repetition_penalty": 1.25,
+}  # fmt: skip
+
+
+def test_every_field_of_a_request_reaches_the_engine() -> None:
+    """From the body of a request to the parameters that a text is continued with."""
+    body = {**FIELDS, "logit_bias": {"5": -2.5}, "seed": 9, "n": 2, "max_tokens": 11}
+    fields = common_fields(RequestFields(body), None, 3)
+    assert (fields.sampling.seed, fields.n, fields.n_tokens) == (9, 2, 11)
+    submitted: list[tuple[list[int], SamplingParams, str]] = []
+
+    def submit(ids: list[int], params: SamplingParams, owner: str, **_: Any) -> Any:
+        submitted.append((ids, params, owner))
+        return SimpleNamespace(seq_id=1)
+
+    a, b = socket.socketpair()
+    ours, theirs = lines.Lines(a), lines.Lines(b)
+    outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), frozenset({4}), ours)
+    sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
+    outlet.submit(1, [1, 2], sampling, "me", None)
+    outlet.close()
+    ours.close()
+    theirs.close()
+    expected = SamplingParams(
+        **FIELDS, n_tokens=11, seed=9, logit_bias=((5, -2.5),), n_logprobs=3, eos_ids=frozenset({4})
     )
+    assert submitted == [([1, 2], expected, "me")]
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
-     "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
-)  # fmt: skip
-def test_a_template_cannot_do_harm(source: str) -> None:
-    template = ChatTemplate(source, {})
-    try:
-        assert template.render(USER, (), {}) == "", source  # what is not allowed is nothing
-    except ApiError as e:
-        assert e.status == 400
-
-
-def test_what_a_template_writes_must_be_text() -> None:
-    messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
-    with pytest.raises(ApiError) as caught:
-        ChatTemplate("{{ messages|tojson }}", {}).render(messages, (), {})
-    assert caught.value.status == 400
-
-
-def test_a_template_of_the_models_own_and_a_damaged_one(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools|tojson }}"
-    )
-    template = read_template(tmp_path)
-    assert template.render(USER, [TOOL], {}).startswith("<user>Who?[{") and template.knows_tools
-    (tmp_path / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(CheckpointError):
-        read_template(tmp_path)
+def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
+    values = common_fields(RequestFields({}), 16, None).sampling.values
+    assert values == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "logit_bias": [], "n_logprobs": None,
+    }  # fmt: skip
+    for no_limit in (-1, 0):
+        assert common_fields(RequestFields({"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
 @pytest.mark.parametrize(
@@ -123,6 +201,94 @@ def test_calls_are_found_as_families_write_them(text: str) -> None:
 @pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert parse_tools([TOOL], "auto").calls_in(text) == []
+
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def grammar_of(parameters: Any) -> Any:
+    """The schema of the arguments of a call that is demanded."""
+    function = {"name": "look"} | ({} if parameters is None else {"parameters": parameters})
+    grammar = parse_tools([{"type": "function", "function": function}], "required").grammar
+    assert grammar is not None
+    return grammar["schema"]["properties"]["arguments"]
+
+
+def test_a_call_has_no_keys_that_its_schema_does_not_name() -> None:
+    for none in (None, {}, {"type": "object"}):
+        assert grammar_of(none) == {"type": "object", "properties": {}, "additionalProperties": False}
+    closed = {**PLACE, "additionalProperties": False}
+    assert grammar_of(PLACE) == closed
+    inner = {"at": PLACE, "all": {"type": "array", "items": PLACE}, "free": {"type": "object"}, "properties": PLACE}
+    found = grammar_of({"type": "object", "properties": inner, "$defs": {"one": PLACE}})
+    assert found["properties"]["at"] == found["properties"]["all"]["items"] == found["$defs"]["one"] == closed
+    assert found["properties"]["free"] == {"type": "object"} and found["properties"]["properties"] == closed
+    assert not found["additionalProperties"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"additionalProperties": {"type": "integer"}}, {"allOf": [PLACE]}]
+)
+def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any]) -> None:
+    assert grammar_of({**PLACE, **more}) == {**PLACE, **more}
+
+
+def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
+    """Content and calls that a chat's answer shows, as it comes in two pieces."""
+    chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
+    answer = ChatAnswer()
+    deltas = [
+        chat.delta(answer, TextPiece(0, text[:3])),
+        chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),
+    ]
+    return "".join(d.get("content", "") for d in deltas), [call for d in deltas for call in d.get("tool_calls", [])]
+
+
+CALL = '{"name": "look", "arguments": {"at": 1}}'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
+    for text in (CALL, f"<tool_call>{CALL}", f"[{CALL}, {CALL}]"):
+        for n in range(1 if choice == "required" else len('<tool_call>{"name": "'), len(CALL) - 1):
+            assert answered(text[:n], choice, "length") == ("", []), text[:n]
+    content, (call,) = answered(CALL, choice, "length")
+    assert content == "" and call["function"]["name"] == "look"
+
+
+@pytest.mark.parametrize("text", ['{"city": "Par', '{"name": "Alice", "age', "[1, 2, ", "Look! {", '{"name": "look'])
+def test_other_text_that_is_cut_off_is_content(text: str) -> None:
+    reason = "stop" if "look" in text else "length"
+    assert answered(text, "auto", reason) == (text, [])
+
+
+def test_a_tokenizer_that_panics_is_told_in_one_line(tmp_path: Path) -> None:
+    content = json.loads((NANO / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    facts = {"backend": "huggingface", "bos_id": None, "eos_id": None, "use_bos": False}
+    served, text = ServedTokenizer({**facts, "directory": str(tmp_path)}), "a" * 36 + "!"
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(encoded(model, text, served.encode, "prompt"))
+    assert (caught.value.status, caught.value.param) == (400, "prompt") and len(str(caught.value).splitlines()) == 1
+    assert asyncio.run(encoded(model, "KING", served.encode, "prompt")) == served.encode("KING")
+    with pytest.raises(CheckpointError):
+        FileTokenizer(tmp_path, facts).encode(text)
+    assert module_environment()["RUST_BACKTRACE"] == "0"
+
+
+def test_a_text_is_tokenized_outside_the_loop() -> None:
+    threads: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    model = cast(LoadedModel, SimpleNamespace(most_characters=1000, context=100))
+    assert asyncio.run(encoded(model, "KING", encode, "prompt")) == [1]
+    assert threads != [threading.current_thread().name]
 
 
 def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

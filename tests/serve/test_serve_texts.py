@@ -51,6 +51,7 @@ def chat(client: openai.OpenAI, text: str = "Speak, Romeo.", **fields: Any) -> A
 def test_models(client: openai.OpenAI) -> None:
     listed = client.models.list().data
     assert listed[0].id == MODEL and client.models.retrieve(MODEL).id == MODEL
+    assert listed[0].model_extra is not None and listed[0].model_extra["max_model_len"] == 1024
 
 
 def test_choices_are_the_samples_of_the_command(client: openai.OpenAI, expected: list[str]) -> None:
@@ -77,6 +78,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, expected:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected[0]
     assert chunks[-1].usage.completion_tokens == 40 and len(chunks) > 10
     whole = chat(client, seed=1).choices[0].message.content
+    assert whole and not whole.startswith(" "), (
+        "the blank after the plain template's last word is no part of the answer"
+    )
     chunks = list(chat(client, seed=1, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
@@ -165,3 +169,6 @@ def test_a_second_turn_begins_behind_the_first_for_the_same_key_alone(client: op
     assert after - before == 299, "all but the last token, whose row gives the first new one"
     other, _ = ids(KEYS[1], prompt)
     assert other == first and settled() == after, "another key's caches are not touched"
+    usage = client.completions.create(model=MODEL, prompt=[prompt, prompt], n=2, max_tokens=1).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 598, "of each prompt, whatever the number of its texts"

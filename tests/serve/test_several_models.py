@@ -78,7 +78,7 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
             assert made.serving == {"one", "three"}
             async with made.models.using("one"), made.models.using("three"):
                 asked = asyncio.create_task(made.write("two", 20))
-                await made.until(lambda: made.models.leaving == "one")
+                await made.until(lambda: "one" in made.models.leaving)
                 assert made.serving == {"one", "three"} and not asked.done(), "both are in use"
             assert await asked == right("two", 20)
             assert made.serving == {"two", "three"}
@@ -130,6 +130,23 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
             await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)
             assert await writing == right("two", 200)
+
+    run(scenario())
+
+
+def test_a_loss_is_told_to_the_page_whether_it_is_open_or_not(folder: Path, nodes: list[SecondaryNode]) -> None:
+    """The engine's own words, from the log of the server."""
+
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            ring = made.host.loaded["one"].node.rings.ring  # type: ignore[union-attr]
+            ring.fail(Fault("secondary0", "it failed", "starter"))  # type: ignore[union-attr]
+            await made.until(lambda: "the texts wait" in str(made.api.events))
+            (told,) = [event for event in made.api.events if "the texts wait" in event["text"]]
+            assert told["level"] == "warning" and "secondary0" in told["text"] and told["time_s"] > 1.7e9
+            assert not told["text"].startswith("warning"), "its level says that"
+            assert await made.write("one", 30) == right("one", 30)
+            assert not made.host.loaded["one"].node.trouble
 
     run(scenario())
 

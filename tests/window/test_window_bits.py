@@ -78,6 +78,7 @@ def test_several_texts_in_one_frame_are_one_pass(tmp_path: Path) -> None:
         steps = [(i, 3, 1) for i in range(8)]
         found, expected = stage(rows, steps), reference(rows, steps)
         assert np.array_equal(stage.head(found), reference.head(expected))
+        assert stage.n_finished == reference.n_finished == 10
     finally:
         stage.close()
 

@@ -79,6 +79,17 @@ def test_two_units_take_one_attention_and_one_mlp(tmp_path: Path) -> None:
     assert sum(slots) < sum(stage.window.plan.units[i].n_bytes for i in range(2 * N_BLOCKS)) / 3
 
 
+def test_each_slot_is_as_large_as_the_largest_unit_that_comes_into_it() -> None:
+    units = [Unit("block.0", i % 2, ()) for i in range(8)]
+    for unit, n_bytes in zip(units, (10, 300, 20, 200, 30, 250, 15, 100), strict=True):
+        unit.n_bytes = n_bytes
+    assert plan_window(units, None, 2, None).slot_bytes == [30, 300]
+    assert plan_window(units, None, 3, None).slot_bytes == [200, 300, 250]
+    with_retained = plan_window(units, None, 2, 2)
+    assert (with_retained.streamed, with_retained.slot_bytes) == ([2, 3, 6, 7], [20, 200])
+    assert with_retained.resident_bytes == 10 + 300 + 30 + 250 + 20 + 200 and with_retained.pass_bytes == 335
+
+
 def test_a_window_as_wide_as_the_stage_reads_once(tmp_path: Path) -> None:
     (chunk,) = chunks(tmp_path)
     for options in (WindowOptions(1000), WindowOptions(2, 1)):

@@ -76,6 +76,30 @@ def test_a_disk_that_fails(stage: WindowStage, chunk: ChunkFile, monkeypatch: py
     assert str(chunk.path) in fails(stage)
 
 
+def test_a_disk_that_failed_once_is_read_again(
+    stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, is_broken = os.preadv, threading.Event()
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "weights" and is_broken.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffers, offset)
+
+    expected = windowed(chunk, 0, 5, WindowOptions(50))
+    wanted = run(expected)
+    expected.close()
+    reading(monkeypatch, failing)
+    run(stage, (3,))
+    for _ in range(2):
+        is_broken.set()
+        assert str(chunk.path) in fails(stage)
+        is_broken.clear()
+        stage.caches.clear()
+        assert all((a == b).all() for a, b in zip(run(stage), wanted, strict=True))
+        stage.caches.clear()
+
+
 def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, read = threading.Event(), os.preadv
 
@@ -129,7 +153,7 @@ def test_a_run_whose_disk_fails_ends_with_one_line(
     path, read, n_reads = find_chunk(folder, 1, "starter"), os.preadv, iter(range(1000))
 
     def failing(fd: int, buffers: Any, offset: int) -> int:
-        if threading.current_thread().name == "weights" and next(n_reads) == 40:  # in the third pass or so
+        if threading.current_thread().name == "weights" and next(n_reads) >= 40:  # in the third pass or so
             if way == "broken":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             os.truncate(path, 8192)

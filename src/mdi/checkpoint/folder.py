@@ -19,6 +19,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     CHAT_TEMPLATE,
 )  # fmt: skip
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a model needs one of them
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

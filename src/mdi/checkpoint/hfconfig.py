@@ -26,16 +26,23 @@ _SAME = {
 
 def read_hf_config(path: Path) -> Json:
     """config.json; of a model that also sees or hears, its language part. Raises CheckpointError."""
+    text = ""
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = parse_json(text)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"cannot read {path}: {e}") from None
+        hint = (
+            " (it begins as a web page does: was an error downloaded in its place?)"
+            if text[:200].lstrip().startswith("<")
+            else ""
+        )
+        raise CheckpointError(f"cannot read {path}: {e}{hint}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    text = data.get("text_config")
-    return text if isinstance(text, dict) else data
+    language = data.get("text_config")
+    return language if isinstance(language, dict) else data
 
 
 def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | None]:

@@ -55,16 +55,17 @@ class KeptPacked:
             return source
         key = _key(source, part, packing)
         info = self._find(key, part.name)
+        if info is not None:
+            keep.add(info.sha256)
         if info is None or not self._store.has(info.sha256, check):
             packed = PackedSource(source, packing)
             if not self._has_space(packed.n_bytes(part.name), keep):
                 return source
             try:
-                info = self._make(packed, part.name, key, check)
+                info = self._make(packed, part.name, key, keep, check)
             except CheckpointError as e:  # the source may be damaged; reading it reports that
                 logger.warning("packed weights are not kept: %s", e)
                 return source
-        keep.add(info.sha256)
         return self._store.part(info, source.config_dict, source.config_hash)
 
     def _has_space(self, n_bytes: int, keep: Collection[str]) -> bool:
@@ -74,7 +75,9 @@ class KeptPacked:
             return False
         return self._store.free_bytes() >= n_bytes + DISK_LEFT_BYTES
 
-    def _make(self, packed: PackedSource, part: str, key: str, check: Callable[[], None]) -> PartInfo:
+    def _make(
+        self, packed: PackedSource, part: str, key: str, keep: set[str], check: Callable[[], None]
+    ) -> PartInfo:  # fmt: skip
         digest, n_bytes = hashlib.sha256(), 0
         path = self._store.directory / f"{key}.packed"
         with replacing(path, makes_folder=True) as file:
@@ -85,6 +88,7 @@ class KeptPacked:
                 n_bytes += len(piece)
         packed.release()
         info = PartInfo(part, digest.hexdigest(), n_bytes)
+        keep.add(info.sha256)
         self._store.take(path, info)
         self._remember(key, info)
         logger.info("%s is packed, %s, and kept for the next start", part, size(n_bytes))

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,8 @@ COMING = "busy"  # code of an error after which the sender must ask again which 
 logger = logging.getLogger("mdi")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# A process or machine that is short of something for the moment: this says nothing of the file.
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -51,15 +54,20 @@ class BlockStore:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._coming: set[str] = set()
+        self._in_use: list[Collection[str]] = []
         self.checked = CheckedFiles(self.directory / "checked.json")
 
     def has(self, sha256: str, check: Callable[[], None] = lambda: None) -> bool:
         """Whether the part is here, and what its name says. A file that is not is removed, so that the part can come again.
 
-        A file is hashed again when it looks otherwise than it did then, and when that was long ago.
+        A file is hashed again when it looks otherwise than it did then, and when that was long ago. One that the disk cannot
+        read counts as missing, and stays until the part has come again.
 
         Args:
             check: called again and again while a file is hashed; its exceptions pass through.
+
+        Raises:
+            CheckpointError: this process may open no more files, or there is no memory: nobody knows.
         """
         path = self.path(sha256)
         digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
@@ -74,7 +82,13 @@ class BlockStore:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as e:
-            logger.warning("%s cannot be read: %s", path, e.strerror or e)
+            if e.errno in _SHORT:
+                raise CheckpointError(
+                    f"{path} cannot be checked: {e.strerror}; end other programs, or allow more open files (ulimit -n), and "
+                    "try again"
+                ) from None
+            logger.warning("%s cannot be read, and has to come again: %s; check the disk", path, e.strerror or e)
+            return False
         if digest.hexdigest() == sha256:
             self.checked.add(sha256, stamp)
             return True
@@ -140,23 +154,48 @@ class BlockStore:
             How many bytes were removed.
 
         Raises:
-            CheckpointError: the files to keep and the new ones exceed the limit; nothing was removed.
+            CheckpointError: the files to keep and the new ones exceed the limit; nothing was removed. Code "disk" if they would
+                not without what is in use.
         """
         if self.limit_bytes is None:
             return 0
+        with self._lock:  # what comes into use now is looked for afterwards
+            return self._free_space(n_bytes, keep, self.limit_bytes)
+
+    @contextlib.contextmanager
+    def in_use(self, shas: Collection[str]) -> Iterator[None]:
+        """Within it, `free_space` removes none of these parts, whole or not, for whom ever; `shas` may grow meanwhile."""
+        with self._lock:
+            self._in_use.append(shas)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._in_use[next(i for i, one in enumerate(self._in_use) if one is shas)]
+
+    def _free_space(self, n_bytes: int, keep: Collection[str], limit_bytes: int) -> int:
+        used = self._coming.union(*self._in_use).difference(keep)
         files = self._files()
         kept = sum(n for path, n, _ in files if path.stem in keep)
-        if kept + n_bytes > self.limit_bytes:
+        if kept + n_bytes > limit_bytes:
             raise CheckpointError(
                 f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold "
-                f"{size(self.limit_bytes)}: allow more with --cache-size, or give this node fewer blocks"
+                f"{size(limit_bytes)}: allow more with --cache-size, or give this node fewer blocks"
             )
-        excess = sum(n for _, n, _ in files) + n_bytes - self.limit_bytes
+        others = sum(n for path, n, _ in files if path.stem in used)
+        if kept + others + n_bytes > limit_bytes:
+            busy = CheckpointError(
+                f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold {size(limit_bytes)}, "
+                f"but other runs are loading {size(others)} there: allow more with --cache-size, or start it again later"
+            )
+            busy.code = "disk"
+            raise busy
+        excess = sum(n for _, n, _ in files) + n_bytes - limit_bytes
         removed = 0
         for path, n, _ in sorted(files, key=lambda file: file[2]):
             if removed >= excess:
                 break
-            if path.stem not in keep:
+            if path.stem not in keep and path.stem not in used:
                 with contextlib.suppress(OSError):  # Windows cannot remove mapped files
                     path.unlink()
                     removed += n
@@ -170,7 +209,7 @@ class BlockStore:
                 if path.suffix in (".safetensors", ".part") and _SHA256.fullmatch(path.stem):
                     with contextlib.suppress(FileNotFoundError):
                         status = path.stat()
-                        found.append((path, status.st_size, status.st_mtime))
+                        found.append((path, status.st_size, max(status.st_atime, status.st_mtime)))
         return found
 
     def receive(
@@ -248,7 +287,8 @@ class BlockStore:
             raise CheckpointError(f"{path} is missing or was damaged: start the run again, and it is sent")
         file = PartFile(path, info, config, config_hash)
         with contextlib.suppress(OSError):
-            os.utime(path)  # so that used files stay; many systems do not record access times
+            # So that used files stay; many systems do not record access times. The other time says that a file was written to.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             self.checked.follow(info.sha256, stamp_of(path))
         return file
 

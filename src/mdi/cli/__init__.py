@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import logging
 import os
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args:
         parser.print_help()
         return 2
+    if near := difflib.get_close_matches(args[0], COMMANDS, 1):
+        parser.error(f"there is no command {args[0][:60]!r}: is `mdi {near[0]}` meant?")
     parser.parse_args(args[:1])
     return 0
 
@@ -234,10 +237,20 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-json", action="store_true", help="write log lines as JSON objects")
 
 
+def launchers() -> Path | None:
+    """The folder with a file for each command, src/ of a checkout; None where the package is installed."""
+    src = Path(__file__).resolve().parents[2]
+    return src if (src / "starter.py").is_file() else None
+
+
+def called(command: str) -> str:
+    """How a command is called here: "starter.py" in a checkout, else "mdi starter"."""
+    return f"mdi {command}" if launchers() is None else f"{command.replace('-', '_')}.py"
+
+
 def output_dir(name: str) -> Path:
     """Folder for files without a given path: src/<name> in a checkout, else ./<name>."""
-    src = Path(__file__).resolve().parents[2]
-    return (src if (src / "starter.py").is_file() else Path.cwd()) / name
+    return (launchers() or Path.cwd()) / name
 
 
 def default_ckpt_folder() -> Path:
@@ -273,6 +286,8 @@ def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: boo
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
     handler.setFormatter(formatter(form, is_verbose))
+    # It warns of a home that cannot be written, even if no figure is drawn.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if is_debugging or is_verbose else logging.INFO)
     logger.propagate = False

@@ -11,6 +11,7 @@ Ctrl-C ends an answer; /help lists the commands.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import select
@@ -31,6 +32,8 @@ HELP = """\
 /help  this list
 /quit  end the chat, as an empty line and Ctrl-D do
 Ctrl-C ends an answer that takes too long. Anything else is said to the model."""
+
+logger = logging.getLogger("mdi")
 
 CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     check_model(args)
     limit = args.sequence_length or CONTEXT_LIMIT
+    logger.info("loading %s ...", (args.ckpt or args.chunk).name)
     with ExitStack() as stack:
         nodes, options = stack.enter_context(nodes_of(args, find)), starter_options(args)
         session = stack.enter_context(

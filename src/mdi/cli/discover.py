@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from mdi.config import ClusterConfig
     from mdi.discovery.arrivals import Arrivals
-    from mdi.discovery.gather import FoundNode, Source
+    from mdi.discovery.gather import FoundNode, Guests, Source
     from mdi.discovery.relay import Relay
     from mdi.node.secondary import SecondaryNode
+    from mdi.security.invitation import GuestNode
     from mdi.security.keys import KeyFile
 
 CONTROL_PORT, RING_PORT = 8088, 5088
@@ -108,7 +109,7 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
     """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
     from mdi.cli.access import free_port, open_keys, own_address
     from mdi.config import NodeConfig
-    from mdi.discovery.gather import Gathering, cluster_of
+    from mdi.discovery.gather import Gathering, Guests, cluster_of
     from mdi.errors import UsageError
 
     keys = open_keys(args)
@@ -120,10 +121,11 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
     starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
     wanted = None if args.nodes is None else args.nodes - 1
     wait_s = args.wait if wanted is None else max(args.wait, INVITED_WAIT_S)
-    with sources(args, keys, addr) as found, inviting(starter, keys, wanted) as renew:
+    guests = Guests()
+    with sources(args, keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
         logger.info("looking for nodes of this key on %s ...", addr)
-        gathering = Gathering(found, keys, lambda node: logger.info("%s", told(node)))
-        nodes = gathering.wait(wanted, wait_s, renew)
+        gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", told(node)))
+        nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
     cluster = cluster_of(nodes, starter, keys)
     for node, config in zip(nodes, cluster.secondaries, strict=True):
         logger.info("%s is %s", config.name, node.label)
@@ -181,8 +183,12 @@ def arrivals(args: argparse.Namespace, cluster: Callable[[], ClusterConfig | Non
 
 
 @contextmanager
-def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]:
-    """Codes for boards that are to join, as long as some are waited for; gives what renews a code that is too old."""
+def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) -> Iterator[Any]:
+    """Codes for boards that are to join, as long as some are waited for; gives what renews a code that is too old.
+
+    Args:
+        guests: gets those that have joined, and is asked for them where there is no multicast.
+    """
     if not n_wanted:
         yield lambda: None
         return
@@ -198,7 +204,11 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]
     def tell(code: str) -> None:
         show(f"to join from a board:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
 
-    invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted)
+    def welcome(node: GuestNode, addr: str) -> None:
+        logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
+        guests.add(node, addr)
+
+    invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted, on_guest=welcome)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:
         yield invitations.renew
@@ -208,6 +218,10 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None) -> Iterator[Any]
 
 def told(node: FoundNode) -> str:
     """A line about a node that has come."""
+    from mdi.control.reach_node import compiling
+
+    if node.is_compiling:
+        return compiling(f"{node.label} is there; it", node.status)
     return f"{node.label} is there: {what_it_has(node.status)}"
 
 

@@ -16,8 +16,12 @@ import json
 import logging
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mdi.errors import UsageError
+
+if TYPE_CHECKING:
+    from mdi.security.invitation import GuestNode
 
 logger = logging.getLogger("mdi")
 
@@ -40,35 +44,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli.access import default_key_file, free_port, own_address, split_address
+    from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
     from mdi.cli.secondary import serve
     from mdi.config import NodeConfig
+    from mdi.security.invitation import GuestNode
 
     args.key = (args.key or default_key_file()).expanduser()
     if (args.where is None) != (args.code is None):
         raise UsageError("give the address and the code that `mdi key FILE --invite` printed, or nothing at all")
-    host = None
-    if args.where is not None:
-        host, port = split_address(args.where, 0)
-        fetch(host, port, args.code, args.key)
+    host, where = (None, 0) if args.where is None else split_address(args.where, 0)
+    addr = args.addr or own_address(host)
+    port, port_in = free_port(addr, args.port), free_port(addr, args.port_in)
+    name = socket.gethostname()[:40] or "secondary"
+    if host is not None:
+        is_reached = not args.no_start and args.dial is None
+        fetch(
+            host, where, args.code, args.key, GuestNode(name, ip_address(addr), port, port_in) if is_reached else None
+        )
     elif not args.key.exists():
         raise UsageError(f"{args.key} has no key yet: run `mdi key FILE --invite` on a node with one")
     if args.no_start:
         return 0
-    addr = args.addr or own_address(host)
-    port, port_in = free_port(addr, args.port), free_port(addr, args.port_in)
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
-    return serve(args, NodeConfig(socket.gethostname()[:40] or "secondary", addr, port, port_in))
+    return serve(args, NodeConfig(name, addr, port, port_in))
 
 
-def fetch(addr: str, port: int, code: str, path: Path) -> None:
-    """Get the keys of an invitation and keep them in `path`, a new file. Raises MdiError."""
+def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:
+    """Get the keys of an invitation, and keep them in `path`, a new file. The host learns of `node`. Raises MdiError."""
     from mdi.control.join import ask_to_join
     from mdi.security.invitation import Guest
     from mdi.security.keys import parse_keys, write_keys
 
-    guest = Guest(code)
+    guest = Guest(code, node)
     if path.exists():  # it may be the only copy; the code stays good
         raise UsageError(
             f"{path} has a cluster's key already: run `mdi join` without address and code to use it; to join another cluster, "

@@ -57,9 +57,11 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
             result = {"error": str(failure) or "interrupted", "samples": result["samples"]}
         print_json(result)
     elif failure is not None or not was_streamed:
+        begun = [i for i, sample in enumerate(metrics.samples) if failure is None or sample.token_ids]
         if failure is not None and metrics.samples:
-            print("\nwhat each sample had reached:")
-        for i, sample in enumerate(metrics.samples):
+            print("\nwhat each sample had reached:" if begun else "\nno sample had a token yet")
+        for i in begun:
+            sample = metrics.samples[i]
             show(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
     if failure is None:
         if not args.json:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cli import called
 from mdi.cli.flags import add_allow_clipping
 from mdi.config import DTYPES
 from mdi.errors import UsageError
@@ -88,14 +89,20 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args)
     directory = _find(args)
     _check_cut(directory, args)
+    _check_files(directory, args)
 
     from mdi.checkpoint.cast import CastSource
+    from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
     from mdi.checkpoint.packed import PackedSource
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
 
     directory, results = _convert(directory, args)
+    if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
+        logger.warning(
+            "warning: %s has no tokenizer: copy %s there before it is run", directory, " or ".join(TOKENIZERS)
+        )
     source = open_source(directory)
     if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
         source = CastSource(source, args.dtype, args.allow_clipping)
@@ -111,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
         if args.export is not None:
             _export(source, directory, args)
         elif args.n_nodes is None:
-            print(f"run it on this machine: starter.py --ckpt {directory}")
+            print(
+                f"run it on this machine: {called('chat')} --ckpt {directory}, or {called('sample')}, or {called('serve')}"
+            )
         else:
             _cut(source, results, args)
     finally:
@@ -148,6 +157,25 @@ def _check_cut(directory: Path, args: argparse.Namespace) -> None:
         parse_layers(args.layers, n_blocks, args.n_nodes)
     else:
         check_n_nodes(n_blocks, args.n_nodes)
+
+
+def _check_files(directory: Path, args: argparse.Namespace) -> None:
+    """What is damaged in a directory that is to be converted, as far as that is known without importing torch.
+
+    Raises:
+        CheckpointError: config.json or the head of a file of weights cannot be read.
+    """
+    from mdi.checkpoint.folder import is_lit_dir
+    from mdi.checkpoint.hfconfig import read_hf_config
+    from mdi.checkpoint.safetensors_layout import read_header
+    from mdi.cli import default_ckpt_folder
+
+    target = args.out or (args.ckpt_folder or default_ckpt_folder()) / directory.resolve().name
+    if is_lit_dir(directory) or is_lit_dir(target):
+        return
+    read_hf_config(directory / "config.json")
+    for path in sorted(directory.glob("model*.safetensors")):
+        read_header(path)
 
 
 def _find(args: argparse.Namespace) -> Path:
@@ -223,13 +251,13 @@ def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> Non
         extra = "embedding and head, " if node == "starter" else ""
         print(f"  {node:<12} {extra}{block_span(start, stop)}, {size(path.stat().st_size)}: {path}")
     if args.n_nodes == 1:
-        print(f"run it on this machine: starter.py --chunk {paths[0]}")
+        print(f"run it on this machine: {called('starter')} --chunk {paths[0]}")
     else:
         print(
             "take each secondary's chunk to its node, or let the starter send it; then, with the addresses in NODES.json:"
         )
-        print(f"  on each secondary:  secondary.py --nodes-config NODES.json INDEX --chunk {paths[1].name}")
-        print(f"  here:               starter.py --chunk {paths[0]} --nodes-config NODES.json")
+        print(f"  on each secondary:  {called('secondary')} --nodes-config NODES.json INDEX --chunk {paths[1].name}")
+        print(f"  here:               {called('starter')} --chunk {paths[0]} --nodes-config NODES.json")
 
 
 @contextlib.contextmanager

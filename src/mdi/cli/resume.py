@@ -71,13 +71,16 @@ class Journaling:
     def begin(self, args: argparse.Namespace, session: Session, prompts: list[str]) -> None:
         """From here on generated tokens are recorded. UsageError if the run began with something else."""
         from mdi.recovery.journal import Journal, JournalText, RunRecord
+        from mdi.recovery.records import MAY_DIFFER
         from mdi.recovery.run_folders import new_run
 
         node = session.starter
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
             flags = {**_saved(args), "quantize": node.formats[0], "quantize_head": node.formats[1]}
-            self._journal = Journal.new(new_run(self._folder), RunRecord(flags, node.identity, texts))
+            self._journal = Journal.new(
+                new_run(self._folder), RunRecord(flags, node.identity, texts, numbers=node.numbers)
+            )
         else:
             assert self._record is not None
             if node.identity != self._record.identity:
@@ -85,9 +88,20 @@ class Journaling:
                     f"{self._journal.path.parent.name} was begun with another model or other options, which "
                     "would change its texts: begin a new run"
                 )
-            n_left = sum(text.finish_reason is None for text in self._record.texts)
-            logger.info("continuing %d of %d texts", n_left, len(self._record.texts))
-        node.record_to(self._journal.add)
+            left = [text for text in self._record.texts if text.finish_reason is None]
+            logger.info("continuing %d of %d texts", len(left), len(self._record.texts))
+            if left and node.numbers != self._record.numbers:
+                logger.warning("warning: %s", MAY_DIFFER)
+                for text in left:
+                    known = text.may_differ_from
+                    text.may_differ_from = len(text.ids) if known is None else min(known, len(text.ids))
+        journal = self._journal
+
+        def record(index: int, tokens: list[int], reason: str | None) -> None:
+            is_new = index == len(node.samples)  # an earlier run has ended it
+            journal.add(index, tokens, reason, None if is_new else node.may_differ_from(node.samples[index]))
+
+        node.record_to(record)
 
     def close(self) -> None:
         """Harmless if repeated. A run whose texts have all ended leaves nothing behind."""

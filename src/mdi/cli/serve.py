@@ -106,7 +106,7 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     with nodes:
         host = ModelHost(
             nodes, options, Catalog(args.ckpt_folder, args.ckpt), args.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(args),
+            _after(args), lambda name: logger.info("ready: %s answers on %s; Ctrl-C ends the server", name, api.url),
         )  # fmt: skip
         snapshots = Snapshots(host)
         backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)

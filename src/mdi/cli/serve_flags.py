@@ -97,12 +97,16 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
 
 def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
     """Of the flags, the file and the environment."""
+    from mdi.security.keys import check_private
+
     lines = [*args.api_key]
     if not lines and args.api_key_file is None and os.environ.get(KEY_VARIABLE):
         lines.append(os.environ[KEY_VARIABLE])
     if args.api_key_file is not None:
         try:
-            text = args.api_key_file.expanduser().read_text(encoding="utf-8")
+            with open(args.api_key_file.expanduser(), encoding="utf-8") as file:
+                check_private(args.api_key_file, os.fstat(file.fileno()))
+                text = file.read()
         except (OSError, ValueError) as e:
             raise UsageError(f"--api-key-file {args.api_key_file} cannot be read: {e}") from None
         lines += [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]

@@ -176,4 +176,5 @@ def _submit(
         if stream is not None:
             stream.show(i, prompt + ("" if session.starter.codec.prompt_style is None else "\n"))
         before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
-        session.submit(prompt, ids, params, stop, on_text, before, reason)
+        sample = session.submit(prompt, ids, params, stop, on_text, before, reason)
+        sample.may_differ_from = None if known is None else known[i].may_differ_from

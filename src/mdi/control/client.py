@@ -62,10 +62,13 @@ class ControlClient:
         """`POST /init`; the answer says which parts are missing."""
         return self._ask("POST", "/init", request.to_json(), ANSWER_S * 5)
 
-    def send_part(self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
+    def send_part(
+        self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview],
+        timeout_s: float = PART_ANSWER_S,
+    ) -> None:  # fmt: skip
         """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
         query = {"run": run, "offset": str(offset)}
-        self.request("PUT", f"/parts/{part.sha256}", PART_ANSWER_S, pieces, part.n_bytes - offset, query)
+        self.request("PUT", f"/parts/{part.sha256}", timeout_s, pieces, part.n_bytes - offset, query)
 
     def forward(self, request: ForwardRequest) -> None:
         """`POST /forward`: the node sends a part to another one."""

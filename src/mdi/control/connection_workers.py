@@ -118,7 +118,7 @@ class ConnectionWorkers:
     def _to_drop(self, new: _Worker) -> _Worker | None:
         """The connection to drop for a new one; None if there is space."""
         from_there = [w for w in self._workers if w.addr == new.addr]
-        if len(from_there) >= N_PER_ADDRESS and not _is_here(new.addr):
+        if len(from_there) >= N_PER_ADDRESS and not is_here(new.addr):
             return next((w for w in from_there if not w.is_heard), new)
         limit = N_CONNECTIONS + (N_OF_OWNER if new.addr == self._owner else 0)
         if len(self._workers) < limit:
@@ -127,7 +127,8 @@ class ConnectionWorkers:
         return next((w for w in unheard if w.addr != self._owner), unheard[0] if unheard else new)
 
 
-def _is_here(addr: str) -> bool:
+def is_here(addr: str) -> bool:
+    """Whether an address is a loopback one."""
     try:
         found = ipaddress.ip_address(addr.partition("%")[0])
     except ValueError:

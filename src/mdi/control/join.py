@@ -16,11 +16,11 @@ JOIN_LIMIT_BYTES = 1024
 class Host(Protocol):
     """A side that can be joined: an Invitation."""
 
-    def answer(self, request: Any) -> dict[str, str]:
-        """What the guest gets; raises AccessError."""
+    def answer(self, request: Any, addr: str) -> dict[str, str]:
+        """What the guest at an address gets; raises AccessError."""
 
 
-def ask_to_join(addr: str, port: int, request: dict[str, str]) -> Any:
+def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
     """The answer of the node there; ControlError if there is none, or it says no."""
     body, where = json.dumps(request).encode(), f"{addr}:{port}"
     try:

@@ -33,10 +33,12 @@ CODES = {
     "lost": "a neighbour is silent",
     "engine": "the computation cannot go on from its state",
     "left": "the node was told to end",
+    "stuck": "the node lives, but its computing does not go on",
     "key": "the other side does not have the same cluster key",
     "nonce": "the request was signed with an expired nonce",
     "failed": "anything else",
 }
+COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
 N_FRAMES_LIMIT = 4096

@@ -11,10 +11,15 @@ from typing import Any
 
 import mdi
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION
+from mdi.control.messages import COMPILING, CONTROL_VERSION
 from mdi.errors import ControlError, NodeLostError, RingError
+from mdi.periodic import Periodic
+from mdi.units import duration
 
 BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
+
+COMPILED_S = 0.1
+COMPILING_TOLD_S = 10.0
 
 logger = logging.getLogger("mdi")
 
@@ -24,17 +29,27 @@ def reach_node(
 ) -> dict[str, Any]:
     """The status of a node, waited for; a starter may well be started before its secondaries.
 
+    A node that compiles its kernels is waited for, however long that takes: it answers meanwhile.
+
     Raises:
         NodeLostError: it does not answer in time.
         RingError: it is of another version.
         ControlError: something else answers there.
     """
     deadline = time.monotonic() + wait_s
+    report = Periodic(COMPILING_TOLD_S)
     for attempt in itertools.count():
         check()
         try:
             status = client.status()
-            break
+            if status["state"] != COMPILING:
+                break
+            deadline = time.monotonic() + wait_s
+            if report.is_due():
+                logger.info("%s", compiling(client.node.name, status))
+            cancelled.wait(COMPILED_S)
+            if cancelled.is_set():
+                raise NodeLostError(client.node.name, f"{client.where} still compiles its kernels")
         except ControlError as e:
             if e.status is not None:
                 raise
@@ -57,3 +72,10 @@ def reach_node(
             "install the same version on both"
         )
     return status
+
+
+def compiling(name: str, status: dict[str, Any]) -> str:
+    """A line about a node that compiles its kernels, which it began when it was started."""
+    up_s = status.get("up_s")
+    so_far = f" ({duration(up_s)} so far)" if isinstance(up_s, (int, float)) else ""
+    return f"{name} compiles its kernels, once{so_far}"

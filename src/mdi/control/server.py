@@ -25,6 +25,7 @@ from mdi.control.deadline import DeadlineSocket
 from mdi.control.gate import Gate, public_status
 from mdi.control.join import JOIN_LIMIT_BYTES, Host
 from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.web_pages import check_sender
 from mdi.errors import AccessError, ControlError, MdiError, UsageError
 from mdi.security.keys import KeyFile
 
@@ -99,6 +100,7 @@ def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) ->
         cherrypy.response.headers["Content-Type"] = "application/json"
         request.asker = None
         try:
+            check_sender(request.headers, gate.is_open)
             uri, addr = request.wsgi_environ["REQUEST_URI"], request.remote.ip
             request.asker = gate.ask(request.method, uri, request.headers, addr)
             if request.asker is None and not (gate.is_open or is_public):
@@ -223,7 +225,7 @@ class _Pages:
         _allow("POST")
         if self._host is None:
             raise ControlError("this node has no open invitation", 404)
-        return self._host.answer(read_json(JOIN_LIMIT_BYTES))
+        return self._host.answer(read_json(JOIN_LIMIT_BYTES), cherrypy.request.remote.ip)
 
     def _read_json(self) -> Any:
         body = read_json()
@@ -242,6 +244,13 @@ def _plain_error(status: str, message: str, traceback: str, version: str) -> byt
     cherrypy.response.headers["Content-Type"] = "application/json"
     logger.debug("HTTP %s: %s\n%s", status, message, traceback)
     return json.dumps({"error": f"{status}: {message}", "code": MdiError.code}).encode()
+
+
+class _Request(cherrypy.Application.request_class):
+    """A request that is refused before its application's settings are found must not show where this program is installed."""
+
+    show_tracebacks = False
+    error_page = {"default": _plain_error}
 
 
 class _Server(wsgi.Server):
@@ -302,6 +311,7 @@ class ControlServer:
         workers = ConnectionWorkers()
         self._pages = pages = _Pages(node, workers, Gate(keys, name), host)
         app = cherrypy.Application(pages, "", {"/": {"error_page.default": _plain_error}})
+        app.request_class = _Request
         app.log.screen = False
         for log in (app.log.access_log, app.log.error_log):
             log.handlers = [logging.NullHandler()]  # without any, Python itself would write to stderr

@@ -27,7 +27,7 @@ class Announcement:
         name: as its owner calls it; for people.
         addr, port: where its control port is.
         ring_port: on which the node before it in a ring connects.
-        process: the number that its process drew; a restarted node has another one.
+        process: the number that its process drew; a restarted node has another one. "" if it is not known yet.
     """
 
     name: str
@@ -37,6 +37,10 @@ class Announcement:
     process: str
     salt: str
     tag: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.addr}:{self.port}"
 
     @classmethod
     def of(cls, name: str, addr: str, port: int, ring_port: int, process: str, secret: bytes) -> Announcement:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import queue
 import socket
 import threading
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from mdi.security.keys import KeyFile
 
 SERVICE = "_mdi-llm._tcp.local."
 N_KEPT = 1024  # announcements that are remembered: strangers must not fill a node
+N_RESOLVED = 64  # names at the same time that came without an address: nearly all announcements have one
 RESOLVE_MS = 3000
+CLOSE_S = 5.0
 
 logger = logging.getLogger("mdi")
 
@@ -49,16 +51,18 @@ class Announcer:
 
 
 class Browser:
-    """The nodes of a cluster that announce themselves, until `close`."""
+    """The nodes of a cluster that announce themselves, until `close`.
+
+    Announcements that are complete count at once. For names that came without an address the network is asked, for all at the
+    same time, so that names that nobody explains delay nothing; of too many the oldest are given up.
+    """
 
     def __init__(self, keys: KeyFile, interfaces: Sequence[str] = ()) -> None:
         self._keys = keys
         self._lock = threading.Lock()
         self._found: dict[str, Announcement] = {}
         self._zeroconf = _open(interfaces)
-        self._to_resolve: queue.Queue[str | None] = queue.Queue(N_KEPT)
-        self._resolver = threading.Thread(target=self._resolve_all, name="mdns", daemon=True)
-        self._resolver.start()
+        self._asked: dict[str, asyncio.Task[None]] = {}  # the oldest first; only for zeroconf's thread
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._on_change])
 
     def nodes(self) -> list[Announcement]:
@@ -68,32 +72,52 @@ class Browser:
 
     def close(self) -> None:
         self._browser.cancel()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._to_resolve.get_nowait()
-        self._to_resolve.put(None)
-        self._resolver.join()
+        assert self._zeroconf.loop is not None
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._give_up(), self._zeroconf.loop).result(CLOSE_S)
         self._zeroconf.close()
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed:
             with self._lock:
                 self._found.pop(name, None)
-        else:  # a thread of ours asks for the rest of the announcement, because this one is zeroconf's
-            with contextlib.suppress(queue.Full):
-                self._to_resolve.put_nowait(name)
-
-    def _resolve_all(self) -> None:
-        while (name := self._to_resolve.get()) is not None:
-            self._resolve(name)
-
-    def _resolve(self, name: str) -> None:
-        info = ServiceInfo(SERVICE, name)
+            return
         try:
-            if not info.request(self._zeroconf, RESOLVE_MS) or info.port is None:
-                return
+            info = ServiceInfo(SERVICE, name)
+            if info.load_from_cache(zeroconf):
+                self._add(name, info)
+            elif zeroconf.loop is not None:
+                zeroconf.loop.call_soon_threadsafe(self._ask, name, info)
         except Exception as e:  # an error of the library, or closed meanwhile: one announcement less
             logger.debug("an announcement that cannot be read: %s", e)
+
+    def _ask(self, name: str, info: ServiceInfo) -> None:
+        if name in self._asked:
+            return
+        if len(self._asked) >= N_RESOLVED:
+            self._asked.pop(next(iter(self._asked))).cancel()
+        self._asked[name] = asyncio.get_running_loop().create_task(self._resolve(name, info))
+
+    async def _resolve(self, name: str, info: ServiceInfo) -> None:
+        task = asyncio.current_task()
+        try:
+            if await info.async_request(self._zeroconf, RESOLVE_MS):
+                self._add(name, info)
+        except Exception as e:
+            logger.debug("an announcement that cannot be read: %s", e)
+        finally:
+            if self._asked.get(name) is task:
+                del self._asked[name]
+
+    async def _give_up(self) -> None:
+        tasks = list(self._asked.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, name: str, info: ServiceInfo) -> None:
+        """Keep what is announced under a name, if it is a node of the cluster."""
+        if info.port is None:
             return
         fields = {key: value or "" for key, value in info.decoded_properties.items()}
         for addr in info.parsed_addresses(IPVersion.V4Only):

@@ -12,14 +12,21 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from mdi.control.connection_workers import is_here
+from mdi.control.deadline import DeadlineSocket
 from mdi.discovery.announcement import NAME_LIMIT, Announcement
-from mdi.discovery.tunnel import MEET_S, PING_S, Tunnel, close, join
+from mdi.discovery.tunnel import MEET_S, PING_S, Tunnel, close, join, wake
 from mdi.errors import AccessError, MdiError, WireError
 from mdi.net.listener import open_socket
 from mdi.security.keys import KeyFile
 
 N_NODES, N_WAITING, N_MEETING = 256, 64, 64
+N_PER_ADDRESS = 16  # connections to one node from one address elsewhere: the node cannot tell them apart
+N_FROM_ELSEWHERE = 32  # in all: a node has N_STREAMS, and its starter, on this machine, needs some
+ACCEPT_AGAIN_S = 0.5  # after an error, such as too many open files
 PORTS = ("control", "ring")
 
 logger = logging.getLogger("mdi")
@@ -39,10 +46,10 @@ class Relay:
         self._addr, self._keys = addr, keys
         self._lock = threading.Lock()
         self._nodes: dict[str, _DialledNode] = {}  # by process
-        self._meeting = threading.BoundedSemaphore(N_MEETING)
+        self._meeting: dict[socket.socket, None] = {}  # the oldest first
         self._listener = open_socket(addr, port, "the port that nodes dial")
         self.port: int = self._listener.getsockname()[1]
-        self._is_closed = False
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def nodes(self) -> list[Announcement]:
@@ -51,34 +58,36 @@ class Relay:
             return [node.announcement for node in self._nodes.values()]
 
     def close(self) -> None:
-        self._is_closed = True
+        self._closed.set()
         close(self._listener)
         with self._lock:
             nodes = list(self._nodes.values())
+            for sock in self._meeting:
+                wake(sock)
         for node in nodes:
             node.close()
 
     def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._meeting.acquire(blocking=False):
-                close(sock)
-                continue
+        for plain, _ in accepted(self._listener, self._closed):
+            sock = DeadlineSocket.around(plain)
+            with self._lock:
+                if len(self._meeting) >= N_MEETING:  # the oldest one has had the most time for its meeting
+                    oldest = next(iter(self._meeting))
+                    del self._meeting[oldest]
+                    wake(oldest)
+                self._meeting[sock] = None
             threading.Thread(target=self._meet, args=(sock,), name="relay", daemon=True).start()
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _meet(self, sock: DeadlineSocket) -> None:
         try:
-            tunnel = Tunnel.answer(sock, self._keys.keys)
-            message = tunnel.receive()
+            tunnel, message = Tunnel.answer(sock, self._keys.keys)
         except (OSError, AccessError, WireError) as e:
             logger.debug("relay: %s", e)
             close(sock)
             return
         finally:
-            self._meeting.release()
+            with self._lock:
+                self._meeting.pop(sock, None)
         if "stream" in message:
             self._join(message, sock)
         else:
@@ -88,10 +97,13 @@ class Relay:
         with self._lock:
             node = self._nodes.get(message.get("process", ""))
         client = node.take(message["stream"]) if node is not None else None
-        if client is None:
+        if node is None or client is None:
             close(sock)
-        else:
-            join(client, sock)
+            return
+        try:
+            join(client.sock, sock)
+        finally:
+            node.forget(client)
 
     def _serve(self, message: dict[str, str], tunnel: Tunnel) -> None:
         name, process = message.get("name", "")[:NAME_LIMIT], message.get("process", "")[:NAME_LIMIT]
@@ -102,7 +114,7 @@ class Relay:
             tunnel.close()
             return
         with self._lock:
-            is_taken = len(self._nodes) < N_NODES and not self._is_closed
+            is_taken = len(self._nodes) < N_NODES and not self._closed.is_set()
             old = self._nodes.pop(process, None)
             if is_taken:
                 self._nodes[process] = node
@@ -121,11 +133,36 @@ class Relay:
                     del self._nodes[process]
 
 
+def accepted(
+    listener: socket.socket, closed: threading.Event, pause_s: float = ACCEPT_AGAIN_S
+) -> Iterator[tuple[socket.socket, str]]:
+    """Connections and where they come from, until it is closed. An error (no file is left, say) is waited for to pass."""
+    while not closed.is_set():
+        try:
+            sock, address = listener.accept()
+        except OSError as e:
+            if not closed.wait(pause_s):
+                logger.debug("relay: %s", e)
+            continue
+        yield sock, address[0]
+
+
+@dataclass(eq=False)
+class _Client:
+    """A connection to a node, and, as long as it waits for the node to dial, since when."""
+
+    sock: socket.socket
+    addr: str
+    since: float = field(default_factory=time.monotonic)
+
+
 class _DialledNode:
     def __init__(self, addr: str, name: str, process: str, tunnel: Tunnel) -> None:
         self._tunnel = tunnel
         self._lock = threading.Lock()
-        self._waiting: dict[str, tuple[socket.socket, float]] = {}
+        self._addr = addr
+        self._waiting: dict[str, _Client] = {}
+        self._from_elsewhere: list[_Client] = []  # waiting or served
         self._closed = threading.Event()
         self._listeners = {which: open_socket(addr, 0, f"a port for {name}") for which in PORTS}
         ports = [sock.getsockname()[1] for sock in self._listeners.values()]
@@ -134,18 +171,26 @@ class _DialledNode:
             threading.Thread(target=self._accept, args=(which, sock), name="relay", daemon=True).start()
         threading.Thread(target=self._ping, name="relay", daemon=True).start()
 
-    def take(self, number: str) -> socket.socket | None:
+    def take(self, number: str) -> _Client | None:
         """The connection for which the node was asked to dial; None if it has been given up."""
         with self._lock:
-            return self._waiting.pop(number, (None, 0.0))[0]
+            return self._waiting.pop(number, None)
+
+    def forget(self, client: _Client) -> None:
+        """It is over."""
+        with self._lock:
+            if client in self._from_elsewhere:
+                self._from_elsewhere.remove(client)
 
     def sweep(self) -> None:
         """Give up connections for which the node did not dial."""
         end = time.monotonic() - MEET_S
         with self._lock:
-            late = [number for number, (_, since) in self._waiting.items() if since < end]
-            for number in late:
-                close(self._waiting.pop(number)[0])
+            late = [number for number, client in self._waiting.items() if client.since < end]
+            given_up = [self._waiting.pop(number) for number in late]
+        for client in given_up:
+            close(client.sock)
+            self.forget(client)
 
     def close(self) -> None:
         self._closed.set()
@@ -153,25 +198,36 @@ class _DialledNode:
         for sock in self._listeners.values():
             close(sock)
         with self._lock:
-            for sock, _ in self._waiting.values():
-                close(sock)
+            for client in self._waiting.values():
+                close(client.sock)
             self._waiting.clear()
 
     def _accept(self, which: str, listener: socket.socket) -> None:
-        while not self._closed.is_set():
+        for sock, addr in accepted(listener, self._closed):
+            client, number = _Client(sock, addr), secrets.token_hex(8)
+            with self._lock:
+                is_welcome = self._has_place(client)
+                if is_welcome:
+                    self._waiting[number] = client
+            if not is_welcome:
+                close(sock)
+                continue
             try:
-                client, _ = listener.accept()
-                number = secrets.token_hex(8)
-                with self._lock:
-                    is_full = len(self._waiting) >= N_WAITING
-                    if not is_full:
-                        self._waiting[number] = (client, time.monotonic())
-                if is_full:
-                    close(client)
-                else:
-                    self._tunnel.send({"open": number, "port": which})
-            except OSError:
+                self._tunnel.send({"open": number, "port": which})
+            except OSError:  # the node is gone; so is this, in a moment
                 return
+
+    def _has_place(self, client: _Client) -> bool:
+        """At the node all have the node's own address, so its limits for strangers have to be kept here."""
+        if len(self._waiting) >= N_WAITING:
+            return False
+        if client.addr == self._addr or is_here(client.addr):
+            return True
+        n_alike = sum(one.addr == client.addr for one in self._from_elsewhere)
+        if n_alike >= N_PER_ADDRESS or len(self._from_elsewhere) >= N_FROM_ELSEWHERE:
+            return False
+        self._from_elsewhere.append(client)
+        return True
 
     def _ping(self) -> None:
         with contextlib.suppress(OSError):

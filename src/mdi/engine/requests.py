@@ -65,6 +65,11 @@ class Request:
         """End the sequence soon; its last event has `reason`, unless it ends by itself before. Never waits."""
         self._cancel(self.seq_id, reason)
 
+    @property
+    def n_reused(self) -> int:
+        """Tokens of its prompt that did not have to be computed; from its first event on."""
+        return self._sequence.n_reused
+
     def __iter__(self) -> Iterator[Event]:
         """The events, up to the last one. Not for requests that share a queue."""
         while not self._is_over:

@@ -273,9 +273,9 @@ class Scheduler:
         if self._prefixes is None or sequence.owner is None:
             return
         if (found := self._prefixes.find(sequence.owner, sequence.ids)) is not None:
-            source, sequence.n_sent = found
+            source, n = found
             self._copies.append((source, sequence.seq_id))
-            self.n_reused += sequence.n_sent
+            self.n_reused += sequence.begin_behind(n)
 
     def _holds(self, n_bytes: list[int]) -> bool:
         """Whether all nodes can hold so much for the running sequences; kept caches of ended ones are dropped for it."""

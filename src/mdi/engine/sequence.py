@@ -69,6 +69,7 @@ class Sequence:
     Attributes:
         ids: prompt and generated tokens so far.
         n_sent: positions whose rows have gone into the ring.
+        n_reused: tokens of the prompt that an ended sequence's caches held when this one began.
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
@@ -81,6 +82,7 @@ class Sequence:
     max_length: int
     ids: list[int] = field(default_factory=list)
     n_sent: int = 0
+    n_reused: int = 0
     n_held: int = 0
     life: int = 0
     finish_reason: str | None = None
@@ -116,6 +118,13 @@ class Sequence:
     def n_cached(self) -> int:
         """Cache positions that it takes once all tokens that are known have been sent."""
         return min(len(self.ids), self.n_positions)
+
+    def begin_behind(self, n: int) -> int:
+        """Its first `n` positions are in caches already. Returns `n`."""
+        self.n_sent = n
+        if not self.life:
+            self.n_reused = n
+        return n
 
     def rewind(self) -> None:
         """Its caches are gone: from now on it is a prompt of all its tokens so far."""

@@ -64,7 +64,7 @@ class StarterEngine:
         self._ids = itertools.count()
         self._ring: Ring | None = None  # the one that was run last
         self._closing = False
-        self._is_left = False
+        self._left: int | None = None  # epoch of the ring that is to be left
         self.last_token_s: float | None = None
         self.first_token_s: float | None = None
         self.kept: Mapping[int, int] | None = None
@@ -136,9 +136,9 @@ class StarterEngine:
         self._closing = True
         self._wake()
 
-    def leave(self) -> None:
-        """Let `run` return after the frame that it is at, for another ring to be run. From any thread."""
-        self._is_left = True
+    def leave(self, epoch: int) -> None:
+        """Let `run` of the ring with this epoch return after its present frame. From any thread, also before it begins."""
+        self._left = epoch
         self._wake()
 
     @property
@@ -193,8 +193,7 @@ class StarterEngine:
             else:
                 self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
         try:
-            self._is_left = False
-            while not (self._closing or self._is_left):
+            while not (self._closing or self._left == ring.epoch):
                 for command in self._inbox.take():
                     command()
                 if until_idle and not self.scheduler.has_work:

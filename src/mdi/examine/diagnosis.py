@@ -9,7 +9,7 @@ from typing import Any
 import mdi
 from mdi.columns import table
 from mdi.config import NodeConfig
-from mdi.control.messages import CONTROL_VERSION
+from mdi.control.messages import COMPILING, CONTROL_VERSION
 from mdi.control.reach import PROBLEMS, Reach, Route
 from mdi.units import duration, size
 
@@ -143,6 +143,12 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
     if "samples" in status and node.name != "starter":
         advice = f"Correct addr and communication.port of {node.name} in the nodes file"
         found.append(Problem(node.name, "a starter answers at its address", advice))
+    elif status.get("state") == COMPILING:
+        what, advice = (
+            "compiles its kernels, once",
+            "Wait for its end, which takes minutes on a small board, and try again",
+        )
+        found.append(Problem(node.name, what, advice))
     elif status.get("state") in ("LOADING", "RUNNING") or status.get("measuring"):
         what = f"is busy with another run ({status['state']})"
         found.append(Problem(node.name, what, "Wait for its end, or end it at its starter"))

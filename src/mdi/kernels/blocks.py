@@ -159,6 +159,12 @@ class Blocks:
         for i in range(start, stop):
             self._blocks[i - start] = self._block(i, tensors(i))
         self.max_length = 0
+        self._n_finished = np.zeros(1, dtype=np.int64)
+
+    @property
+    def n_finished(self) -> int:
+        """Blocks that have been computed so far, also of the frame that is being computed. From any thread."""
+        return int(self._n_finished[0])
 
     def prepare(self, max_length: int, capacities: Sequence[int]) -> None:
         """Build the tables of positions of a run, and its pools of so many pages per class."""
@@ -170,7 +176,7 @@ class Blocks:
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._stage = MdiStage(
             ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
-            self._cos[0].size, len(self._blocks), len(self.classes),
+            self._cos[0].size, len(self._blocks), len(self.classes), self._n_finished.ctypes.data,
         )  # fmt: skip
 
     def forward(self, rows: np.ndarray, slices: Slices) -> None:
@@ -210,6 +216,7 @@ class Blocks:
                     done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
                 if done:
                     raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+            self._n_finished += 1
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:

@@ -144,6 +144,11 @@ class KernelStage:
         self._blocks.prepare(max_length, [capacity_of(c, max_length, cache_limit) for c in self.cache_classes])
 
     @property
+    def n_finished(self) -> int:
+        """Blocks that it has computed so far, also of the frame that is being computed. From any thread."""
+        return self._blocks.n_finished
+
+    @property
     def caches(self) -> CachePages:
         return self._blocks.caches
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 from dataclasses import dataclass
 
 from mdi.errors import KernelError, UsageError
@@ -13,6 +14,7 @@ from mdi.kernels import build, place
 
 OFF = "off"
 FORCED = "MDI_KERNELS"  # the environment variable that forces one instruction set
+_ONE = threading.Lock()  # several threads that need the library compile it once
 
 logger = logging.getLogger("mdi")
 
@@ -28,7 +30,7 @@ def load() -> ctypes.CDLL | None:
 
     Raises UsageError if MDI_KERNELS asks for what this machine does not have.
     """
-    return _load().library
+    return _loaded().library
 
 
 def look_again() -> None:
@@ -38,7 +40,7 @@ def look_again() -> None:
 
 def why_not() -> str:
     """Why the library is missing, and what to do about it; "" if it is there."""
-    return _load().why_not
+    return _loaded().why_not
 
 
 def instruction_set() -> str:
@@ -55,6 +57,11 @@ def arithmetic() -> str:
     """Which nodes give the same bits: "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or
     "torch" without kernels."""
     return {OFF: "torch", "plain": "plain"}.get(instruction_set(), "fused")
+
+
+def _loaded() -> _Loaded:
+    with _ONE:
+        return _load()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def compiled_library() -> Path:
         with locked(folder):
             if not is_safe(path):
                 logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                begin_s = time.monotonic()
                 build.remove_remains(folder)
                 build.compile_library(compiler, path, build.CSRC)
+                logger.warning("compiled the kernels in %.0f s", time.monotonic() - begin_s)
                 _remove_old(folder, path)
     except OSError as e:
         raise KernelError(f"{folder} cannot be used ({e.strerror or e}): set MDI_CACHE_DIR to another place") from e

@@ -70,6 +70,7 @@ class MdiStage(ctypes.Structure):
         ("rope_table_floats", c_int64),
         ("n_blocks", c_int32),
         ("n_classes", c_int32),
+        ("n_finished", c_void_p),
     ]
 
 

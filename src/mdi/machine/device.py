@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
 from mdi.config import DTYPES, check_device, check_dtype
-from mdi.errors import UsageError
+from mdi.errors import MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.page_sizes import cache_type_named
@@ -73,6 +74,13 @@ def devices() -> list[str]:
 
     found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     return [*found, "mps"] if torch.backends.mps.is_available() else found
+
+
+def load_kernels() -> None:
+    """Compile the kernels if they are new, and look for GPUs: what may take long. Errors are told when a run needs them."""
+    with contextlib.suppress(MdiError):
+        library.load()
+    devices()
 
 
 def choose_dtype(wanted: str | None, stored: str, device: str, is_quantized: bool = False) -> str:

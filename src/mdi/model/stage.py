@@ -56,6 +56,7 @@ class Stage(nn.Module):
         self.config = config
         self.n_embd = int(config.n_embd)
         self.start, self.stop = start, stop
+        self.n_finished = 0  # blocks, so far
         blocks = {}
         with torch.device("meta"):
             for i in range(start, stop):
@@ -185,6 +186,7 @@ class Stage(nn.Module):
                 x = block(x, cos, sin, batch)
             else:
                 x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
+            self.n_finished += 1
         return x[0]
 
     @torch.inference_mode()

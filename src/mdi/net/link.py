@@ -24,6 +24,7 @@ from mdi.net.channel import Channel
 from mdi.net.codec import FrameCodec
 from mdi.net.connection import Connection, NotBackError, Reconnect
 from mdi.net.frame_io import Allocate, BufferPool, CutOffError, read_frame, send_frame
+from mdi.net.pings import Watch, Work, ping, work_in
 from mdi.net.wire import SILENCE_S, Frame, FrameType
 
 PING_INTERVAL_S = 1.0  # less if a shorter silence counts as dead
@@ -54,11 +55,15 @@ class Link:
             this neighbour sends none.
         on_last: called from a thread of the link with the STOP or ERROR frame that ends the run.
         on_lost: called once, from a thread of the link, with the reason when the neighbour is lost.
+        on_stuck: called likewise when the neighbour lives but does not compute any more; see `mdi.net.pings`.
         allocate: see BufferPool.
         on_notice: called from a thread of the link with each NOTICE.
         on_space: called from a thread of the link when `is_full` is over.
         reconnect: makes another connection when one breaks; without, the neighbour is lost then.
         silence_s: longest silence of the neighbour. After half of it the connection is replaced.
+
+    Attributes:
+        work: what PINGs say of this node's computing.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Link:
         on_space: Callable[[], None] | None = None,
         reconnect: Reconnect | None = None,
         silence_s: float = SILENCE_S,
+        on_stuck: Callable[[str], None] = lambda reason: None,
     ) -> None:
         first = Connection(sock, codec)
         self.connection: Connection | None = first
@@ -92,7 +98,9 @@ class Link:
         self._taken: int | None = None  # number of the last frame that the neighbour is known to have
         self._inbox = inbox
         self.on_last = on_last
-        self._on_lost = on_lost
+        self._on_lost, self._on_stuck = on_lost, on_stuck
+        self.work: Callable[[], Work] = Work
+        self._watch = Watch()
         self._on_notice = on_notice
         self._ending = False
         self.is_closing = False
@@ -172,7 +180,7 @@ class Link:
                     self._close_before(connection)
                     due = self._lacking(connection, frame)
                 else:
-                    due = [frame or Frame(FrameType.PING, self._epoch)]
+                    due = [frame or ping(self._epoch, self.work())]
                 if self._send_over(connection, due):
                     return
         finally:
@@ -251,9 +259,19 @@ class Link:
                     return True
             elif frame.type is FrameType.NOTICE:
                 self._on_notice(frame)
-            elif frame.type is not FrameType.PING:
+            elif frame.type is FrameType.PING:
+                self._hear_ping(frame)
+            else:
                 raise WireError(f"a {frame.type.name} frame in the middle of a run")
         return False
+
+    def _hear_ping(self, frame: Frame) -> None:
+        stuck_s = self._watch.stuck_s(work_in(frame), time.monotonic())
+        self.pool.give_back(frame.payload)
+        if stuck_s is not None:
+            self._on_stuck(
+                f"it lives, but has not finished a block for {stuck_s:.0f} s: check its disk, and start it again"
+            )
 
     def _is_new(self, frame: Frame) -> bool:
         """Whether the frame has not come over an earlier connection; WireError if one before it has not come at all."""

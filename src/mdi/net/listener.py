@@ -29,6 +29,7 @@ from mdi.security.keys import KeyFile
 
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
+ACCEPT_AGAIN_S = 0.5  # after an error: what could not be accepted stays there, and would keep this thread busy
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class RingListener:
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._closing = False
+        self._accept_at: float | None = None  # while the port is not looked at
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ, None)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
@@ -195,6 +197,9 @@ class RingListener:
 
     def _run(self) -> None:
         while not self._closing:
+            if self._accept_at is not None and self._accept_at <= time.monotonic():
+                self._accept_at = None
+                self._selector.register(self._sock, selectors.EVENT_READ, None)
             for key, _ in self._selector.select(self._next_deadline()):
                 if key.fileobj is self._sock:
                     self._accept()
@@ -207,13 +212,20 @@ class RingListener:
 
     def _next_deadline(self) -> float | None:
         deadlines = [p.deadline for p in self.pending()]
+        if self._accept_at is not None:
+            deadlines.append(self._accept_at)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept(self) -> None:
         try:
             sock, address = self._sock.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             return  # it went away again
+        except OSError as e:
+            logger.debug("%s cannot accept connections: %s", self._name, e)
+            self._selector.unregister(self._sock)
+            self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
+            return
         sock.setblocking(False)
         pending = self.pending()
         if len(pending) >= N_PENDING_LIMIT:  # the oldest one has had the most time for its HELLO

@@ -2,7 +2,8 @@
 
 The node that sends the rows calls again (`Dialer`), the other one waits for the call (`Waiter`). Both must be the same
 processes as before: a restarted one has no caches and counts as lost. The answer says which frame came last, so that the
-caller can send the missing ones again. With a key, both sides prove again that they have it, and get new session keys.
+caller can send the missing ones again; if both send, the call says it as well. With a key, both sides prove again that they
+have it, and get new session keys.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Dialer:
         while not self._stopped.is_set():
             begin = time.monotonic()
             try:
-                connection = self._call(until)
+                connection = self._call(received, until)
                 logger.info("%s is connected to %s again", self._seat.name, self._seat.next_name)
                 return connection
             except _RefusedError as e:
@@ -82,12 +83,13 @@ class Dialer:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _call(self, until: float) -> Connection:
+    def _call(self, received: int | None, until: float) -> Connection:
         seat = self._seat
         self.n_calls += 1
         left_s = max(PAUSE_S, until - time.monotonic())
         try:
-            address, hello = (seat.next_addr, seat.next_port), seat.hello_with(reconnect=self.n_calls)
+            address = seat.next_addr, seat.next_port
+            hello = seat.hello_with(reconnect=self.n_calls, received=received)
             sock, codec = call(address, hello, seat.keys, min(CALL_S, left_s))
         except CannotConnectError as e:
             if e.is_refused:

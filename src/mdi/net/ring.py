@@ -18,6 +18,7 @@ from mdi.net.connection import Reconnect
 from mdi.net.frame_io import Allocate
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import Link, LinkObserver
+from mdi.net.pings import STUCK
 from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits
 from mdi.security.keys import KeyFile
 
@@ -205,7 +206,7 @@ class TcpRing:
         link = Link(
             sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate,
             on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._tell_space,
-            reconnect=reconnect, silence_s=self._seat.silence_s,
+            reconnect=reconnect, silence_s=self._seat.silence_s, on_stuck=partial(self._lost, name, code=STUCK),
         )  # fmt: skip
         if reconnect is not None:
             reconnect.on_call = link.interrupt
@@ -336,9 +337,9 @@ class TcpRing:
         for link in (self.next_link, self.previous_link):
             link.put_last(frame)
 
-    def _lost(self, node: str, reason: str) -> None:
+    def _lost(self, node: str, reason: str, code: str = "lost") -> None:
         logger.debug("%s lost %s: %s", self._seat.name, node, reason)
-        self.fail(Fault(node, reason, self._seat.name))
+        self.fail(Fault(node, reason, self._seat.name, code))
 
 
 def _error_of(fault: Fault) -> RingError:

@@ -77,6 +77,11 @@ class EngineThread:
             self.is_recovering = True
             self._ring = self._keeper.after_leave() if broken is None else self._keeper.after_loss(broken)
             self.is_recovering = False
+            if self.engine.is_closing:
+                # Who closes rings may be through with it: forming one may take longer than `close` waits.
+                self._ring.stop("the run is over")
+                self._ring.close()
+                return
 
     def _run_ring(self) -> RingError | None:
         """What broke the ring; None if the engine left it."""

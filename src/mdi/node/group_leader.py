@@ -136,7 +136,7 @@ class GroupLeader(RingOfGroups):
     def expect(self, listener: RingListener | None, epoch: int, placement: str, process: str) -> None:
         """Let the other nodes connect, from before the ring is closed on."""
         assert listener is not None
-        self._links = GroupLinks(self.group, listener, epoch, placement, process)
+        self._links = GroupLinks(self.group, listener, epoch, placement, process, self._options.silence_s)
 
     def over(self, ring: LoopbackRing | TcpRing) -> LoopbackRing | TcpRing:
         """The ring as the engine sees it. Raises RingError if a node of the group is not there."""

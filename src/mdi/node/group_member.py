@@ -71,10 +71,11 @@ def sent_shard(group: Group, store: BlockStore, part: PartSpec, request: InitReq
     return ShardFile(file.path, part, group.share(request.config), request.config_hash)
 
 
-def run_check(ring: TcpRing) -> Callable[[float], None]:
-    """For tensor.mesh: waits up to `timeout_s` for the end of a ring, and raises what ended it."""
+def run_check(ring: TcpRing, on_wait: Callable[[], None] = lambda: None) -> Callable[[float], None]:
+    """For tensor.mesh: waits up to `timeout_s` for the end of a ring, and raises what ended it; calls `on_wait` before."""
 
     def check(wait_s: float) -> None:
+        on_wait()
         if ring.wait_end(wait_s):
             ring.recv(0.0)
 
@@ -108,7 +109,9 @@ class GroupPart:
     def __init__(self, request: InitRequest, listener: RingListener, process: str) -> None:
         self._group = group_in(request)
         epoch, placement = int(request.epoch, 16), request.placement
-        self._links = None if self._group is None else GroupLinks(self._group, listener, epoch, placement, process)
+        self._links: GroupLinks | None = None
+        if self._group is not None:
+            self._links = GroupLinks(self._group, listener, epoch, placement, process, request.silence_s)
         self._stage: ShardStage | None = None
         # Where the group is the whole ring, its first node, the starter, has the result as well, and nothing is sent on.
         self._is_whole = self._group is not None and self._group.size == len(request.names)
@@ -118,15 +121,18 @@ class GroupPart:
         """Whether all nodes of the ring compute every block together."""
         return self._is_whole
 
-    def connect(self, stage: object, ring: TcpRing) -> None:
-        """Once the ring is closed. Raises RingError if another node of the group is not there."""
+    def connect(self, stage: object, ring: TcpRing, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Once the ring is closed. Raises RingError if another node of the group is not there.
+
+        Args:
+            on_wait: called now and then while a frame waits for other nodes of the group.
+        """
         if self._links is None:
             return
         assert isinstance(stage, ShardStage) and self._group is not None
         self._stage = stage
-        self._stage.join(
-            self._group.name, self._links.connect(run_check(ring), may_look_busily(self._group.n_neighbours))
-        )
+        links = self._links.connect(run_check(ring, on_wait), may_look_busily(self._group.n_neighbours))
+        self._stage.join(self._group.name, links)
 
     def over(self, ring: Any) -> Any:
         """The ring as the loop is to see it."""

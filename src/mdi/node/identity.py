@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mdi.machine.computing import Computing
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
+from mdi.partition.sum_cost import TORCH_SUMS
+
+IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits depend on no batch, cut or processor
 
 
 def identity_of(weights: StarterWeights, computing: Computing, options: StarterOptions, max_length: int) -> str:
@@ -17,3 +22,31 @@ def identity_of(weights: StarterWeights, computing: Computing, options: StarterO
         computing.kv_dtype, computing.quantize, options.quantize_head, options.wire_dtype, max_length,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def numbers_of(
+    blocks: Sequence[tuple[int, int]], names: Sequence[str], shares: Sequence[Any], arithmetic: Mapping[str, str],
+    computing: Computing, options: StarterOptions, epoch: int,
+) -> str:  # fmt: skip
+    """Hash of what the bits of a ring's rows depend on besides `identity_of`: two rings with the same one give the same ids.
+
+    The kernels give the same bits for any cut of the model. Nodes that compute blocks together do so only with the same shares,
+    rounded links only between the same blocks. Torch is trusted in float32, where the same node has a block. Other devices and
+    sums that torch.distributed makes are not: such a ring has the hash of no other one.
+
+    Args:
+        blocks, names, shares, arithmetic: of the ring's nodes; `OwnStage.share_of`, `setup.arithmetic_of`.
+        epoch: of the ring.
+    """
+    is_rounded = options.wire_dtype != "auto" and len(names) > 1
+    held: dict[int, list[Any]] = {}
+    for place, (name, (start, stop), share) in enumerate(zip(names, blocks, shares, strict=True)):
+        found: Any = arithmetic.get(name, "")
+        if found not in IN_KERNELS:
+            found = [found, name if found == "torch" and computing.format == "float32" else epoch]
+        if share is not None and options.parallel.algorithm in TORCH_SUMS:
+            found = epoch
+        for block in range(start, stop):
+            held.setdefault(block, []).append([share, found, is_rounded and place > 0 and block == start])
+    known = [sorted(held[block], key=json.dumps) for block in sorted(held)]
+    return hashlib.sha256(json.dumps([is_rounded, known]).encode()).hexdigest()

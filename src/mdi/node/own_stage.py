@@ -85,6 +85,10 @@ class OwnStage:
         """What node `index` of the ring needs."""
         return self._family.secondary_parts(index, n_nodes, *blocks)
 
+    def share_of(self, index: int) -> Any:
+        """What node `index` of the ring has of its blocks: rank and shares of its group; None for one that has them whole."""
+        return None
+
     def extensions(self, index: int) -> dict[str, Any]:
         """What only node `index` of the ring must know."""
         return {}

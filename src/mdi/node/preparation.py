@@ -23,6 +23,7 @@ from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
+from mdi.node.runs import ring_number_extension
 from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
@@ -51,6 +52,7 @@ class Preparation:
         before: of the ring before.
         own: the starter's own stage; parts of the last ring's stage are used again if they are the same.
         holders: nodes that may have parts already.
+        ring_number: counts the rings of the run, so that nodes know which request is the latest.
         replays: where nodes are to keep the caches of the ring before: by name, what they do with replays (see InitRequest).
 
     Attributes:
@@ -61,6 +63,7 @@ class Preparation:
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
         processes: by name of each secondary that was reached, the number that its process drew.
+        arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
         failed: name of the node that could not get ready; None if it was none of them.
         has_begun: whether secondaries know the run, so that they must also be told its end.
     """
@@ -84,7 +87,9 @@ class Preparation:
         own: OwnStage,
         replays: Mapping[str, str] | None = None,
         holders: Holders | None = None,
+        ring_number: int = 1,
     ) -> None:
+        self._ring_number = ring_number
         self._family = family
         self._config = config
         self._cluster = cluster
@@ -104,6 +109,7 @@ class Preparation:
         self.placement = ""
         self.failed: str | None = None
         self.processes: dict[str, str] = {}
+        self.arithmetic: dict[str, str] = {}
         self.sent_rows: dict[str, dict[int, int]] = {}
         self.ring_ports: dict[str, Any] = {}
         self.has_begun = False
@@ -129,6 +135,7 @@ class Preparation:
             self.sent_rows = {setup.name: setup.sent_rows for setup in setups if setup.sent_rows is not None}
         finally:
             self.processes = {setup.name: setup.process for setup in setups if setup.process}
+            self.arithmetic = {setup.name: setup.arithmetic for setup in setups if setup.arithmetic is not None}
             for setup in setups:
                 setup.cancel()
         for setup in setups:
@@ -192,6 +199,7 @@ class Preparation:
             replay=(self._replays or {}).get(node.name, COMPUTE),
             replay_bytes=self._replay_bytes,
             extensions={
+                **ring_number_extension(self._ring_number),
                 **extensions_of(options.n_spans),
                 **window_extensions(options.weight_memory),
                 **share_extensions(options.cache_share),

@@ -45,6 +45,8 @@ class RingFormer:
         self._stages = self._stages_of(self._cluster)
         self._has_caches = True  # whether the starter's own are those of the texts
         self.restored_by = TOKENS
+        self._numbers: str | None = None  # of the last ring that was closed
+        self.is_exact = True
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -73,6 +75,8 @@ class RingFormer:
             engine.fills_replays, engine.has_fresh = plan is not None and plan.is_by_starter, bool(fresh)
         self.restored_by = TOKENS if plan is None else REPLAY
         self._stages = self._stages_of(self._rings.cluster)
+        before, self._numbers = self._numbers, self._rings.numbers
+        self.is_exact = before in (None, self._numbers)
         return ring
 
     def form_first(self) -> LoopbackRing | TcpRing:
@@ -82,7 +86,9 @@ class RingFormer:
             NodeLostError: of a node that could not take its place; RingError: of one that lives, for the second time.
         """
         try:
-            return self._rings.form()
+            ring = self._rings.form()
+            self._numbers = self._rings.numbers
+            return ring
         except NodeLostError as e:
             process = self.processes.get(e.node, "")
             self._unreached[process] += 1

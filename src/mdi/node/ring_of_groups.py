@@ -86,6 +86,10 @@ class RingOfGroups(OwnStage):
         parts = stage_parts(*blocks, starter=False)
         return parts if group is None or group.shares.vocabulary is None else [*parts, "head"]
 
+    def share_of(self, index: int) -> Any:
+        group = self._groups[index]
+        return None if group is None else (group.rank, group.shares.heads, group.shares.columns)
+
     def extensions(self, index: int) -> dict[str, Any]:
         group = self._groups[index]
         return {} if group is None else {EXTENSION: group.to_json()}

@@ -93,7 +93,13 @@ class RingRecovery:
             own = self._rings.cluster.starter.name
             ask = ask_all(clients, self._rings.run, lambda: (own, (engine.compute_s, self._rings.measured()[3])))
             slow = SlowNodes(self._cut, ask)
-            self._moves = Moves(self.keeper, slow, joins, lambda: self._rings.leaving, engine.leave)
+            self._moves = Moves(self.keeper, slow, joins, lambda: self._rings.leaving, self._leave)
+
+    def _leave(self) -> None:
+        """Have the engine leave the present ring; one that breaks at this moment is replaced anyway."""
+        ring, engine = self._rings.ring, self._former.engine
+        if ring is not None and engine is not None:
+            engine.leave(ring.epoch)
 
     def close(self) -> None:
         if self._moves is not None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.errors import ControlError, RingEndedError
 from mdi.machine.threads import compute_with
+from mdi.net.pings import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
 from mdi.node.job import Abandoned
 from mdi.node.main_thread_task import MainThreadTask
@@ -25,16 +27,22 @@ class Turn:
         loop: what computes its frames.
         ring: the one whose frames these are; made with `arrivals=RoundRobin.changed`.
         n_threads: to compute with; None is the process' number.
+        n_finished: blocks that the loop's stage has finished so far.
+        read_bytes: of weights that it has read from the disk so far.
 
     Attributes:
         wait_s: how long the thread had nothing to do since this ring's first frame; before it, there was no text.
         has_begun: whether it had a turn.
     """
 
-    def __init__(self, loop: SecondaryLoop, ring: TcpRing, n_threads: int | None) -> None:
+    def __init__(
+        self, loop: SecondaryLoop, ring: TcpRing, n_threads: int | None, n_finished: Callable[[], int] = lambda: 0,
+        read_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
         self.loop = loop
         self.ring = ring
         self.n_threads = n_threads
+        self.n_finished, self.read_bytes = n_finished, read_bytes
         self.wait_s = 0.0
         self.since_s = time.perf_counter()  # since when it takes part
         self.has_begun = False
@@ -55,18 +63,45 @@ class Turn:
 class RoundRobin:
     """See the module. `run` is the thread; all other methods may be called from any.
 
+    Args:
+        stuck_s: the thread is stuck after so long without a finished block, see `mdi.net.pings`.
+        clock: seconds, rising.
+
     Attributes:
         changed: to be notified when a ring may have a frame, see TcpRing.
         turns: of the rings that take part.
         is_running: whether the thread computes, or waits for something to compute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stuck_s: float = STUCK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = threading.Condition()
         self.turns: list[Turn] = []  # the ring that was served last goes to the end
         self._tasks: deque[MainThreadTask] = deque()
         self._closed = self.is_running = False
         self._n_threads: int | None = None
+        self._stuck_s, self._clock = stuck_s, clock
+        self._served: tuple[Turn, int] | None = None  # whose frame is in hand, and what its stage had finished before
+        self._n_done, self._block_s = 0, 0.0
+        self._watch = Watch()
+
+    @property
+    def work(self) -> Work:
+        """How far the thread is. Bytes from the disk count as well: a block of a large model may take a slow disk minutes."""
+        served = self._served
+        if served is None:
+            return Work(self._n_done)
+        turn, before = served
+        limit_s = max(self._stuck_s, STUCK_BLOCKS * self._block_s)
+        return Work(self._n_done + turn.n_finished() - before + turn.read_bytes(), limit_s)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the thread has not finished a block for too long."""
+        return self._watch.stuck_s(self.work, self._clock()) is not None
+
+    def note_sign(self) -> None:
+        """The thread lives: it waits for other nodes."""
+        self._n_done += 1
 
     def add(self, turn: Turn) -> None:
         """Let a ring take part until it is over; after `close` it has ended at once."""
@@ -161,7 +196,7 @@ class RoundRobin:
             compute_with(turn.n_threads)
         error: Exception | None = None
         try:
-            return turn.loop.step()
+            return self._step(turn)
         except RingEndedError:
             pass
         except Exception as e:  # an error of this stage or ring; the others continue
@@ -170,6 +205,18 @@ class RoundRobin:
             if turn in self.turns:
                 self.turns.remove(turn)
         turn.end(error)
+
+    def _step(self, turn: Turn) -> None:
+        before, begin = turn.n_finished(), self._clock()
+        self._served = turn, before
+        self._watch.stuck_s(self.work, begin)
+        try:
+            turn.loop.step()
+        finally:
+            if n_finished := turn.n_finished() - before:
+                self._block_s = max(self._block_s, (self._clock() - begin) / n_finished)
+            self._n_done += n_finished + 1
+            self._served = None
 
 
 def _ended() -> Abandoned:

@@ -16,6 +16,7 @@ from mdi.control.fan_out import FanOut
 from mdi.control.messages import ProfileRequest
 from mdi.control.reach_node import reach_node
 from mdi.errors import MdiError, NodeLostError, UsageError
+from mdi.kernels import library
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.measure.planning import profile_request
@@ -23,6 +24,7 @@ from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.cache_budget import SharedCaches
 from mdi.node.forming import form_ring
+from mdi.node.identity import numbers_of
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
@@ -89,8 +91,10 @@ class RunRings:
         self.preparation: Preparation | None = None
         self.processes: Mapping[str, str] = {}
         self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
+        self._arithmetic: dict[str, str] = {}
         self._is_configured = False
         self._is_first = True
+        self._n_rings = 0  # that were prepared
         self._closing: list[tuple[threading.Thread, LoopbackRing | TcpRing]] = []
         self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
         self._lock = threading.Lock()  # of these two
@@ -133,7 +137,8 @@ class RunRings:
     @property
     def leaving(self) -> Sequence[str]:
         """Nodes of the ring that are about to end, and compute until their blocks are elsewhere."""
-        return self.ring.leaving if isinstance(self.ring, TcpRing) else ()
+        ring = self.ring  # read once: the engine's thread may close it meanwhile
+        return ring.leaving if isinstance(ring, TcpRing) else ()
 
     def prepare(
         self, check: Callable[[], None], replays: Mapping[str, str] | None = None, beside: Sequence[ControlClient] = ()
@@ -159,9 +164,11 @@ class RunRings:
                 self.own.drop()
         elif own is None:
             own = OwnStage(self.cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
+        self._n_rings += 1
         preparation = Preparation(
             basis.family, basis.config, self.cluster, self.clients, options, basis.computing, basis.weights, ids, port,
             basis.max_length, basis.n_sequences, self.preparation, own, replays, self._holders(beside),
+            self._n_rings,
         )  # fmt: skip
         try:
             preparation.run(check)
@@ -174,6 +181,7 @@ class RunRings:
             if self.preparation is None:
                 self.processes = preparation.processes
         self.preparation, self.processes = preparation, preparation.processes
+        self._arithmetic.update(preparation.arithmetic)
         for name, parts in preparation.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return preparation
@@ -260,8 +268,8 @@ class RunRings:
                 if not closer.is_alive():
                     self._past = _sum(self._past, _measured_of(ring))
             self._closing = [(closer, ring) for closer, ring in self._closing if closer.is_alive()]
-            found = self._past
-            for ring in (*(ring for _, ring in self._closing), *(() if self.ring is None else (self.ring,))):
+            found, present = self._past, self.ring
+            for ring in (*(ring for _, ring in self._closing), *(() if present is None else (present,))):
                 found = _sum(found, _measured_of(ring))
             return found
 
@@ -274,6 +282,17 @@ class RunRings:
     def is_shared(self) -> bool:
         """Whether all nodes compute every block together."""
         return self.own is not None and self.own.is_shared
+
+    @property
+    def numbers(self) -> str:
+        """See `numbers_of`: of the ring that was prepared last."""
+        own, basis, names = self.own, self.basis, [node.name for node in self.cluster.nodes]
+        assert own is not None
+        computing = basis.computing
+        ours = library.arithmetic() if computing.packing is not None else "torch"
+        arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
+        shares = [own.share_of(index) for index in range(len(names))]
+        return numbers_of(basis.weights.blocks, names, shares, arithmetic, computing, basis.options, self._epoch)
 
     @property
     def own(self) -> OwnStage | None:

@@ -12,6 +12,20 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
 
+_FIELD = "ring"  # of the extensions of a run
+
+
+def ring_number_extension(number: int) -> dict[str, int]:
+    """The extension of a node's request that says which ring of its run it is for: epochs are drawn, and say no order."""
+    return {_FIELD: number}
+
+
+def ring_number_of(request: InitRequest) -> int:
+    """0 for a starter that does not count."""
+    number = request.extensions.get(_FIELD)
+    return number if type(number) is int else 0
+
+
 class Runs:
     """See the module. All methods may be called from any thread.
 
@@ -64,9 +78,12 @@ class Runs:
             False if this very ring is being formed already: its request came twice.
 
         Raises:
-            ControlError (busy): another run does not share the node, or the old ring does not end.
+            ControlError (busy): another run does not share the node, or the old ring does not end; (run): the request is older
+                than that of the run's present ring, and was late.
         """
         before = self.find(request.run)
+        if before is not None and ring_number_of(before.request) > ring_number_of(request):
+            raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
         if before is not None and not before.is_over:
             if before.request.epoch == request.epoch:
                 return False

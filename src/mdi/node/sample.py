@@ -28,6 +28,7 @@ class Sample:
         request: set once it has been submitted.
         finish_reason: None until it has ended, and when it could not be finished.
         is_over: whether its last event has been taken.
+        may_differ_from: as in SampleMetrics, by an earlier run.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sample:
         self.finish_reason: str | None = None
         self.request: Request | None = None
         self.is_over = False
+        self.may_differ_from: int | None = None
         self._stream = stream
         self._begin = begin
         self._on_text = on_text

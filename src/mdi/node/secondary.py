@@ -21,23 +21,23 @@ import mdi
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
-from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError
 from mdi.kernels import library
-from mdi.machine.device import devices
+from mdi.machine.device import devices, load_kernels
 from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener, open_socket
+from mdi.net.pings import STUCK, STUCK_S
 from mdi.node.job import Job
 from mdi.node.model_family import ModelFamily
-from mdi.node.part_sending import from_offset
+from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
-from mdi.node.secondary_status import run_status, slot_status
+from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.service import Service
 from mdi.node.stage_holder import StageHolder
@@ -47,6 +47,7 @@ from mdi.security.keys import KeyFile
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
+KERNELS_S = 2.0  # kernels that are compiled already are loaded by then
 
 logger = logging.getLogger("mdi")
 
@@ -62,6 +63,7 @@ class SecondaryNode:
         kv_memory: limit for caches in bytes, in the same order; else the free memory.
         family: of the models that it can run; None is litgpt's.
         keys: of the cluster; without them, anybody who reaches the ports can use the node.
+        stuck_s: see RoundRobin.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SecondaryNode:
         cache_bytes: int | None = None,
         weight_memory: WeightMemory | None = None,
         keys: KeyFile | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self.config, self._keys = config, keys
         self.store = BlockStore(cache_dir, cache_bytes)
@@ -90,13 +93,16 @@ class SecondaryNode:
         self.slots = StageSlots(
             config.name, self._stages, lambda device: self.profiler.available_bytes(device), kv_memory
         )  # fmt: skip
-        self.turns, self.runs = RoundRobin(), Runs(config.name)
+        self.turns, self.runs = RoundRobin(stuck_s), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
             config.name, self.profiler, self._stages, self.slots, self.store, self.turns, self.runs, self._admission,
             keys,
         )  # fmt: skip
         self.services: list[Service] = []
+        self._kernels = threading.Thread(target=load_kernels, name="kernels", daemon=True)
+        self._in_time = InTime()
+        self._forwards = Forwards(config.name, self._stages.pieces, keys)
         self._deadline: threading.Timer | None = None
         self.listener: RingListener | None = None
         self.control: ControlServer | None = None
@@ -106,6 +112,8 @@ class SecondaryNode:
         """Bind both ports; UsageError if that is not possible. Call `close` afterwards in any case."""
         name = self.config.name
         self._stages.check_folder()
+        self._kernels.start()
+        self._kernels.join(KERNELS_S)
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self.listener = RingListener(sock, name, self._keys)
         self.control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
@@ -191,25 +199,27 @@ class SecondaryNode:
     # What the control server calls, from its threads
 
     def status(self, run: str | None) -> dict[str, Any]:
+        """What takes long to find out is left out: whoever asks takes a node that does not answer for a dead one."""
         device, latest = self._stages.device, self.slots.latest
+        is_compiling = self._kernels.is_alive()
         return {
             **self._run_status(run),
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
-            "arithmetic": library.arithmetic(),
-            "kernels": library.instruction_set(),
+            "arithmetic": None if is_compiling else library.arithmetic(),
+            "kernels": "compiling" if is_compiling else library.instruction_set(),
             "leaving": self.is_leaving,
             "model": latest.model if latest is not None else None,
             "blocks": latest.blocks if latest is not None else None,
             "device": str(device),
-            "devices": devices(),
+            "devices": None if is_compiling else devices(),
             "own": {"device": self._stages.own.device, "threads": self._stages.own.threads},
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
                 "available_bytes": self.profiler.available_bytes(device),
             },
-            "disk_free_bytes": self.store.free_bytes(),
+            "disk_free_bytes": self._in_time.ask("disk", self.store.free_bytes),
             "clock_s": time.time(),
             "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
@@ -226,7 +236,8 @@ class SecondaryNode:
             "name": self.config.name,
             "process": self.process,
             "ring_port": self.listener.port if self.listener is not None else None,
-            **run_status(own or self.runs.latest, own is not None, self.store),
+            **run_status(own or self.runs.latest, own is not None, self.store, self._in_time),
+            **({"state": COMPILING} if self._kernels.is_alive() and self.runs.latest is None else {}),
         }
 
     def init(self, request: InitRequest) -> dict[str, Any]:
@@ -236,6 +247,11 @@ class SecondaryNode:
         with self._admission:
             if self.is_leaving:
                 raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
+            if self.turns.is_stuck:
+                raise ControlError(
+                    f"{self.config.name} lives, but its computing does not go on: check its disk, and start it again", 503,
+                    code=STUCK,
+                )  # fmt: skip
             self._measurement.check_idle()
             if not self.runs.replace(request):
                 return self._run_status(request.run)
@@ -305,9 +321,9 @@ class SecondaryNode:
                 one.changed.notify_all()
 
     def forward(self, request: ForwardRequest) -> None:
-        client = ControlClient(NodeConfig(request.node, request.addr, request.port, 0), self._keys)
-        pieces = from_offset(self._stages.pieces(request.part), request.offset)
-        client.send_part(request.part, request.run, request.offset, pieces)
+        if self.runs.find(request.run) is None and request.run != self._measurement.planned_run:
+            raise self._unknown_run()
+        self._forwards.send(request)
 
     def stop(self, run: str, leave: bool) -> None:
         job = self.runs.find(run)

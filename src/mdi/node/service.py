@@ -11,7 +11,7 @@ from mdi.block_ranges import block_span
 from mdi.engine.arrays import ArrayRows
 from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
 from mdi.engine.sent_rows import SentRows
-from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.errors import CheckpointError, MdiError, NodeLostError, RingError
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
@@ -30,6 +30,7 @@ from mdi.periodic import Periodic
 from mdi.security.keys import KeyFile
 from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.units import size
+from mdi.window.window_stage import WindowStage
 
 if TYPE_CHECKING:
     from mdi.node.stage_holder import NodeStage
@@ -96,7 +97,7 @@ class Service:
             error = e
             self._tell(e)
         is_kept = self._may_come_back(error)
-        self._slots.release(job.slot, epoch, is_kept)
+        self._slots.release(job.slot, epoch, is_kept, is_failed=isinstance(error, CheckpointError))
         job.finish(error)
         logger.info("%s waits for the next run", self._name)
         self._on_over()
@@ -126,8 +127,9 @@ class Service:
     def _take_part(self) -> None:
         job, request, slot = self._job, self._request, self._job.slot
         if slot.stage is None:
-            self._wait_for_parts()
-            stage = self._holder.build(request, job.computing, slot.loaded, job.check, self._next_part)
+            with self._holder.store.in_use({part.sha256 for part in request.parts}):
+                self._wait_for_parts()
+                stage = self._holder.build(request, job.computing, slot.loaded, job.check, self._next_part)
         else:
             stage = slot.stage
             job.missing = {}
@@ -142,7 +144,7 @@ class Service:
             ring, seat = self._close_ring(stage)
             try:
                 job.begin(ring)
-                group.connect(stage, ring)
+                group.connect(stage, ring, self._turns.note_sign)
                 self._compute(stage, ring, seat, group)
             finally:
                 ring.close()
@@ -214,7 +216,10 @@ class Service:
         loop = SecondaryLoop(
             stage, rows, group.over(recorded), is_last, seat.wire, self._job.slot.sent, self._request.replay
         )
-        turn = Turn(loop, ring, self._job.computing.threads)
+        read_bytes = (lambda: stage.weight_use.read_bytes) if isinstance(stage, WindowStage) else (lambda: 0)
+        turn = Turn(loop, ring, self._job.computing.threads, lambda: stage.n_finished, read_bytes)
+        for link in (ring.next_link, ring.previous_link):
+            link.work = lambda: self._turns.work
         self._job.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)
         self._turns.add(turn)
         try:

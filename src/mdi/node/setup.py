@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mdi
@@ -22,10 +23,20 @@ from mdi.node.progress import Progress
 from mdi.periodic import Periodic
 from mdi.units import size
 
-POLL_S = 0.03  # a node that has everything is ready in a few hundredths of a second, and texts may be waiting for it
+# A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for
+# minutes needs its processor for that.
+POLL_S, LONGEST_POLL_S, SLOWER = 0.03, 0.5, 1.2
 SIGN_S = 1.0
 
 logger = logging.getLogger("mdi")
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds between two questions, as a node takes longer."""
+    pause_s = POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(SLOWER * pause_s, LONGEST_POLL_S)
 
 
 class SecondarySetup:
@@ -62,6 +73,7 @@ class SecondarySetup:
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
+        self.arithmetic: str | None = None  # see `arithmetic_of`; None for a node that was known
         self.sent_rows: dict[int, int] | None = None
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
@@ -121,6 +133,7 @@ class SecondarySetup:
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they work together, but install "
                 "the same version on both", self.name, version, mdi.__version__,
             )  # fmt: skip
+        self.arithmetic = arithmetic_of(status)
         if (theirs := status.get("arithmetic")) != (ours := library.arithmetic()):
             logger.warning(
                 "warning: %s computes in %s arithmetic, this machine in %s: numbers agree up to rounding, so a text may "
@@ -132,7 +145,7 @@ class SecondarySetup:
 
     def _configure(self) -> None:
         """Send the run configuration. A node that has its stage in memory answers that it is ready."""
-        deadline = time.monotonic() + BUSY_S
+        deadline, pauses = time.monotonic() + BUSY_S, growing_pauses()
         is_told = False
         while True:
             self._check()
@@ -148,19 +161,23 @@ class SecondarySetup:
                 if not is_told:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
                     is_told = True
-                self._cancelled.wait(POLL_S)
+                self._cancelled.wait(next(pauses))
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         report = Periodic()
-        patience = self._patience()
+        patience, pauses = self._patience(), growing_pauses()
         while self._answer.get("missing") is None:
             patience.look(self._answer, time.monotonic())
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
-            self._cancelled.wait(POLL_S)
+            self._cancelled.wait(next(pauses))
             self._answer = self._loading_status()
         return self._missing_in(self._answer)
+
+    def _missing_now(self) -> dict[PartSpec, int]:
+        self._answer = self._loading_status()
+        return dict(self._ask_missing())
 
     def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
         """What a node says that it lacks. Raises ControlError if that cannot be read."""
@@ -181,7 +198,7 @@ class SecondarySetup:
         self._progress = progress = Progress(self.name, total, had, time.monotonic())
         sending = PartSending(
             self._client, self._request.run, self._weights, self._holders, self._check,
-            lambda: dict(self._missing_in(self._loading_status())),
+            self._missing_now,
         )  # fmt: skip
         for part, have in missing:
             sending.send(part, have)
@@ -189,10 +206,10 @@ class SecondarySetup:
         logger.info("%s", progress.summary(time.monotonic()))
 
     def _wait_ready(self) -> None:
-        patience = self._patience()
+        patience, pauses = self._patience(), growing_pauses()
         while self._answer["state"] != "READY":
             patience.look(self._answer, time.monotonic())
-            self._cancelled.wait(POLL_S)
+            self._cancelled.wait(next(pauses))
             self._answer = self._loading_status()
 
     def _patience(self) -> Patience:
@@ -268,3 +285,9 @@ def _sent_rows(status: dict[str, Any]) -> dict[int, int]:
         return {int(seq_id): int(n) for seq_id, n in found.items()} if isinstance(found, dict) else {}
     except (TypeError, ValueError):
         return {}
+
+
+def arithmetic_of(status: Mapping[str, Any]) -> str:
+    """Which nodes give the same bits: the class that a node says, or its device if that is none of the kernels'."""
+    device = str(status.get("device", "cpu"))
+    return str(status.get("arithmetic", "")) if device == "cpu" else device

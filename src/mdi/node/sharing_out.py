@@ -79,6 +79,8 @@ class SharingOut:
             name: stage.name if stage.is_group else None for stage in division.stages for name in stage.members
         }
         self._counts = {stage.name: n for stage, n in zip(division.stages, division.counts, strict=True)}
+        # Of each stage and number of nodes, the nodes by rank and their shares: who replaces a lost node gets what that had.
+        self._shared: dict[tuple[str, int], tuple[tuple[str, ...], Shares]] = {}
         self._alone: RingOfGroups | None = None  # the starter's stage where it is in no group
         self._cut(division.stages, division.counts)
 
@@ -122,21 +124,40 @@ class SharingOut:
         parallel, packing = self._options.parallel, self._computing.packing
         assert packing is not None
         nodes = {node.name: node for node in cluster.nodes}
-        parts = [self._parts.get(name, self._mean) for name in stage.members]
-        if not any(parts):  # those that had all are lost
-            parts = [1.0] * len(parts)
-        shares = share_out(self._weights.config, parts, parallel.is_head_shared)
-        logger.info("every block of %s: %s", stage.name, told_shares(stage, shares))
+        names, shares = self._ranks(stage)
+        logger.info("every block of %s: %s", stage.name, told_shares(names, shares))
         members = tuple(
             Member(name, nodes[name].addr, self._ring_port if name == cluster.starter.name else nodes[name].port_in)
-            for name in stage.members
+            for name in names
         )
         addresses = [node.addr for node in cluster.nodes]
         n_here = tuple(addresses.count(member.addr) for member in members)
         return [
-            Group(rank, members, shares, packing, parallel.algorithm, parallel.reduce_dtype, n_here, stage.name)
-            for rank in range(len(members))
-        ]
+            Group(
+                names.index(name), members, shares, packing, parallel.algorithm, parallel.reduce_dtype, n_here, stage.name,
+                is_last=name == stage.members[-1],
+            )
+            for name in stage.members
+        ]  # fmt: skip
+
+    def _ranks(self, stage: RingStage) -> tuple[tuple[str, ...], Shares]:
+        """The nodes of a stage by rank, which need not be their order in the ring, and their shares.
+
+        With as many nodes as before, all shares stay, so that sums keep their order and their bits.
+        """
+        place = stage.name, len(stage.members)
+        if place in self._shared:
+            before, shares = self._shared[place]
+            new = iter([name for name in stage.members if name not in before])
+            names = tuple(name if name in stage.members else next(new) for name in before)
+        else:
+            names = stage.members
+            parts = [self._parts.get(name, self._mean) for name in names]
+            if not any(parts):  # those that had all are lost
+                parts = [1.0] * len(parts)
+            shares = share_out(self._weights.config, parts, self._options.parallel.is_head_shared)
+        self._shared[place] = names, shares
+        return names, shares
 
 
 def in_common_order(cluster: ClusterConfig, stages: Sequence[RingStage], processes: Mapping[str, str]) -> ClusterConfig:
@@ -155,7 +176,7 @@ def in_common_order(cluster: ClusterConfig, stages: Sequence[RingStage], process
     return replace(cluster, secondaries=tuple(nodes[name] for name in others))
 
 
-def told_shares(stage: RingStage, shares: Shares) -> str:
+def told_shares(names: Sequence[str], shares: Shares) -> str:
     """In words, for the log."""
-    bounds = zip(stage.members, shares.heads, shares.heads[1:], shares.columns, shares.columns[1:], strict=False)
+    bounds = zip(names, shares.heads, shares.heads[1:], shares.columns, shares.columns[1:], strict=False)
     return ", ".join(f"{name} {b - a} heads and {d - c} columns" for name, a, b, c, d in bounds)

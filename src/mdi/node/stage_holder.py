@@ -211,8 +211,9 @@ class StageHolder:
             check: called repeatedly meanwhile; its exceptions pass through.
             on_part: called before each part that is loaded.
         """
-        with self._alone(check):
-            return self._build(request, computing, loaded, check, on_part)
+        keep = {part.sha256 for part in request.parts}
+        with self._alone(check), self.store.in_use(keep):
+            return self._build(request, computing, loaded, keep, check, on_part)
 
     @contextlib.contextmanager
     def _alone(self, check: Callable[[], None]) -> Iterator[None]:
@@ -225,8 +226,8 @@ class StageHolder:
             self._reading.release()
 
     def _build(
-        self, request: InitRequest, computing: Computing, loaded: Mapping[str, Weights], check: Callable[[], None],
-        on_part: Callable[[], None],
+        self, request: InitRequest, computing: Computing, loaded: Mapping[str, Weights], keep: set[str],
+        check: Callable[[], None], on_part: Callable[[], None],
     ) -> NodeStage:  # fmt: skip
         window = window_of(self._weight_memory, request.extensions)
         parts = {part.name: part for part in request.parts}
@@ -235,7 +236,6 @@ class StageHolder:
             self._weights.verify(own, self.store.checked, check)
 
         is_limited = window is not None and window.memory is not None  # which packs with more care
-        keep = {part.sha256 for part in request.parts}
 
         def source(name: str) -> WeightSource:
             on_part()

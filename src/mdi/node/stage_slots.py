@@ -169,16 +169,17 @@ class StageSlots:
                 slot.cache_bytes = min(report.limit_bytes, each * request.n_sequences)
             return report
 
-    def release(self, slot: Slot, owner: str, is_kept: bool = False) -> None:
+    def release(self, slot: Slot, owner: str, is_kept: bool = False, is_failed: bool = False) -> None:
         """The ring that used it is over, or its kept stage is not needed; does nothing if another ring uses it now.
 
         Args:
             is_kept: its run may come back for it.
+            is_failed: its weights could not be read: no ring may have it again.
         """
         with self._lock:
             if slot.owner != owner or slot not in self._slots or slot.use == "UNUSED":
                 return
-            if slot.stage is None:
+            if slot.stage is None or is_failed:
                 self._remove(slot)
             elif is_kept:
                 slot.turn("KEPT")
@@ -200,24 +201,21 @@ class StageSlots:
                 self._remove(slot)
 
     def in_use_bytes(self, device: str) -> int:
-        """What the stages in use on a device have, and were promised."""
-        with self._lock:
-            return _bytes_of([slot for slot in self._on(device) if slot.use != "UNUSED"])
+        """What the stages in use on a device have, and were promised. Does not wait for the lock: a status asks."""
+        return _bytes_of([slot for slot in self._on(device) if slot.use != "UNUSED"])
 
     @property
     def latest(self) -> Slot | None:
-        """The one that was used last, or is."""
-        with self._lock:
-            ready = [slot for slot in self._slots if slot.stage is not None]
-            return max(ready, key=lambda slot: (slot.use == "USED", slot.since), default=None)
+        """The one that was used last, or is. Does not wait for the lock, as `listed`."""
+        ready = [slot for slot in self.listed if slot.stage is not None]
+        return max(ready, key=lambda slot: (slot.use == "USED", slot.since), default=None)
 
     @property
     def listed(self) -> list[Slot]:
-        with self._lock:
-            return list(self._slots)
+        return list(self._slots)
 
     def _on(self, device: str) -> list[Slot]:
-        return [slot for slot in self._slots if slot.device == device]
+        return [slot for slot in self.listed if slot.device == device]
 
     def _let_go(self, run: str) -> None:
         """Stages that were kept for long enough, or that only this run could use again, are not kept any more."""

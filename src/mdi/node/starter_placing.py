@@ -112,7 +112,8 @@ class StarterPlacing(StarterReport):
             if not self.cluster.secondaries and len(weights.blocks) > 1:
                 weights.cut_anew((weights.n_layer,))  # it was cut for nodes that were lost
             elif self.cluster.secondaries:
-                logger.info("blocks %s; nothing was measured", told_blocks(self.names, weights.blocks))
+                how = "as --layers says" if options.layers else "as its chunks are" if is_cut else "shared out evenly"
+                logger.info("blocks %s, %s", told_blocks(self.names, weights.blocks), how)
             return
         first_that_fits(formats, lambda form: self._place_in(form, work, check))
 

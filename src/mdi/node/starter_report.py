@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,18 +128,39 @@ class StarterReport(StatusOnly):
         return identity_of(self.weights, self.computing, self._options, self.max_length)
 
     @property
+    def numbers(self) -> str:
+        """See `numbers_of`: of the present ring."""
+        assert self.rings is not None
+        return self.rings.numbers
+
+    @property
     def formats(self) -> tuple[str | None, str | None]:
         """Formats of the blocks and of the head: as requested or, with "auto", as chosen."""
         return self._options.quantize, self._options.quantize_head
 
     def metrics(self) -> RunMetrics:
         """What the run measured, so far or in all."""
-        samples = [sample.metrics() for sample in self.samples]
+        recoveries = [] if self.recovery is None else self.recovery.keeper.recoveries
+        samples = [replace(sample.metrics(), may_differ_from=self.may_differ_from(sample)) for sample in self.samples]
         return RunMetrics.from_parts(
             self.weights.model if self._model else "", samples, self._node_metrics(),
             0.0 if self._texts is None else self._texts.duration_s,
-            [] if self.recovery is None else [one.to_json() for one in self.recovery.keeper.recoveries],
+            [{**one.to_json(), "may_differ": self._differing(one.differs)} for one in recoveries],
         )  # fmt: skip
+
+    def may_differ_from(self, sample: Sample) -> int | None:
+        """See SampleMetrics."""
+        differs = {} if self.recovery is None else self.recovery.keeper.differs_from
+        known = [sample.may_differ_from, *(one["token"] for one in self._differing(differs, [sample]))]
+        return min((n for n in known if n is not None), default=None)
+
+    def _differing(self, differs: Mapping[int, int], samples: Sequence[Sample] | None = None) -> list[dict[str, int]]:
+        """Of each sample that may differ, its number and that of its first token which may; `differs` as in Recovery."""
+        return [
+            {"sample": sample.index, "token": differs[sample.request.seq_id] - len(sample.prompt_ids)}
+            for sample in (self.samples if samples is None else samples)
+            if sample.request is not None and sample.request.seq_id in differs
+        ]
 
     @property
     def is_shared(self) -> bool:
@@ -177,6 +200,11 @@ class StarterReport(StatusOnly):
     def n_recoveries(self) -> int:
         """How often the run has moved to another ring."""
         return 0 if self.recovery is None else len(self.recovery.keeper.recoveries)
+
+    @property
+    def trouble(self) -> str:
+        """Why no text goes on, in words; "" while the ring is closed."""
+        return "" if self.recovery is None else self.recovery.keeper.trouble
 
     def trace(self) -> Trace | None:
         """The frames of the run on all nodes, once it has ended; None if they were not recorded."""

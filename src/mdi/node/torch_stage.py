@@ -59,6 +59,11 @@ class TorchStage:
         return self.inner.max_length
 
     @property
+    def n_finished(self) -> int:
+        """Blocks that it has computed so far; a replayed step counts none. From any thread."""
+        return getattr(self.inner, "n_finished", 0)
+
+    @property
     def caches(self) -> TorchCaches:
         return self.inner.caches
 

@@ -34,12 +34,16 @@ logger = logging.getLogger("mdi")
 
 @dataclass
 class JournalText:
-    """One text: its prompt, the ids so far, and why it has ended; None if it has not."""
+    """One text: its prompt, the ids so far, and why it has ended; None if it has not.
+
+    `may_differ_from` is the number of the first id that an undisturbed run may not have had; None if all are the same.
+    """
 
     prompt: str
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    may_differ_from: int | None = None
 
 
 @dataclass
@@ -49,6 +53,7 @@ class RunRecord:
     Attributes:
         flags: that the run was started with, as JSON.
         identity: hash of the model and of all options that its numbers depend on.
+        numbers: hash of what else they depend on, in the ring that the run began with.
         texts: in the order in which they were submitted.
         n_bytes: of the file, up to its damaged end.
     """
@@ -57,6 +62,7 @@ class RunRecord:
     identity: str
     texts: list[JournalText] = field(default_factory=list)
     n_bytes: int = 0
+    numbers: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -79,6 +85,7 @@ class Journal:
         self._lines: list[bytes] = []
         self._tokens: dict[int, list[int]] = {}
         self._ended: dict[int, str] = {}
+        self._differs: dict[int, int] = {}
         self._lock = threading.Lock()
         self._is_told = False
         self._closing = threading.Event()
@@ -92,7 +99,7 @@ class Journal:
     def new(cls, path: Path, record: RunRecord) -> Journal:
         """Make the file, with everything that is known before the first token."""
         first = {
-            "version": VERSION, "flags": record.flags, "identity": record.identity,
+            "version": VERSION, "flags": record.flags, "identity": record.identity, "numbers": record.numbers,
             "n_prompts": len(record.texts), "prompts": _hash_of(record.texts),
         }  # fmt: skip
         texts = [{"prompt": text.prompt, "ids": text.prompt_ids} for text in record.texts]
@@ -110,12 +117,14 @@ class Journal:
             raise
         return cls(path, file, record.n_bytes), record
 
-    def add(self, index: int, tokens: list[int], finish_reason: str | None) -> None:
+    def add(self, index: int, tokens: list[int], finish_reason: str | None, may_differ_from: int | None = None) -> None:
         """Text number `index` has grown by these tokens, has ended, or both."""
         with self._lock:
             self._tokens.setdefault(index, []).extend(tokens)
             if finish_reason is not None:
                 self._ended[index] = finish_reason
+            if may_differ_from is not None:
+                self._differs[index] = may_differ_from
 
     def close(self) -> None:
         """Write the rest; harmless if repeated."""
@@ -141,8 +150,11 @@ class Journal:
         with self._lock:
             tokens, self._tokens = self._tokens, {}
             ended, self._ended = self._ended, {}
+            differs, self._differs = self._differs, {}
         for index in sorted(tokens):
-            end = {"end": ended[index]} if index in ended else {}
+            end: dict[str, Any] = {"end": ended[index]} if index in ended else {}
+            if index in differs:
+                end["may_differ_from"] = differs[index]
             self._append({"text": index, "ids": tokens[index], **end})
         if not self._lines:
             return
@@ -201,7 +213,8 @@ def _begun(fields: dict[str, Any] | None, path: Path) -> tuple[RunRecord, int, s
     flags, n_prompts = fields.get("flags"), fields.get("n_prompts")
     if fields.get("version") != VERSION or not isinstance(flags, dict) or type(n_prompts) is not int or n_prompts < 1:
         raise UsageError(f"{path} is not a journal of this version")
-    return RunRecord(flags, str(fields.get("identity"))), n_prompts, str(fields.get("prompts"))
+    record = RunRecord(flags, str(fields.get("identity")), numbers=str(fields.get("numbers", "")))
+    return record, n_prompts, str(fields.get("prompts"))
 
 
 def _hash_of(texts: Sequence[JournalText]) -> str:
@@ -237,6 +250,8 @@ def _take(record: RunRecord, fields: dict[str, Any], n_prompts: int) -> bool:
     text.ids += ids
     if isinstance(fields.get("end"), str):
         text.finish_reason = fields["end"]
+    if type(differs := fields.get("may_differ_from")) is int and differs >= 0:
+        text.may_differ_from = differs
     return True
 
 

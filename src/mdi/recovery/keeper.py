@@ -12,9 +12,10 @@ from typing import Protocol
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.net.pings import STUCK
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
-from mdi.recovery.records import Records, Recovery
+from mdi.recovery.records import MAY_DIFFER, Records, Recovery
 from mdi.recovery.replacement import Cut, Next, Stage, in_place, takers, with_the_rest
 from mdi.recovery.roll_call import Roll, call_roll
 from mdi.recovery.search import Search
@@ -25,7 +26,7 @@ ASK_S = 2.0  # a node that lives answers in this time: its control port waits fo
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
 # Error codes of a node that lives but cannot hold its blocks.
-UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control")
+UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control", STUCK)
 NOT_YET = "others may take its place"
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 
@@ -50,6 +51,10 @@ class Former(Protocol):
     @property
     def restored_by(self) -> str:
         """How the caches of that ring are restored: records.TOKENS or REPLAY."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether that ring gives texts the tokens that the one before would have given them."""
 
     def form(self, following: Next) -> LoopbackRing | TcpRing:
         """Another ring of the same run.
@@ -76,6 +81,10 @@ class RingKeeper:
 
     Attributes:
         texts: continue over the rings, once there are some.
+        trouble: why the texts wait, in words; "" while a ring is closed.
+        differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
+            undisturbed run.
+        refused: the last ring that was planned without a loss and could not be formed.
     """
 
     def __init__(
@@ -91,7 +100,10 @@ class RingKeeper:
         self._suspects = Suspects()
         self._records = Records()
         self._planned: Next | RingError | None = None
+        self.refused: Next | None = None
         self._is_busy = False
+        self.trouble = ""
+        self.differs_from: dict[int, int] = {}
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -136,11 +148,16 @@ class RingKeeper:
         assert planned is not None
         if isinstance(planned, RingError):
             return self.after_loss(planned)
+        self.trouble = "blocks move to other nodes; the texts wait"
         try:
             ring = self._former.form(planned)
-        except NodeLostError as e:
+        except RingError as e:
             return self.after_loss(e)
-        self._is_busy = False
+        except MdiError as e:  # nobody had to move, so this is no reason to end the run
+            self.refused = planned
+            return self.after_loss(RingError(f"blocks were not moved: {e}"))
+        self._note_differences()
+        self._is_busy, self.trouble = False, ""
         return ring
 
     def after_loss(self, error: RingError) -> LoopbackRing | TcpRing:
@@ -170,7 +187,7 @@ class RingKeeper:
                 self._note_failure(search, e, following)
                 continue
             self._end(search, following)
-            self._is_busy = False
+            self._is_busy, self.trouble = False, ""
             return ring
 
     def _begin(self, search: Search, error: RingError) -> None:
@@ -180,7 +197,8 @@ class RingKeeper:
         search.processes_before = dict(self._former.processes)
         search.processes = dict(self._former.processes)
         search.before = {stage.name: stage for stage in self._former.stages}
-        logger.warning("warning: %s; %s", error, NOT_YET if isinstance(self.texts, NoTexts) else "the texts wait")
+        self.trouble = f"{error}; {NOT_YET if isinstance(self.texts, NoTexts) else 'the texts wait'}"
+        logger.warning("warning: %s", self.trouble)
         if isinstance(error, NodeLostError):
             self._lose(search, error)
 
@@ -211,7 +229,9 @@ class RingKeeper:
         search.error = error
         if error.node != self._former.stages[0].name:
             search.suspected.add(error.node)
-            if error.code != "lost":
+            if error.code == STUCK:
+                search.unfit.add(error.node)
+            elif error.code != "lost":
                 search.failed.add(error.node)
             if error.code == "left":
                 search.left.add(error.node)
@@ -223,6 +243,7 @@ class RingKeeper:
         search.n_failures += 1
         if not isinstance(error, NodeLostError) or search.n_failures > N_FAILURES:
             raise error
+        self.trouble = f"{error}; the texts wait"
         logger.warning("warning: %s", error)
         blocks = next((stage for stage in tried.stages if stage.name == error.node), None)
         if error.code == "memory" and tried.is_moved and blocks is not None and blocks.stop - blocks.start > 1:
@@ -309,13 +330,23 @@ class RingKeeper:
         search.processes.update(self._former.processes)
         lost = self._replaced(search, following)
         self._records.begin(lost, search.last_s)
+        differs = self._note_differences()
         for name in lost:
             by = takers(search.before[name], self._former.stages)
-            self._records.replace(name, by, self._former.restored_by)
+            self._records.replace(name, by, self._former.restored_by, differs)
             if name not in search.suspected:
                 self._absences.add(name, time.monotonic())
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         logger.info("the ring goes on after %.1f s", time.monotonic() - search.began)
+
+    def _note_differences(self) -> dict[int, int]:
+        """Of the texts whose tokens may be others from here on, how many ids they have."""
+        differs = {} if self._former.is_exact else dict(self.texts.n_known)
+        for seq_id, n_ids in differs.items():
+            self.differs_from.setdefault(seq_id, n_ids)
+        if differs:
+            logger.warning("warning: %s", MAY_DIFFER)
+        return differs
 
     def _replaced(self, search: Search, following: Next) -> list[str]:
         """Nodes that were lost: said to be, not in the ring any more, or in it with another process."""

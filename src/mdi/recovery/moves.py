@@ -59,11 +59,16 @@ class Moves:
                 try:
                     self._look()
                 except Exception:  # texts continue in the present ring
-                    logger.debug("looking for a better ring failed", exc_info=True)
+                    logger.warning("warning: looking for a better ring failed", exc_info=True)
 
     def _look(self) -> None:
         ring = self._keeper.stages
         better = self._slow.best(ring, time.monotonic()) or self._joins.best(ring)
-        if better is not None and self._keeper.stages == ring and not self._keeper.is_busy:
+        if (
+            better is not None
+            and better != self._keeper.refused
+            and self._keeper.stages == ring
+            and not self._keeper.is_busy
+        ):
             self._keeper.plan(better)
             self._leave()

@@ -33,18 +33,18 @@ class MovingCut:
         n_rounds: Callable[[], int],
     ) -> None:  # fmt: skip
         self._shape = shape
-        self._profile = profile
         self._workload = workload
-        self._cost = None if profile is None else CostModel(profile, shape, workload)
+        # The two together, because another thread may plan while a node is learnt.
+        self._measured = None if profile is None else (profile, CostModel(profile, shape, workload))
         self._part_bytes = part_bytes
         self._n_rounds = n_rounds
         self._speeds: dict[str, float] = {}
 
     def learn(self, node: NodeProfile) -> None:
         """A node that has come was measured. Its links are guessed."""
-        if self._profile is not None:
-            self._profile = replace(self._profile, nodes=(*self._profile.nodes, node))
-            self._cost = CostModel(self._profile, self._shape, self._workload)
+        if self._measured is not None:
+            profile = replace(self._measured[0], nodes=(*self._measured[0].nodes, node))
+            self._measured = profile, CostModel(profile, self._shape, self._workload)
 
     def expected_s(self, ring: Sequence[Stage]) -> dict[str, float]:
         """Seconds of a frame on each node of a ring, by the measurements before it ran."""
@@ -85,7 +85,7 @@ class MovingCut:
 
     def _n_frames(self, n_nodes: int) -> int:
         """Frames of a round."""
-        return self._workload.frames(n_nodes) if self._cost is not None else 1
+        return self._workload.frames(n_nodes) if self._measured is not None else 1
 
     def holders(self, stages: Sequence[Stage], most: Mapping[str, int]) -> list[Holder]:
         return [self._holder(k, stage, len(stages), most.get(stage.name)) for k, stage in enumerate(stages)]
@@ -108,20 +108,22 @@ class MovingCut:
 
     def _times(self, place: int, name: str, n_used: int) -> tuple[float, float, float]:
         """Seconds per block and beside blocks, and bytes that there are for blocks."""
-        known = self._index(name)
-        if self._cost is not None and known is not None:
-            terms = self._cost.terms(n_used)
-            return terms.unit_s(known), terms.base_s[known], min(terms.capacity(known))
         head_s = 0.0 if place else self._shape.head_bytes / READ_BYTES_S
-        if self._cost is None or self._profile is None:
+        if (measured := self._measured) is None:
             return self._shape.reference.weight_bytes / READ_BYTES_S, head_s, float("inf")
-        terms = self._cost.terms(n_used)
-        return fmean(terms.unit_s(i) for i in range(len(self._profile.nodes))), head_s, float("inf")
+        profile, cost = measured
+        terms, known = cost.terms(n_used), _index(profile, name)
+        if known is not None:
+            return terms.unit_s(known), terms.base_s[known], min(terms.capacity(known))
+        return fmean(terms.unit_s(i) for i in range(len(profile.nodes))), head_s, float("inf")
 
     def _link_bytes_s(self, name: str) -> float:
-        known = self._index(name)
-        return DEFAULT_BYTES_S if self._cost is None or known is None else self._cost.links.of(0, known)[1]
+        if (measured := self._measured) is None:
+            return DEFAULT_BYTES_S
+        profile, cost = measured
+        known = _index(profile, name)
+        return DEFAULT_BYTES_S if known is None else cost.links.of(0, known)[1]
 
-    def _index(self, name: str) -> int | None:
-        nodes = () if self._profile is None else self._profile.nodes
-        return next((i for i, node in enumerate(nodes) if node.name == name), None)
+
+def _index(profile: ClusterProfile, name: str) -> int | None:
+    return next((i for i, node in enumerate(profile.nodes) if node.name == name), None)

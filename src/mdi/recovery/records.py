@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 TOKENS, REPLAY = "tokens", "replay"  # how caches were restored: from the token ids, or from rows that a node had kept
+NONE: Mapping[int, int] = MappingProxyType({})
+MAY_DIFFER = (
+    "numbers are summed in other parts, or by other hardware, than before: from here on texts may differ from those of an "
+    "undisturbed run"
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,7 @@ class Recovery:
         node: that was lost.
         replaced_by: nodes that have its blocks now, starter first.
         restored_by: TOKENS or REPLAY.
+        differs: how many ids each text had, prompt included, whose tokens may be others from there on than without the loss.
         seconds: from the last token before to the first one after; None if none came.
     """
 
@@ -24,6 +31,7 @@ class Recovery:
     replaced_by: tuple[str, ...]
     restored_by: str
     seconds: float | None
+    differs: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         seconds = None if self.seconds is None else round(self.seconds, 3)
@@ -37,6 +45,7 @@ class _Open:
     replaced_by: tuple[str, ...]
     restored_by: str
     last_s: float
+    differs: Mapping[int, int] = field(default_factory=dict)
 
 
 class Records:
@@ -53,11 +62,14 @@ class Records:
             last_s = self._open[0].last_s
         self._open += [_Open(node, (), TOKENS, last_s) for node in nodes if node not in known]
 
-    def replace(self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS) -> None:
+    def replace(
+        self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS, differs: Mapping[int, int] = NONE
+    ) -> None:
         """Which nodes have the blocks of a lost one."""
         for one in self._open:
             if one.node == node:
                 one.replaced_by, one.restored_by = tuple(replaced_by), restored_by
+                one.differs = {**differs, **one.differs}
 
     def end(self, first_s: float | None) -> None:
         """The first token afterwards came; None if there was none."""
@@ -74,6 +86,8 @@ class Records:
 
     def _ended(self, first_s: float | None) -> list[Recovery]:
         return [
-            Recovery(one.node, one.replaced_by, one.restored_by, None if first_s is None else first_s - one.last_s)
+            Recovery(
+                one.node, one.replaced_by, one.restored_by, None if first_s is None else first_s - one.last_s, one.differs
+            )
             for one in self._open
-        ]
+        ]  # fmt: skip

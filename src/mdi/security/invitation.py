@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import base64
 import hmac
+import ipaddress
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
@@ -29,6 +31,8 @@ _CODE_BYTES = 10
 _GROUP = 4
 _NONCE = bytes(12)  # the key is used for one message
 _ASK, _GIVE = "mdi join", b"mdi join answer"
+_NODE = "mdi join node"
+_NAME_LIMIT = 40
 
 
 def new_code() -> str:
@@ -51,11 +55,45 @@ def code_bytes(code: str) -> bytes:
     return data
 
 
+@dataclass(frozen=True)
+class GuestNode:
+    """Where the node of a guest will be: a name for people, its address, its control port and its ring port."""
+
+    name: str
+    addr: str
+    port: int
+    ring_port: int
+
+    def proof(self, secret: bytes, public: bytes) -> str:
+        """That who has the code says so."""
+        fields = (self.name, self.addr, str(self.port), str(self.ring_port))
+        return mac(secret, _NODE, public, *(field.encode() for field in fields)).hex()
+
+    @classmethod
+    def read(cls, request: Any, secret: bytes, public: bytes) -> GuestNode | None:
+        """What a guest's request says of it; None if it says nothing, nonsense, or proves nothing."""
+        try:
+            given = request["node"]
+            node = cls(str(given["name"]), str(ipaddress.ip_address(given["addr"])), given["port"], given["ring_port"])
+            proof = str(request["node_proof"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        is_readable = len(node.name) <= _NAME_LIMIT and all(
+            type(port) is int and 0 < port < 65536 for port in (node.port, node.ring_port)
+        )
+        if not is_readable or not hmac.compare_digest(proof.encode(), node.proof(secret, public).encode()):
+            return None
+        return node
+
+
 class Invitation:
     """The side that has the key. `code` is for the guest, who gets `content`.
 
     Args:
         clock: seconds, rising.
+
+    Attributes:
+        guest: once it is used, where the guest's node will be, if the guest has said so.
     """
 
     def __init__(self, content: bytes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,13 +105,18 @@ class Invitation:
         self._lock = threading.Lock()
         self._is_used = False
         self.used = threading.Event()
+        self.guest: GuestNode | None = None
 
     @property
     def is_over(self) -> bool:
         return self._is_used or self._clock() > self._end
 
-    def answer(self, request: Any) -> dict[str, str]:
-        """What the guest gets; from then on the invitation is used up. Raises AccessError: a wrong code, or too late."""
+    def answer(self, request: Any, addr: str = "") -> dict[str, str]:
+        """What the guest gets; from then on the invitation is used up. Raises AccessError: a wrong code, or too late.
+
+        Args:
+            addr: from which the request came.
+        """
         public, proof = _two(request, "public", "proof")
         if not hmac.compare_digest(proof, mac(self._secret, _ASK, public)):
             raise AccessError("this is not the code of the invitation")
@@ -86,6 +129,7 @@ class Invitation:
                     "the invitation has been used, or is older than 15 minutes: `mdi key --invite` makes another"
                 )
             self._is_used = True
+        self.guest = GuestNode.read(request, self._secret, public)
         self.used.set()
         return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(_NONCE, self._content, None).hex()}
 
@@ -96,18 +140,23 @@ class Invitations:
     Args:
         on_code: called with each new code.
         n_boards: how many may join.
+        on_guest: called with the node of each guest that says where it will be, and the address that it asked from.
     """
 
     def __init__(
         self, content: bytes, on_code: Callable[[str], None], n_boards: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, on_guest: Callable[[GuestNode, str], None] = lambda node, addr: None,
     ) -> None:  # fmt: skip
         self._content, self._on_code, self._n_left, self._clock = content, on_code, n_boards, clock
+        self._on_guest = on_guest
         self._current = self._renewed()
 
-    def answer(self, request: Any) -> dict[str, str]:
+    def answer(self, request: Any, addr: str = "") -> dict[str, str]:
         """As Invitation.answer; a code that was used is followed by the next one."""
-        answer = self._current.answer(request)
+        used = self._current
+        answer = used.answer(request, addr)
+        if used.guest is not None:
+            self._on_guest(used.guest, addr)
         self._n_left -= 1
         self.renew()
         return answer
@@ -124,16 +173,24 @@ class Invitations:
 
 
 class Guest:
-    """The side that has the code. Raises UsageError if it is not a valid code."""
+    """The side that has the code. Raises UsageError if it is not a valid code.
 
-    def __init__(self, code: str) -> None:
+    Args:
+        node: where its node will be, for a host that waits for it.
+    """
+
+    def __init__(self, code: str, node: GuestNode | None = None) -> None:
         self._secret = code_bytes(code)
+        self._node = node
         self._private = X25519PrivateKey.generate()
         self._public = public_bytes(self._private)
 
     @property
-    def request(self) -> dict[str, str]:
-        return {"public": self._public.hex(), "proof": mac(self._secret, _ASK, self._public).hex()}
+    def request(self) -> dict[str, Any]:
+        request = {"public": self._public.hex(), "proof": mac(self._secret, _ASK, self._public).hex()}
+        if self._node is None:
+            return request
+        return {**request, "node": asdict(self._node), "node_proof": self._node.proof(self._secret, self._public)}
 
     def open(self, answer: Any) -> bytes:
         """The content. Raises AccessError if the answer was not made with the code."""

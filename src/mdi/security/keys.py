@@ -88,6 +88,12 @@ def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
         raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
 
 
+def check_private(path: Path, found: os.stat_result) -> None:
+    """UsageError if other users can read a file of keys."""
+    if os.name == "posix" and found.st_mode & 0o077:
+        raise UsageError(f"others can read the key file {path}: run `chmod 600 {path}`")
+
+
 class KeyFile:
     """A key file, read again whenever it has changed: so keys change under nodes that run.
 
@@ -129,8 +135,7 @@ class KeyFile:
             raise UsageError(
                 f"cannot read the key file {self.path}: {e.strerror or e}; `mdi key FILE` makes one, `mdi join` fetches one"
             ) from None
-        if os.name == "posix" and found.st_mode & 0o077:
-            raise UsageError(f"others can read the key file {self.path}: run `chmod 600 {self.path}`")
+        check_private(self.path, found)
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[bytes, ...]:

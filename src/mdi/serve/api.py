@@ -122,6 +122,7 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
         for task in (idle, talking):
             task.cancel()
         await asyncio.gather(idle, talking, return_exceptions=True)
+        api.close()
 
 
 def allow_many_connections() -> None:

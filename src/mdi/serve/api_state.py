@@ -9,6 +9,7 @@ from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
+from mdi.serve.limited_process import SchemaChecks
 from mdi.serve.models import Models
 from mdi.serve.serve_settings import ServeSettings
 
@@ -38,6 +39,7 @@ class ApiState:
         self.models = Models(engine, catalog, self._check)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
+        self.schemas = SchemaChecks()
         self.observe: list[RequestObserver] = []
         self.begin = time.time()
         self.is_draining = False
@@ -63,9 +65,19 @@ class ApiState:
         return self.engine.state.rings
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the server began, oldest first."""
+        return self.engine.state.events
+
+    @property
     def ring(self) -> dict[str, Any]:
         """The snapshot of the ring whose model was used last; {} without one."""
         return self.rings.get(self.models.latest, {})
+
+    def close(self) -> None:
+        """End the processes that were started for requests."""
+        self.schemas.close()
+        self.models.close()
 
     def _admit(self) -> None:
         for queue in self.queues.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,6 +19,23 @@ from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion
 from mdi.serve.endpoint import Endpoint
 from mdi.serve.guard import Guard
+
+# What programs ask for, with its method; the page and its questions are not among them.
+PATHS = {
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+# Of other servers' APIs: what has the same purpose here.
+ALIKE = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/v1/messages": "/v1/chat/completions",
+    "/v1/responses": "/v1/chat/completions",
+}
 
 
 def make_app(api: ApiState) -> Starlette:
@@ -49,8 +67,10 @@ class _Models:
         return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
 
     async def one(self, request: Request) -> Response:
-        self._check()
         name = request.path_params["name"]
+        if not name:
+            raise HTTPException(404)
+        self._check()
         if name not in self._api.catalog.names():
             raise ApiError(404, f"there is no model {name[:200]!r}", "model_not_found", "model")
         return JSONResponse(self._entry(name))
@@ -72,7 +92,9 @@ class _Models:
         api = self._api
         is_loaded = api.engine.state.is_serving(name)
         made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
-        return {**made, "is_loaded": is_loaded}
+        # As vLLM names it; only a loaded model's is known: it depends on --sequence-length.
+        context = api.engine.state.models[name]["context"] if is_loaded else None
+        return {**made, "is_loaded": is_loaded, "max_model_len": context}
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
@@ -81,6 +103,18 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such path, or not with this method."""
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    own = ApiError(error.status_code, message, "not_found" if error.status_code == 404 else "invalid_request")
-    return JSONResponse(own.body, own.status, error.headers)
+    asked = f"{request.method} {request.url.path[:200]}"
+    if error.status_code != 404:
+        own = ApiError(error.status_code, f"{asked}: {error.detail}", "invalid_request")
+        return JSONResponse(own.body, own.status, error.headers)
+    there = [f"{method} {path}" for path, method in PATHS.items()]
+    near = nearest(request.url.path)
+    hint = "" if near is None else f"did you mean {PATHS[near]} {near}? "
+    message = f"{asked}: there is no such path; {hint}This server has OpenAI's API: {', '.join(there)}"
+    return JSONResponse(ApiError(404, message, "not_found", details={"paths": there}).body, 404, error.headers)
+
+
+def nearest(path: str) -> str | None:
+    """The path that was probably meant; None if none is alike."""
+    asked = "/" + "/".join(filter(None, path[:200].lower().split("/")))
+    return ALIKE.get(asked) or next(iter(difflib.get_close_matches(asked, PATHS, 1, 0.75)), None)

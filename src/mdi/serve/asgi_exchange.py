@@ -7,8 +7,8 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Awaitable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,11 @@ from mdi.serve.serve_settings import ApiKey
 BODY_LIMIT_BYTES = 16 << 20
 MOST_DROPPED_BYTES = 16 * BODY_LIMIT_BYTES
 BODY_S = 30.0
+LARGE_BYTES = 1 << 16
+MOST_LISTS = 1 << 16  # and objects of a body; 4,096 messages have some 12,000
+MOST_VALUES = 1 << 20  # such as token ids
+
+Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger("mdi")
 
@@ -38,17 +43,15 @@ class Exchange:
         found: ApiKey | None = self.scope.get("mdi.key")
         return found
 
-    async def body(self) -> Any:
-        """What the client sent, as JSON. Raises ApiError."""
+    async def parsed(self, parse: Callable[[Any], Parsed]) -> Parsed:
+        """What the client sent: JSON, as `parse` understands it. A large body is read in a thread. Raises ApiError."""
         try:
             data = await asyncio.wait_for(self._read(), BODY_S)
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
             raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", "timeout") from None
-        try:
-            return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as e:
-            reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-            raise ApiError(400, f"the body is no JSON: {reason}"[:200], "invalid_json") from None
+        if len(data) < LARGE_BYTES:
+            return parse(json_of(data))
+        return await asyncio.to_thread(lambda: parse(json_of(data)))
 
     async def _read(self) -> bytes:
         """One that is too large is read and dropped: a client that still writes sees no answer, only a broken connection."""
@@ -119,6 +122,38 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+def json_of(body: bytes) -> Any:
+    """Raises ApiError: it is no JSON, or would take seconds to read, in which Python does nothing else, thread or not."""
+    if len(body) >= LARGE_BYTES:
+        _check_counts(body)
+    try:
+        # JSON is UTF-8; json.loads would take bytes in UTF-16, too, in which the counts would be others
+        return json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise ApiError(400, f"the body is no JSON: {reason}"[:200], "invalid_json") from None
+
+
+def _check_counts(body: bytes) -> None:
+    outside = [body]
+    if _n_lists(outside) > MOST_LISTS or _n_values(outside) > MOST_VALUES:  # or it is text that has such characters
+        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if plain.count(b'"') <= 4 * MOST_VALUES:
+            outside = plain.split(b'"')[::2]
+        if _n_lists(outside) > MOST_LISTS or _n_values(outside) > MOST_VALUES:
+            raise ApiError(
+                400, f"the body has more than {MOST_VALUES} values, or {MOST_LISTS} lists and objects", "body_too_large"
+            )
+
+
+def _n_lists(pieces: Sequence[bytes]) -> int:
+    return sum(piece.count(b"[") + piece.count(b"{") for piece in pieces)
+
+
+def _n_values(pieces: Sequence[bytes]) -> int:
+    return sum(piece.count(b",") for piece in pieces)
 
 
 class ClientGone(Exception):

@@ -25,7 +25,7 @@ MOST_MESSAGES = 4096
 
 
 @dataclass
-class _Answer:
+class ChatAnswer:
     """One choice as it grows.
 
     Attributes:
@@ -53,6 +53,9 @@ class Chat(EndpointJob):
         self.n_texts = common.n
         self.messages = _messages(fields.raw("messages"))
         self.template_values = fields.mapping("chat_template_kwargs")
+        if fields.raw("functions") or fields.raw("function_call") not in (None, "none", "auto"):
+            raise invalid("functions", "this old form is not supported: give tools and tool_choice")
+        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         fields, key = self.fields, exchange.key
@@ -60,18 +63,18 @@ class Chat(EndpointJob):
         check_prompt(model, prompt, "messages")
         usage = Usage(len(prompt))
         made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-        answers = [_Answer() for _ in range(fields.n)]
+        answers = [ChatAnswer() for _ in range(fields.n)]
         stop = PLAIN_STOPS if model.template.is_plain and fields.grammar is None else ()
         chunk = {**made, "object": "chat.completion.chunk"}
         if fields.is_streamed:
             for index in range(fields.n):
                 await exchange.push(sse.event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
         async for piece in write_texts(api, model, key, [prompt], fields, continues=False, stop=stop):
-            usage.n_completion += len(piece.tokens)
+            usage.count(piece, fields.n)
             answer = answers[piece.index]
             new = chat_logprobs(model.codec, piece) if fields.n_logprobs is not None else []
             answer.logprobs += new
-            delta = self._delta(answer, piece)
+            delta = self.delta(answer, piece, model.template.is_plain)
             if fields.is_streamed and (delta or new or piece.finish_reason):
                 await exchange.push(sse.event(_chunk(chunk, piece.index, delta, new, answer.reason)))
         if fields.is_streamed:
@@ -86,14 +89,15 @@ class Chat(EndpointJob):
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
-        text = model.template.render(messages, self.tools.tools, self.template_values)
+        text = await model.template.render(messages, self.tools.tools, self.template_values)
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         return await encoded(model, text, encode, "messages")
 
-    def _delta(self, answer: _Answer, piece: TextPiece) -> dict[str, Any]:
+    def delta(self, answer: ChatAnswer, piece: TextPiece, is_plain: bool = False) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
         is_over = piece.finish_reason is not None
-        answer.held += piece.text
+        # The plain template ends without a blank, which the model's own first token brings.
+        answer.held += piece.text if answer.shown or answer.held or not is_plain else piece.text.removeprefix(" ")
         answer.reason = piece.finish_reason
         if not answer.shown and self.tools.may_be_call(answer.held):
             if not is_over:
@@ -103,6 +107,9 @@ class Chat(EndpointJob):
                 answer.held = ""
                 answer.reason = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
                 return {"tool_calls": [{"index": i, **call} for i, call in enumerate(answer.calls)]}
+            if piece.finish_reason == "length" and self.tools.is_cut_call(answer.held):
+                answer.held = ""
+                return {}
         text, answer.held = answer.held, ""
         answer.shown += text
         return {"content": text} if text else {}
@@ -115,7 +122,7 @@ def _chunk(
     return {**base, "choices": [{**choice, "finish_reason": reason}]}
 
 
-def _choice(index: int, answer: _Answer, with_logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, answer: ChatAnswer, with_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None if answer.calls else answer.shown, "refusal": None}
     if answer.calls:
         message["tool_calls"] = answer.calls

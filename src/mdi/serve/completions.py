@@ -34,6 +34,7 @@ class Completion(EndpointJob):
             raise invalid("echo", "together with logprobs it is not supported")
         if fields.raw("suffix"):
             raise invalid("suffix", "it is not supported")
+        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         encode = model.codec.encode
@@ -56,7 +57,7 @@ class Completion(EndpointJob):
                 if text:
                     await exchange.push(sse.event({**base, "choices": [_choice(index, text, None, None)]}))
         async for piece in write_texts(api, model, exchange.key, prompts, fields, continues=True):
-            usage.n_completion += len(piece.tokens)
+            usage.count(piece, fields.n)
             i = piece.index
             shown = logprobs[i].take(piece) if fields.n_logprobs is not None else None
             if not fields.is_streamed:
@@ -88,6 +89,8 @@ def _prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str):
         return [checked_text("prompt", given)]
     if isinstance(given, list) and given:
+        if isinstance(given[0], str | list) and len(given) > MOST_CHOICES:  # before anything looks at all of them
+            raise invalid("prompt", f"at most {MOST_CHOICES} texts in one request")
         if all(isinstance(one, str) for one in given):
             return [checked_text("prompt", one) for one in given]
         if _are_ids(given):

@@ -49,7 +49,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
-            job = self._parse(await exchange.body())
+            job = await exchange.parsed(self._parse)
             await exchange.beside_client(self._limited(job, exchange))
         except ClientGone:
             return
@@ -68,6 +68,8 @@ class Endpoint:
     async def _run(self, job: EndpointJob, exchange: Exchange) -> None:
         api, key = self._api, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
+        if (grammar := job.fields.grammar) is not None:
+            await api.schemas.check(grammar["schema"])
         async with (
             api.models.using(job.fields.model) as model,
             api.queue(model.name).entered(owner, priority, job.n_texts),

@@ -26,11 +26,13 @@ class TextEvent:
 
     Attributes:
         logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
+        n_cached: tokens of its prompt that did not have to be computed.
     """
 
     tokens: list[int]
     finish_reason: str | None
     logprobs: list[Any] | None
+    n_cached: int
 
 
 class GeneratedTexts:
@@ -88,12 +90,14 @@ class EngineState:
         models: what is needed to read and write a model's texts.
         rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
+        events: what has happened since the server began, as `mdi.serve.backend.History` keeps it.
     """
 
     statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     rings: dict[str, dict[str, Any]] = field(default_factory=dict)
     n_waiting: dict[str, int] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     def is_serving(self, name: str) -> bool:
         return name in self.statuses and self.statuses[name]["state"] == "serving"
@@ -188,8 +192,8 @@ class EngineClient:
     async def _take(self, message: dict[str, Any]) -> None:
         what = message.get("is")
         if what == "events":
-            for number, tokens, reason, logprobs in message["events"]:
-                self._hand_on(number, TextEvent(tokens, reason, logprobs))
+            for number, *told in message["events"]:
+                self._hand_on(number, TextEvent(*told))
             if message["waiting"] != self.state.n_waiting.get(message["model"]):
                 self.state.n_waiting[message["model"]] = message["waiting"]
                 self.on_memory()
@@ -197,6 +201,8 @@ class EngineClient:
             self._hand_on(message["id"], ApiError(message["status"], message["message"], message["code"]))
         elif what == "rings":
             self.state.rings = message["rings"]
+        elif what == "history":
+            self.state.events = message["history"]
         elif what == "answer":
             self._answer(message)
         elif what == "drain":

@@ -11,8 +11,6 @@ import numpy as np
 
 from mdi.errors import EngineError, UsageError
 
-SCHEMA_LIMIT = 1 << 18  # characters
-
 
 class GrammarSource:
     """Makes constraints for the texts of one model.
@@ -41,10 +39,10 @@ class GrammarSource:
         self._tokenizer = llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=n_vocabulary, eos_token=eos)
 
     def constraint(self, wanted: Mapping[str, Any]) -> Grammar:
-        """Of one text. Raises UsageError if the schema cannot be used."""
+        """Of one text. Raises UsageError if the schema cannot be used. Some take minutes, or end this process: those must
+        not come here (`mdi.serve.limited`).
+        """
         schema = json.dumps(wanted["schema"])
-        if len(schema) > SCHEMA_LIMIT:
-            raise UsageError(f"the JSON schema has more than {SCHEMA_LIMIT} characters")
         matcher = self._llguidance.LLMatcher
         try:
             form = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})

@@ -1,19 +1,18 @@
-"""Checks who may use the server: the API key, the host name of the request, and the web page that it comes from.
+"""Checks who may use the server: the API key, the host name of the request, the web page that it comes from, its body's type.
 
-A browser sends a page's requests to any server that it reaches. The Host header shows foreign names that point at this machine
-(DNS rebinding), and the Origin header shows foreign pages.
+See `mdi.control.web_pages` for what these headers show.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mdi.control.web_pages import TYPE_WANTED, is_address, is_body_type, name_in
 from mdi.serve.api_errors import ApiError
 from mdi.serve.serve_settings import ApiKey, ServeSettings, digest_of
 
@@ -45,6 +44,8 @@ class Guard:
         try:
             self._check_host(headers)
             self._check_origin(headers, allowed)
+            if not is_body_type(headers.get("content-type", "")):
+                raise ApiError(415, TYPE_WANTED, "content_type", headers={"connection": "close"})
             scope["mdi.key"] = self._key_of(scope["path"], headers)
         except ApiError as e:
             json_body = json.dumps(e.body).encode()
@@ -59,9 +60,8 @@ class Guard:
         await self._app(scope, receive, send_with_origin)
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """Anybody can point a name at this machine, but not an address."""
-        name = _name_in(headers.get("host", ""))
-        if self._is_any_host or name in self._hosts or _is_address(name):
+        name = name_in(headers.get("host", ""))
+        if self._is_any_host or name in self._hosts or is_address(name):
             return
         raise ApiError(
             403, f"this server does not accept the host name {name[:80]!r} (--allow-host)", "host_not_allowed"
@@ -101,22 +101,6 @@ def _place_in(origin: str) -> str | None:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return None
-
-
-def _name_in(host: str) -> str:
-    """The name or address in a Host header, without the port."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
-    except ValueError:
-        return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _cross_origin(origin: str) -> list[tuple[bytes, bytes]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from mdi.session.run_session import Session
 
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
+N_RECORDS = 1000  # log records that wait to be told; more are dropped
 N_PLANNED = 16  # texts at the same time that a placement is made for
 SHARE_BESIDE = 0.5  # share of the free memory for a model's caches, if others may be loaded beside it
 
@@ -42,6 +46,7 @@ class Loaded:
     directory: Path
     n_vocabulary: int
     grammars: GrammarSource | None = None
+    making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def node(self) -> StarterNode:
@@ -63,6 +68,7 @@ class ModelHost:
         nodes: the nodes of the rings; they change when some are lost.
         max_length: tokens that a text may have, if the model allows it.
         on_end: called when the run of a model has ended.
+        on_ready: called with the name of a model that serves from now on.
 
     Attributes:
         loaded: by name, the one that was loaded first is the first.
@@ -70,7 +76,7 @@ class ModelHost:
 
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
-        on_end: Callable[[StarterNode], None] | None = None,
+        on_end: Callable[[StarterNode], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._options = options
@@ -78,6 +84,7 @@ class ModelHost:
         self._max_length = max_length
         self._lines = lines
         self._on_end = on_end
+        self._on_ready = on_ready
         self._wanted: queue.SimpleQueue[tuple[str, bool, Future[None]]] = queue.SimpleQueue()
         self._is_left = False
         self._n_loads = 0
@@ -95,6 +102,8 @@ class ModelHost:
         """
         done: Future[None] = Future()
         self._wanted.put((name, is_wanted, done))
+        if self._is_left:  # `close` may have looked already
+            self._refuse_wanted()
         done.result()
 
     def leave(self) -> None:
@@ -115,8 +124,9 @@ class ModelHost:
     def constraint(self, model: str, wanted: Mapping[str, Any]) -> Constraint:
         """Raises UsageError, EngineError."""
         loaded = self._loaded_as(model)
-        if loaded.grammars is None:
-            loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
+        with loaded.making_grammars:
+            if loaded.grammars is None:
+                loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
@@ -141,11 +151,15 @@ class ModelHost:
     def close(self) -> None:
         """Give all models and the nodes back."""
         self._is_left = True
-        while not self._wanted.empty():
-            self._wanted.get()[2].set_exception(EngineError("the server is ending"))
+        self._refuse_wanted()
         for name in list(self.loaded):
             self._give_up(name)
         self._ports.close()
+
+    def _refuse_wanted(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._wanted.get_nowait()[2].set_exception(EngineError("the server is ending"))
 
     def _do(self, name: str, is_wanted: bool, done: Future[None]) -> None:
         try:
@@ -208,14 +222,18 @@ class ModelHost:
 
     def _load(self, name: str) -> None:
         self._n_loads += 1
-        progress = _Progress(lambda text: self._tell("loading", name, text))
+        records: queue.Queue[logging.LogRecord] = queue.Queue()
+        listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
+        progress = _Records(records)
         logger.addHandler(progress)
+        listener.start()
         session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         try:
             self._tell("loading", name, "getting the nodes ready")
             session.open()
         finally:
             logger.removeHandler(progress)
+            listener.stop()
         node = session.starter
         if self.loaded and node.engine.memory is not None and node.engine.memory.n_sequences(node.max_length) == 0:
             session.close()
@@ -227,7 +245,8 @@ class ModelHost:
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
-        self._tell("serving", name, "it serves", 1.0)
+        self._tell("serving", name, "ready", 1.0)
+        self._on_ready(name)
 
     def _options_of(self, name: str) -> StarterOptions:
         """What the user chose, where it fits this model, too."""
@@ -243,6 +262,19 @@ class ModelHost:
     def _tell(self, state: str, model: str, text: str, done: float = 0.0) -> None:
         status = {"state": state, "model": model, "text": text, "done": done, "load": self._n_loads}
         self._lines.send({"is": "status", "status": status})
+
+
+class _Records(QueueHandler):
+    """Takes what any thread logs; engines of other models must not wait until it has been sent."""
+
+    def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(records)
+        self._records = records
+        self.setLevel(logging.INFO)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._records.qsize() < N_RECORDS:
+            super().enqueue(record)
 
 
 class _Progress(logging.Handler):

@@ -86,7 +86,10 @@ def shares(before: NodeLook | None, now: NodeLook) -> dict[str, float | None]:
     assert before is not None
     gone = now.at_s - before.at_s
     rates = {name: max(0.0, now.measured[key] - before.measured[key]) / gone for name, key in names.items()}
-    return {name: rate if name == "bytes_s" else min(1.0, rate) for name, rate in rates.items()}
+    found = {name: rate if name == "bytes_s" else min(1.0, rate) for name, rate in rates.items()}
+    # A wait is measured when it ends, and may have begun long before: what it had outside of this time would count, too.
+    found["waiting"] = max(0.0, min(found["waiting"], 1.0 - found["busy"] - found["sending"]))
+    return found
 
 
 def waited_for(nodes: Sequence[Mapping[str, Any]]) -> str | None:
@@ -95,3 +98,38 @@ def waited_for(nodes: Sequence[Mapping[str, Any]]) -> str | None:
     if busiest is None or len(nodes) < 2 or (busiest.get("busy") or 0.0) < BUSY:
         return None
     return str(busiest["name"])
+
+
+def node_state(own: str, trouble: str) -> str:
+    """What a node of a ring does, in the words of page and doctor.
+
+    Args:
+        own: the state that it tells; "" if it does not answer.
+        trouble: why no text goes on; "" while the ring is closed.
+    """
+    if trouble and own:
+        return "WAITING"
+    return "SERVING" if own == "RUNNING" else own
+
+
+def ring_words(ring: Mapping[str, Any], trouble: str) -> tuple[str, str]:
+    """State of a ring ("recovering", "working" or "idle"), and what holds it up, in a sentence.
+
+    Args:
+        ring: its nodes, texts, tokens_s and waits_for, as in a snapshot.
+        trouble: why no text goes on; "" while the ring is closed.
+    """
+    state = "recovering" if trouble else "working" if ring["texts"]["running"] else "idle"
+    silent = [node["name"] for node in ring["nodes"] if not node["is_here"]]
+    if trouble:
+        return state, f"{trouble}."
+    if silent:
+        return state, f"No answer from {', '.join(silent)}."
+    if state == "idle":
+        return state, "Idle: all nodes wait for a text."
+    slowest = next((node for node in ring["nodes"] if node["name"] == ring["waits_for"]), None)
+    if slowest is not None:
+        return state, f"{slowest['name']} limits the ring: it computes {slowest['busy']:.0%} of the time."
+    if not ring["tokens_s"]:
+        return state, "No token has come in the last second."
+    return state, "No node limits the ring: frames spend most of their time on links."

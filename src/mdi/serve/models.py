@@ -83,7 +83,7 @@ class Models:
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
         self.loading = ""
-        self.leaving = ""  # no new request may use it
+        self.leaving: list[str] = []  # no new request may use them; one that is there twice is unloaded twice
 
     @property
     def latest(self) -> str:
@@ -137,15 +137,26 @@ class Models:
     def _serving(self, name: str) -> LoadedModel | None:
         """The model, if it is loaded and will not be unloaded for another one."""
         state = self._engine.state
-        if self._engine.is_gone or not state.is_serving(name) or name == self.leaving:
+        if self._engine.is_gone or not state.is_serving(name) or name in self.leaving:
             return None
         facts = state.models[name]
         if name not in self._read or self._read[name][0] is not facts:
+            self._forget(name)
             try:
                 self._read[name] = facts, LoadedModel.of(facts)
             except MdiError as e:
                 raise ApiError(500, f"{name} cannot be used: {e}", e.code) from e
         return self._read[name][1]
+
+    def _forget(self, name: str) -> None:
+        """What was read of a model that is not loaded any more."""
+        if (read := self._read.pop(name, None)) is not None:
+            read[1].template.close()
+
+    def close(self) -> None:
+        """When the server ends."""
+        for name in list(self._read):
+            self._forget(name)
 
     def _check(self, name: str) -> None:
         self._check_server()
@@ -171,13 +182,14 @@ class Models:
 
     async def _give_up(self, name: str) -> None:
         """Once no request uses it any more."""
-        self.leaving = name
+        self.leaving.append(name)
         try:
             while self._use(name).n and not self._engine.is_gone:
                 await self._wait(1.0)
             await self._ask("unload", name)
+            self._forget(name)
         finally:
-            self.leaving = ""
+            self.leaving.remove(name)
 
     async def _ask(self, what: str, name: str) -> str:
         """The error code; "" if it is done, or if the engine is gone."""

@@ -78,12 +78,13 @@ class Outlet:
 
     def _told(self, event: Event) -> list[Any]:
         number = self._numbers[event.seq_id]
+        n_cached = self._requests[number].n_reused
         if event.finish_reason is not None:
             del self._numbers[event.seq_id], self._requests[number]
         logprobs = None
         if event.logprobs:
             logprobs = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in event.logprobs]
-        return [number, event.tokens, event.finish_reason, logprobs]
+        return [number, event.tokens, event.finish_reason, logprobs, n_cached]
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,8 @@
-"""Fields of a request, checked one by one. Unknown fields are ignored, as in other servers."""
+"""Fields of a request, checked one by one. Unknown fields are ignored, as in other servers, unless they are misspelt."""
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ MOST_CHOICES = 32
 MOST_STOPS = 16
 LONGEST_STOP = 4096  # characters; each new token is compared with the beginnings of all of them
 MOST_TOP_LOGPROBS = 20
+ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
+OF_OTHERS = ("mode", "models")  # ... but these
 _MISSING = object()
 
 
@@ -48,20 +51,34 @@ class CommonFields:
 
 
 class RequestFields:
-    """The values of a JSON object, by name and type."""
+    """The values of a JSON object, by name and type. It knows a name once that was asked for."""
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object", "invalid_body")
         self._body = body
+        self._read: set[str] = set()
 
     def raw(self, name: str) -> Any:
         """None if it is not there."""
+        self._read.add(name)
         return self._body.get(name)
+
+    def check_spelling(self) -> None:
+        """Raises ApiError if a field has a value, and almost the name of one that was asked for. Call it after the others."""
+        known = {_plain(name): name for name in sorted(self._read)}
+        for name, value in self._body.items():
+            if value is None or name in self._read or name in OF_OTHERS:
+                continue
+            near = difflib.get_close_matches(_plain(name[:100]), list(known), 1, ALIKE)
+            if near:
+                raise ApiError(
+                    400, f"{name[:100]}: unknown field; is {known[near[0]]} meant?", "unknown_field", name[:100]
+                )
 
     def number(self, name: str, default: float, low: float, high: float, is_open: bool = False) -> float:
         """From `low` to `high`; with `is_open`, `low` itself is not among them."""
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -72,7 +89,7 @@ class RequestFields:
         return float(value)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
@@ -82,7 +99,7 @@ class RequestFields:
         return value
 
     def flag(self, name: str) -> bool:
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             return False
         if not isinstance(value, bool):
@@ -90,7 +107,7 @@ class RequestFields:
         return value
 
     def text(self, name: str, default: Any = _MISSING) -> str:
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None and default is not _MISSING:
             return str(default)
         if not isinstance(value, str):
@@ -99,7 +116,7 @@ class RequestFields:
 
     def mapping(self, name: str) -> dict[str, Any]:
         """{} if it is not there."""
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -114,7 +131,7 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
         n_tokens: where the request does not say it.
         n_logprobs: top tokens whose probability is wanted; None if none are.
     """
-    limit = fields.integer("max_completion_tokens", None, 1, 1 << 31) or fields.integer("max_tokens", None, 1, 1 << 31)
+    limits = [fields.integer(name, None, 1, 1 << 31) for name in ("max_completion_tokens", "max_tokens")]
     options = RequestFields(fields.mapping("stream_options"))
     best_of = fields.integer("best_of", None, 1, MOST_CHOICES)
     n = fields.integer("n", 1, 1, MOST_CHOICES) or 1
@@ -124,7 +141,7 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
     return CommonFields(
         model=fields.text("model", ""),
         n=n,
-        n_tokens=limit or n_tokens,
+        n_tokens=limits[0] or limits[1] or n_tokens,
         sampling=_sampling(fields, n_logprobs),
         stop=_stop(fields.raw("stop")),
         n_logprobs=n_logprobs,
@@ -198,6 +215,11 @@ def checked_text(name: str, text: str) -> str:
     except UnicodeEncodeError:
         raise invalid(name, "not valid Unicode: half of a surrogate pair") from None
     return text
+
+
+def _plain(name: str) -> str:
+    """maxTokens, max-tokens and max_tokens are one name."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def _shown(value: Any) -> str:

@@ -39,12 +39,10 @@ class ApiProcess:
             "listener": listener.fileno(),
             "engine": theirs.fileno(),
         }
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mdi.serve.api"], pass_fds=(listener.fileno(), theirs.fileno()),
-                stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+                stdin=subprocess.PIPE, env=module_environment(), start_new_session=True,
             )  # fmt: skip
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
@@ -80,6 +78,13 @@ class ApiProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def module_environment() -> dict[str, str]:
+    """The environment in which another interpreter finds this package. What panics in a library is told without a backtrace."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "RUST_BACKTRACE": "0"}
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

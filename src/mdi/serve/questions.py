@@ -19,6 +19,7 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.serve.live import node_state
 from mdi.tracing.spans import Activity
 from mdi.units import counted
 
@@ -61,18 +62,22 @@ def doctor(node: StarterNode | None) -> dict[str, Any]:
     """Problems of a running ring's nodes: whether each answers, its version, clock, memory, disk."""
     if node is None:
         return {"problems": [], "text": "No ring is running."}
-    starter = starter_finding(node.cluster.starter, {}, None)
-    found = [_in_this_ring(finding) for finding in reach_nodes(node.cluster, DOCTOR_S, {})]
-    report = Report((starter, *found), ())
+    own = starter_finding(node.cluster.starter, {}, None)
+    starter = replace(own, status={**own.status, "state": "RUNNING"})
+    findings = (starter, *reach_nodes(node.cluster, DOCTOR_S, {}))
+    report = Report(tuple(_in_this_ring(finding, node.trouble) for finding in findings), ())
     return {**report.to_json(), "text": str(report)}
 
 
-def _in_this_ring(finding: NodeFinding) -> NodeFinding:
+def _in_this_ring(finding: NodeFinding, trouble: str) -> NodeFinding:
     """A node that is busy with the very ring that asks is as it should be, and says nothing at its ring port."""
-    if finding.status.get("state") != "RUNNING":
+    if not finding.status:
         return finding
+    state = node_state(str(finding.status.get("state")), trouble)
+    if finding.status.get("state") != "RUNNING":
+        return replace(finding, status={**finding.status, "state": state})
     route = finding.route if finding.route.ring.is_well else Route(finding.route.control, Reach())
-    return replace(finding, status={**finding.status, "state": "SERVING"}, route=route)
+    return replace(finding, status={**finding.status, "state": state}, route=route)
 
 
 def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:

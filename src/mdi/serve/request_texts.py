@@ -11,6 +11,7 @@ from typing import Any
 from mdi.detokenize import TextStream
 from mdi.engine.requests import UNMATCHED
 from mdi.engine.seeds import seed_of
+from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
@@ -20,7 +21,6 @@ from mdi.serve.serve_settings import ApiKey
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-LONG_TEXT = 10_000  # characters: cut up into tokens in some ten milliseconds
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class TextPiece:
         tokens: new ones, those that are no text among them.
         logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         finish_reason: set in the last one.
+        n_cached: tokens of the prompt that did not have to be computed.
     """
 
     index: int
@@ -39,16 +40,20 @@ class TextPiece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
+    n_cached: int = 0
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
-    """Ids of a text. A long text is tokenized in a thread, so that other requests do not wait. Raises ApiError."""
+    """Ids of a text. It is tokenized in a thread: others do not wait for a long text or a slow tokenizer. Raises ApiError."""
     if len(text) > model.most_characters:
         raise ApiError(
             400, f"{param}: it has {len(text)} characters, more than the {model.context} tokens of this model's texts can hold",
             "context_length_exceeded", param,
         )  # fmt: skip
-    return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
+    try:
+        return await asyncio.to_thread(encode, text)
+    except CheckpointError as e:
+        raise ApiError(400, f"{param}: {e}", e.code, param) from None
 
 
 def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
@@ -142,16 +147,29 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
             text += answer.flush()
     if answer.is_stopped:
         reason = "stop"
-    return TextPiece(index, text, event.tokens, event.logprobs, None if reason is None else REASONS[reason])
+    ended = None if reason is None else REASONS[reason]
+    return TextPiece(index, text, event.tokens, event.logprobs, ended, event.n_cached)
 
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """Tokens of a request.
+
+    Attributes:
+        cached: of each prompt, by its number: tokens that caches still held.
+    """
 
     n_prompt: int
     n_completion: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, int]:
+    def count(self, piece: TextPiece, n_choices: int) -> None:
+        """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
+        self.n_completion += len(piece.tokens)
+        if piece.index % n_choices == 0:
+            self.cached[piece.index // n_choices] = piece.n_cached
+
+    def to_json(self) -> dict[str, Any]:
         total = self.n_prompt + self.n_completion
-        return {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
+        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())}}

@@ -13,7 +13,7 @@ from mdi.errors import ControlError
 from mdi.machine.resources import device_free_bytes
 from mdi.metrics import NodeMetrics
 from mdi.node.run_trace import timer_of
-from mdi.serve.live import Delays, NodeLook, shares, waited_for
+from mdi.serve.live import Delays, NodeLook, node_state, ring_words, shares, waited_for
 from mdi.tracing.clocks import Reading
 from mdi.tracing.recorder import LIVE_SPANS
 from mdi.tracing.spans import unpack
@@ -76,6 +76,7 @@ class _Watch:
             "tokens_s": self._tokens_s(node.engine.n_tokens),
             "waits_for": waited_for(nodes),
         }
+        found["state"], found["words"] = ring_words(found, node.trouble)
         self._looks = {look.name: look for look in looks}
         return found
 
@@ -96,7 +97,7 @@ class _Watch:
                     "blocks": list(blocks),
                     "blocks_text": block_span(*blocks),
                     "is_here": status is not None,
-                    "state": str((status or {}).get("state", "")),
+                    "state": node_state(str((status or {}).get("state", "")), node.trouble),
                     "device": (status or {}).get("device"),
                     "memory": (status or {}).get("memory"),
                     "cache": caches.get(look.name),

@@ -1,30 +1,28 @@
-"""Turns a chat into one text, by the model's own template (data, rendered in jinja2's sandbox) or a plain one.
+"""Turns a chat into one text, by the model's own template or a plain one.
 
-A template can read messages and write text. It cannot import, call what is no part of jinja2, or run for ever: how much it may
-write, and how long its loops may be, is limited.
+A model's template is rendered in another process (`mdi.serve.limited`): this one answers all requests, and must not stop for
+a template that computes for ever. Each template has a process of its own, from its first chat on. A process that did not answer
+is replaced.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from mdi.checkpoint.folder import CHAT_TEMPLATE
 from mdi.errors import CheckpointError
+from mdi.serve import limited
 from mdi.serve.api_errors import ApiError
+from mdi.serve.limited import Renderer
+from mdi.serve.limited_process import LimitedError, LimitedProcess
 from mdi.serve.parameters import checked_text
 from mdi.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE_LIMIT = 1 << 18  # characters of a template
-RENDERED_LIMIT = 1 << 24  # characters of a chat
 
 PLAIN = """\
 {%- for message in messages %}
@@ -39,54 +37,66 @@ PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 
 
 class ChatTemplate:
-    """Attributes:
-    is_plain: whether the model has no template of its own.
-    knows_tools: whether it writes the tools into the text itself.
+    """Belongs to one event loop.
+
+    Attributes:
+        is_plain: whether the model has no template of its own.
+        knows_tools: whether it writes the tools into the text itself.
     """
 
     def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
         self.is_plain = source is None
-        self._specials = dict(specials)
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(str(form))
-        try:
-            self._template = environment.from_string(PLAIN if source is None else source)
-        except jinja2.TemplateError as e:
-            raise CheckpointError(f"the model's chat template cannot be read: {e}") from None
         self.knows_tools = source is not None and "tools" in source
+        self._plain = Renderer(PLAIN, specials) if source is None else None
+        self._template = {"template": source, "specials": dict(specials)}
+        self._process: LimitedProcess | None = None
+        self._is_closed = False
+        self._turn = asyncio.Lock()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]) -> str:
-        """The text that the model continues. ApiError if the template refuses the messages."""
-        values = {**self._specials, **extra, "messages": list(messages), "add_generation_prompt": True}
-        values["tools"] = list(tools) or None
-        pieces, n = [], 0
-        try:
-            for piece in self._template.generate(values):
-                pieces.append(piece)
-                n += len(piece)
-                if n > RENDERED_LIMIT:
-                    raise ApiError(400, "messages: the chat is too long", "context_length_exceeded", "messages")
-        except ApiError:
-            raise
-        except Exception as e:  # a foreign template may fail in any way
-            reason = " ".join(str(e).split())[:200]
-            raise ApiError(
-                400, f"messages: the model's chat template refuses them: {reason}", param="messages"
-            ) from None
-        return checked_text("messages", "".join(pieces))
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]
+    ) -> str:
+        """The text that the model continues. ApiError if the template refuses the messages, or does not come to an end."""
+        values = {**extra, "messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
+        answer = await self._rendered(values) if self._plain is None else self._plain.render(values)
+        if "text" in answer:
+            return checked_text("messages", answer["text"])
+        reason = answer["error"]
+        if answer["code"] == limited.UNREADABLE:
+            raise ApiError(500, f"the model's chat template cannot be read: {reason}", CheckpointError.code)
+        if answer["code"] == limited.TOO_LONG:
+            raise ApiError(400, f"messages: the chat is too long: {reason}", "context_length_exceeded", "messages")
+        raise ApiError(400, f"messages: the model's chat template refuses them: {reason}", param="messages")
 
+    def close(self) -> None:
+        """End the process; no chat can be rendered any more."""
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox limits the length of ranges; strings that are multiplied are limited here."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple):
-            raise jinja2.exceptions.SecurityError(f"a template may not use {operator} so")
-        return super().call_binop(context, operator, left, right)
+    async def _rendered(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._turn:
+            if self._is_closed:
+                raise ApiError(503, "the model has been unloaded", "engine_ended")
+            is_usable = False  # until it has answered: one that has ended, or is still at this chat, gets no other one
+            try:
+                if self._process is None:
+                    self._process = await LimitedProcess.start()
+                    answer = await self._process.ask(self._template)
+                    if "error" in answer:
+                        return answer
+                answer = await self._process.ask({"values": values})
+                is_usable = True
+                return answer
+            except LimitedError:
+                raise ApiError(
+                    400, f"messages: the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
+                    f"{limited.MEMORY_BYTES >> 20} MB of memory for them", "chat_template", "messages",
+                ) from None  # fmt: skip
+            finally:
+                if self._process is not None and not is_usable:
+                    self._process.kill()
+                    self._process = None
 
 
 def read_template(directory: Path) -> ChatTemplate:
@@ -125,12 +135,3 @@ def _source_in(value: Any) -> str | None:
         named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
         value = named.get("tool_use") or named.get("default")
     return value if isinstance(value, str) and value else None
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    """As models have seen it: jinja2's own would escape characters for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _refuse(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mdi.tokenizer_file import FileTokenizer
+from mdi.tokenizer_file import FileTokenizer, panics_told
 
 
 class ServedTokenizer(FileTokenizer):
@@ -25,7 +25,8 @@ class ServedTokenizer(FileTokenizer):
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
         """As FileTokenizer's, but as a batch: only then does the library release the interpreter's lock."""
         if self.backend == "huggingface":
-            return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
+            with panics_told():
+                return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
         return super().ids_of(text, adds_special)
 
     @property

@@ -14,7 +14,12 @@ from mdi.serve.api_errors import invalid
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 # How the beginning of an answer shows that it calls tools, in the families that there are.
-BEGINNINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>", "{", "[")
+MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>")
+BEGINNINGS = (*MARKS, "{", "[")
+_BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
+# Beside these words, a schema's `properties` are not all that an object may have.
+_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
+_OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
 _WRAPPED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|$)", re.DOTALL)
 
 INSTRUCTIONS = """\
@@ -44,7 +49,7 @@ class ToolUse:
         for tool in self.tools:
             function = tool["function"]
             if function["name"] in self.forced:
-                arguments = function.get("parameters") or {"type": "object"}
+                arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
                 properties = {"name": {"const": function["name"]}, "arguments": arguments}
                 required = ["name", "arguments"]
                 calls.append(
@@ -69,6 +74,13 @@ class ToolUse:
             call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
             calls.append({**call, "function": {"name": name, "arguments": written}})
         return calls
+
+    def is_cut_call(self, text: str) -> bool:
+        """Whether an answer that was cut off, and is no call, would have become one: nobody can use it."""
+        if self.forced or text.lstrip().startswith(MARKS):
+            return True
+        begun = _BEGUN.match(text)
+        return begun is not None and any(tool["function"]["name"].startswith(begun[1]) for tool in self.tools)
 
     def may_be_call(self, text: str) -> bool:
         """Whether an answer with this beginning may become a call, so that it must not be shown yet."""
@@ -104,6 +116,25 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
     if wanted in names:
         return ToolUse(tuple(given), (str(wanted),))
     raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the keys of `properties` only, unless it says so: a weak model invents others for ever."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        word: {name: _closed(one) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else _closed(value)
+        if word in ("items", "prefixItems", "additionalProperties")
+        else value
+        for word, value in schema.items()
+    }
+    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _objects(text: str) -> Sequence[Mapping[str, Any]]:

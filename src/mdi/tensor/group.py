@@ -36,11 +36,12 @@ class Group:
 
     Attributes:
         rank: of the node.
-        members: all nodes of the group, by rank; neighbours in the ring.
+        members: all nodes of the group, by rank; neighbours in the ring, in any order.
         packing: the formats of all shards.
         algorithm: one of sum_cost.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
         name: of the group, for people.
         n_here: nodes of the ring, in this group or in others, at the address of each member.
+        is_last: whether the node is the last of the group that a frame goes through.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Group:
     reduce_dtype: str = "float32"
     n_here: tuple[int, ...] = ()
     name: str = ""
+    is_last: bool = False
 
     @property
     def n_neighbours(self) -> int:
@@ -60,10 +62,6 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.members)
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
 
     def share(self, config: Mapping[str, Any]) -> Share:
         """`config` is litgpt's Config of the whole model."""
@@ -81,6 +79,7 @@ class Group:
             "reduce_dtype": self.reduce_dtype,
             "n_here": list(self.n_here),
             "name": self.name,
+            "is_last": self.is_last,
         }
 
 
@@ -103,9 +102,12 @@ def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group 
         group = Group(
             _count(data["rank"], len(members) - 1), members, shares, Packing(blocks, head), data["algorithm"],
             data["reduce_dtype"], tuple(_count(n, N_NODES_LIMIT) for n in data["n_here"]), _text(data["name"]),
+            data.get("is_last", data["rank"] == len(members) - 1),  # earlier versions do not say it
         )  # fmt: skip
         if blocks not in LAYOUTS or head not in LAYOUTS:
             raise ValueError(f"weights in {_text(blocks)[:20]} and {_text(head)[:20]}")
+        if type(group.is_last) is not bool:
+            raise ValueError("is_last that is neither true nor false")
         if len(group.n_here) != group.size:
             raise ValueError(f"n_here of {len(group.n_here)} nodes")
         if shares.n_nodes != group.size or group.algorithm not in CHOICES or group.reduce_dtype not in REDUCE_DTYPES:

@@ -11,20 +11,24 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mdi.errors import AccessError, MdiError, NodeLostError, WireError
-from mdi.net.codec import FrameCodec
 from mdi.net.frame_io import read_frame, tune
 from mdi.net.handshake import CONNECT_S
 from mdi.net.hello import Hello
 from mdi.net.listener import Expectation, RingListener
 from mdi.net.meeting import CannotConnectError, call
-from mdi.net.wire import Frame, FrameType
+from mdi.net.reconnect import Dialer, Waiter
+from mdi.net.ring import Seat
+from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, FrameType
 from mdi.partition.sum_cost import TORCH_SUMS, LinkSpeed
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group
-from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import Numbers
+from mdi.tensor.peer import Peer
+from mdi.tensor.reconnects import Reconnects
 
 _EPOCH = 0x7465_6E73_6F72_0000  # a group's connections are not those of its ring
 N_PINGS, N_BULKS, BULK_BYTES = 6, 2, 1 << 18
@@ -35,28 +39,52 @@ _DEPTH_BYTES = 1 << 22  # of a socket's own buffers, asked for
 Check = Callable[[float], None]
 
 
+@dataclass(frozen=True)
+class _Pair(Seat):
+    """A node's side of its connection to one other node of the group."""
+
+    other: int = 0
+
+    @property
+    def prev_name(self) -> str:
+        return self.names[self.other]
+
+    @property
+    def next_name(self) -> str:
+        return self.names[self.other]
+
+
 class GroupLinks:
     """The connections of one node to the others of its group, from the moment they are expected.
 
     Args:
         epoch, placement: of the run's ring.
         process: of this node, see Hello.
+        silence_s: a node that cannot be connected with again for so long is lost.
     """
 
-    def __init__(self, group: Group, listener: RingListener, epoch: int, placement: str, process: str = "") -> None:
+    def __init__(
+        self, group: Group, listener: RingListener, epoch: int, placement: str, process: str = "",
+        silence_s: float = SILENCE_S,
+    ) -> None:  # fmt: skip
         self._group, self._listener, self._placement = group, listener, placement
         self._epoch = epoch ^ _EPOCH
-        self._process = process
+        self._process, self._silence_s = process, silence_s
         self._expected: dict[int, Expectation] = {
-            rank: listener.expect(self._epoch, self._hello(rank), answer=self._said(group.rank))
+            rank: listener.expect(self._epoch, self._hello(rank), answer=self._pair(rank).hello)
             for rank in range(group.rank + 1, group.size)
         }
 
     def _hello(self, rank: int) -> Hello:
         return Hello(rank, self._group.size, self._placement, self._group.members[rank].name)
 
-    def _said(self, rank: int) -> Frame:
-        return Frame.message(FrameType.HELLO, self._epoch, self._hello(rank).to_bytes())
+    def _pair(self, rank: int) -> _Pair:
+        group = self._group
+        member, names = group.members[rank], tuple(member.name for member in group.members)
+        return _Pair(
+            self._epoch, group.rank, names, self._placement, member.addr, member.port, process=self._process,
+            keys=self._listener.keys, silence_s=self._silence_s, other=rank,
+        )  # fmt: skip
 
     def connect(self, check: Check, is_busy: bool) -> AllReduce:
         """Connect to all others.
@@ -70,21 +98,26 @@ class GroupLinks:
         """
         group = self._group
         peers: list[Peer | None] = [None] * group.size
+        mesh: Mesh | None = None
         try:
             for rank in range(group.rank):
                 peers[rank] = self._call(rank)
             for rank, expectation in self._expected.items():
                 peers[rank] = self._await(rank, expectation, check)
             mesh = Mesh(group.rank, peers, is_busy, check)
+            Reconnects(mesh, self._silence_s, _deepen)
             if group.algorithm in TORCH_SUMS:
                 from mdi.tensor.torch_sums import TorchSums
 
                 return TorchSums(mesh, [member.addr for member in group.members], group.algorithm)
             return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype), agree_on_speed(mesh))
         except BaseException:
+            if mesh is not None:
+                mesh.close()
             for peer in peers:
-                if peer is not None:
-                    peer.sock.close()
+                if peer is not None and peer.again is not None:
+                    peer.again.stop()
+                    peer.close()
             raise
 
     def _call(self, rank: int) -> Peer:
@@ -92,10 +125,12 @@ class GroupLinks:
         where = f"{member.name} at {member.addr}:{member.port}"
         sock: socket.socket | None = None
         try:
-            sock, codec = call((member.addr, member.port), self._said(self._group.rank), self._listener.keys, CONNECT_S)
+            pair = self._pair(rank)
+            sock, codec = call((member.addr, member.port), pair.hello, self._listener.keys, CONNECT_S)
             answer = read_frame(sock, codec)
             if answer is None or answer.type is not FrameType.HELLO or answer.epoch != self._epoch:
                 raise WireError("it does not take part in this group")
+            process = Hello.from_bytes(answer.payload).process
         except CannotConnectError as e:
             raise NodeLostError(
                 member.name, f"{self._own_name} cannot reach {where}: {e}. The nodes of a group must reach each other's "
@@ -106,7 +141,8 @@ class GroupLinks:
                 sock.close()
             code = e.code if isinstance(e, MdiError) else NodeLostError.code
             raise NodeLostError(member.name, f"{self._own_name} and {where} could not connect: {e}", code) from None
-        return _peer(member.name, sock, codec)
+        _deepen(sock)
+        return Peer(member.name, sock, codec.session, Dialer(pair, HANDSHAKE_LIMITS, process), is_caller=True)
 
     def _await(self, rank: int, expectation: Expectation, check: Check) -> Peer:
         name, deadline = self._group.members[rank].name, time.monotonic() + CONNECT_S
@@ -114,7 +150,10 @@ class GroupLinks:
             check(0.0)
             if time.monotonic() > deadline:
                 raise NodeLostError(name, f"{name} did not connect to {self._own_name}")
-        return _peer(name, sock, expectation.codec)
+        assert expectation.caller is not None
+        _deepen(sock)
+        again = Waiter(self._pair(rank), HANDSHAKE_LIMITS, self._listener, expectation.caller)
+        return Peer(name, sock, expectation.codec.session, again)
 
     @property
     def _own_name(self) -> str:
@@ -126,12 +165,12 @@ class GroupLinks:
             self._listener.forget(expectation)
 
 
-def _peer(name: str, sock: socket.socket, codec: FrameCodec) -> Peer:
+def _deepen(sock: socket.socket) -> None:
+    """Large buffers, so that a node can send a sum while the other one computes."""
     tune(sock)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with contextlib.suppress(OSError):  # a system may grant less
             sock.setsockopt(socket.SOL_SOCKET, option, _DEPTH_BYTES)
-    return Peer(name, sock, codec.session)
 
 
 def agree_on_speed(mesh: Mesh) -> LinkSpeed:

@@ -3,109 +3,27 @@
 Every message has a length that both sides know. Sockets do not block: a node that must both send and receive does what can be
 done, so that two nodes never wait for each other to read. A waiting node polls for a moment if cores are free, and sleeps
 otherwise; while it sleeps, it still notices the end of the run.
+
+A broken connection is replaced by another thread (`tensor.reconnects`), so that nobody waits for a node that computes.
 """
 
 from __future__ import annotations
 
 import select
-import socket
 import statistics
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mdi.errors import EngineError, NodeLostError, WireError
-from mdi.security.session import TAG_BYTES, SealedSession
+from mdi.errors import EngineError, NodeLostError
+from mdi.tensor.peer import Buffer, Peer
 
-HEAD = struct.Struct("<II")  # number of the message on this connection, bytes that follow
 SLEEP_S = 0.05  # after which a sleeping node checks whether the run is over
+BROKEN_SLEEP_S = 0.002  # the same while a connection is being replaced
 STALL_S = 300.0  # a node that lives computes its part of a frame's block in less
 VERDICT_S = 8.0  # by then the ring names the lost node
 N_TIMES = 4096  # of sums, that are kept
 BUSY_S = 0.002  # how long a node looks for a message before it sleeps, where cores are free
-
-Buffer = bytes | bytearray | memoryview
-
-
-class Peer:
-    """The connection to one node of the group.
-
-    Args:
-        sock: connected, handshake done; the peer owns it from here.
-        session: encrypts what goes over it; None: nothing is encrypted.
-    """
-
-    def __init__(self, name: str, sock: socket.socket, session: SealedSession | None = None) -> None:
-        self.name, self.sock, self._session = name, sock, session
-        sock.setblocking(False)
-        self.fd = sock.fileno()
-        self._n_sent = self._n_read = 0
-        self._out: list[memoryview] = []
-        self._in = bytearray(1 << 14)
-        self._view = memoryview(self._in)
-        self._wanted = self._got = 0
-
-    # Sending
-
-    def begin_send(self, data: Buffer) -> bool:
-        """Send as much as there is place for; whether that was all. `data` must not change until it is all sent."""
-        body = memoryview(data).cast("B") if self._session is None else memoryview(self._session.seal(bytes(data)))
-        head = HEAD.pack(self._n_sent & 0xFFFFFFFF, body.nbytes)
-        self._n_sent += 1
-        self._out = [memoryview(head), body]
-        return self.send_on()
-
-    def send_on(self) -> bool:
-        try:
-            sent = self.sock.sendmsg(self._out)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as e:
-            raise self.lost(str(e)) from None
-        while self._out and sent >= self._out[0].nbytes:
-            sent -= self._out.pop(0).nbytes
-        if self._out:
-            self._out[0] = self._out[0][sent:]
-        return not self._out
-
-    # Receiving
-
-    def begin_receive(self, n_bytes: int) -> None:
-        """From now on `receive_on` reads a message of so many bytes."""
-        self._wanted = HEAD.size + n_bytes + (0 if self._session is None else TAG_BYTES)
-        self._got = 0
-        if len(self._in) < self._wanted:
-            self._in = bytearray(self._wanted)
-        self._view = memoryview(self._in)[: self._wanted]
-
-    def receive_on(self) -> bool:
-        """Read what has come; whether that is all."""
-        try:
-            n = self.sock.recv_into(self._view[self._got :] if self._got else self._view)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as e:
-            raise self.lost(str(e)) from None
-        if n == 0:
-            raise self.lost("it closed the connection")
-        self._got += n
-        return self._got == self._wanted
-
-    def message(self) -> memoryview:
-        """What was received; it is good until the next message is. WireError if it is not the one that was awaited."""
-        body = self._view[HEAD.size :]
-        if HEAD.unpack_from(self._view) != (self._n_read & 0xFFFFFFFF, body.nbytes):
-            raise WireError(f"{self.name} sent an unexpected message")
-        self._n_read += 1
-        if self._session is None:
-            return body
-        opened = bytearray(body.nbytes - TAG_BYTES)
-        self._session.open(body, opened)
-        return memoryview(opened)
-
-    def lost(self, why: str) -> NodeLostError:
-        return NodeLostError(self.name, f"{self.name} is lost: {why}")
 
 
 class Tally:
@@ -144,7 +62,10 @@ class Mesh:
         self._peers = list(peers)
         self._busy_s = BUSY_S if is_busy else 0.0
         self.check = check
+        self.on_close: Callable[[], None] = lambda: None
         self.tally = Tally()
+        self._copies: deque[list[bytearray]] = deque(([], []))  # what was sent in the last sum and in this one
+        self._spare: list[bytearray] = []
 
     @property
     def names(self) -> list[str]:
@@ -183,7 +104,7 @@ class Mesh:
             peer.begin_receive(n_bytes)
             arriving.append((rank, peer))
         leaving = []
-        for rank, data in sends:
+        for rank, data in self._lasting(list(sends)):
             peer = self.peer(rank)
             self.tally.bytes_sent += memoryview(data).nbytes
             if not peer.begin_send(data):
@@ -192,9 +113,9 @@ class Mesh:
         while arriving or leaving:
             before = len(arriving), len(leaving)
             for entry in arriving[:]:
-                if entry[1].receive_on():
+                if (message := entry[1].receive_on()) is not None:
                     arriving.remove(entry)
-                    found[entry[0]] = entry[1].message()
+                    found[entry[0]] = message
             for peer in leaving[:]:
                 if peer.send_on():
                     leaving.remove(peer)
@@ -202,19 +123,53 @@ class Mesh:
                 self._sleep(begin, [peer for _, peer in arriving], leaving)
         return found
 
+    def _lasting(self, sends: Sequence[tuple[int, Buffer]]) -> Sequence[tuple[int, Buffer]]:
+        """What is sent, copied once where it may have to be sent again: the caller then changes the array."""
+        if not sends or self.peer(sends[0][0]).again is None:
+            return sends
+        if len(sends) == 1:
+            return [(sends[0][0], self._copy(sends[0][1]))]
+        copies = {id(data): data for _, data in sends}
+        copies = {key: self._copy(data) for key, data in copies.items()}
+        return [(rank, copies[id(data)]) for rank, data in sends]
+
+    def _copy(self, sent: Buffer) -> Buffer:
+        """In memory that was used before: new memory would cost more than the copy."""
+        data = memoryview(sent).cast("B")
+        buffer = self._spare.pop() if self._spare else bytearray()
+        if len(buffer) < data.nbytes:
+            buffer = bytearray(data.nbytes)
+        self._copies[-1].append(buffer)
+        copy = memoryview(buffer)[: data.nbytes]
+        copy[:] = data
+        return copy
+
     def _sleep(self, begin: float, arriving: Sequence[Peer], leaving: Sequence[Peer]) -> None:
-        """Until something can be read or sent."""
-        poll = select.poll()
-        for peer in arriving:
-            poll.register(peer.fd, select.POLLIN)
-        for peer in leaving:
-            poll.register(peer.fd, select.POLLOUT | (select.POLLIN if peer in arriving else 0))
-        while not poll.poll(1000 * SLEEP_S):
+        """Until something can be read or sent, or for a moment."""
+        poll, sleep_s = select.poll(), SLEEP_S
+        for peer in {*arriving, *leaving}:
+            if peer.is_broken:
+                sleep_s = BROKEN_SLEEP_S
+            else:
+                events = (select.POLLIN if peer in arriving else 0) | (select.POLLOUT if peer in leaving else 0)
+                poll.register(peer.fd, events)
+        if not poll.poll(1000 * sleep_s):
             self.check(0.0)
             if time.perf_counter() - begin > STALL_S:
                 raise EngineError(f"nothing came from {', '.join(peer.name for peer in arriving)} for {STALL_S:.0f} s")
 
+    def next_sum(self) -> None:
+        """See Peer."""
+        for peer in self.others:
+            peer.next_sum()
+        self._spare += self._copies.popleft()
+        self._copies.append([])
+
+    @property
+    def others(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer is not None]
+
     def close(self) -> None:
-        for peer in self._peers:
-            if peer is not None:
-                peer.sock.close()
+        self.on_close()
+        for peer in self.others:
+            peer.close()

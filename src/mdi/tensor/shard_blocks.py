@@ -76,6 +76,7 @@ class ShardBlocks(Blocks):
         frame, kept = self._frame(rows, slices)
         y, z = np.empty_like(rows), np.empty_like(rows)
         for i in range(self.start, self.stop):
+            self._n_finished += i > self.start
             with ready(i, 0):
                 self._attention(i, frame, len(rows), y, group)
             if self._is_parallel:
@@ -92,6 +93,7 @@ class ShardBlocks(Blocks):
                     self._mlp(i, frame, z)
             group.reduce(z)
             self._piece(i, PIECES["add_mlp"], frame, z)
+        self._n_finished += 1
         del kept
 
     def _attention(self, block: int, frame: MdiFrame, n_rows: int, y: np.ndarray, group: Sum) -> None:

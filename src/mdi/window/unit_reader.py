@@ -85,6 +85,11 @@ class Reader:
             self._move_to(position)
         next_word = begin + TOLD_S
         with self._changed:
+            if (
+                self._error is not None
+            ):  # met ahead of time, or raised before: many errors of disks pass, so it is read again
+                self._error = None
+                self._changed.notify_all()
             while self._next <= position:
                 if self._error is not None:
                     raise self._error
@@ -115,22 +120,23 @@ class Reader:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    while not self._is_closed and self._next >= self._let_go + len(self._slots):
-                        self._changed.wait()
-                    if self._is_closed:
-                        return
-                    position = self._next
-                self._read(position)
-                with self._changed:
-                    if self._next == position:  # otherwise other units are needed by now
-                        self._next += 1
-                    self._changed.notify_all()
-        except BaseException as e:  # raised in the waiting thread
+        while True:
             with self._changed:
-                self._error = e
+                while not self._is_closed and (self._error or self._next >= self._let_go + len(self._slots)):
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                position = self._next
+            error: BaseException | None = None
+            try:
+                self._read(position)
+            except BaseException as e:  # raised in the waiting thread
+                error = e
+            with self._changed:
+                if error is not None:
+                    self._error = error
+                elif self._next == position:  # otherwise other units are needed by now
+                    self._next += 1
                 self._changed.notify_all()
 
     def _read(self, position: int) -> None:

@@ -68,6 +68,7 @@ struct MdiStage {
   const float* sin;
   int64_t rope_table_floats;  // of one table
   int32_t n_blocks, n_classes;
+  int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
 };
 
 // Rows of one sequence: positions start, start + 1, ... Tables have one entry per cache class.

@@ -32,8 +32,10 @@ class Runner {
       : stage_(stage), model_(*stage.model), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
 
   void forward() {
-    for (int b = 0; b < stage_.n_blocks; b++)
+    for (int b = 0; b < stage_.n_blocks; b++) {
       for (int half = 0; half < 2; half++) step(b, half);
+      if (auto* n = stage_.n_finished) __atomic_fetch_add(n, 1, __ATOMIC_RELAXED);
+    }
   }
 
   // One half of a block, 0 attention or 1 the MLP, and what it adds to the frame's rows. Where both read the same rows, what

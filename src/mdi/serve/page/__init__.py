@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -33,6 +34,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
+QUESTIONS = "/api/"
 QUESTION_S = {"doctor": 60.0, "plan": 60.0}  # how long the engine process may take
 
 
@@ -48,16 +50,16 @@ def routes(api: ApiState) -> list[Route]:
 
     async def file(request: Request) -> Response:
         found = files.get(request.path_params["name"])
-        return Response(status_code=404) if found is None else found.answer(request)
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request)
 
     async def ring(request: Request) -> Response:
-        told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest, "rings": api.rings}
-        return _json(told)
+        told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest}
+        return _json({**told, "rings": api.rings, "events": api.events})
 
     async def ask(request: Request) -> Response:
-        what, model = request.path_params["what"], request.query_params.get("model")
-        if what not in QUESTION_S:
-            return Response(status_code=404)
+        what, model = request.url.path.removeprefix(QUESTIONS), request.query_params.get("model")
         return _json(await questions.answer(what, model if model in api.rings else api.models.latest))
 
     async def exposition(request: Request) -> Response:
@@ -69,7 +71,7 @@ def routes(api: ApiState) -> list[Route]:
         Route("/favicon.ico", lambda request: files["icon.svg"].answer(request), methods=["GET"]),
         Route("/static/{name}", file, methods=["GET"]),
         Route("/api/ring", ring, methods=["GET"]),
-        Route("/api/{what}", ask, methods=["POST"]),
+        *(Route(QUESTIONS + what, ask, methods=["POST"]) for what in QUESTION_S),
         Route("/metrics", exposition, methods=["GET"]),
     ]
 

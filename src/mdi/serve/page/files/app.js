@@ -7,7 +7,7 @@ import * as checks from "./checks.js";
 import { byId, el, picture } from "./dom.js";
 import { RingView } from "./ring.js";
 
-const RING_MS = 1000; // between two looks at the ring, when it is shown
+const RING_MS = 1000; // between two looks at the ring, when it is shown or writes an answer
 const STATE_MS = 4000; // else
 const THEMES = ["auto", "light", "dark"];
 const THEME_NAMES = { auto: "as the system", light: "light", dark: "dark" };
@@ -101,8 +101,13 @@ async function look() {
   try {
     const found = await getJson("api/ring");
     const { status } = found;
-    state.className = `state ${status.state}`;
-    state.textContent = status.state === "serving" ? status.model : `${status.text} ${status.done ? `(${Math.round(status.done * 100)}%)` : ""}`;
+    const own = found.rings[byId("model").value] ?? found.rings[found.model];
+    const trouble = own?.state === "recovering" ? own.words : "";
+    state.className = `state ${trouble ? own.state : status.state}`;
+    if (trouble) state.textContent = trouble;
+    else state.textContent = status.state === "serving" ? status.model : `${status.text} ${status.done ? `(${Math.round(status.done * 100)}%)` : ""}`;
+    state.title = state.textContent;
+    chat.waits(trouble);
     if (!byId("view-ring").hidden) ring.show(found);
     if (isBad || !byId("model").options.length) isBad = !(await loadModels());
   } catch (error) {
@@ -114,7 +119,7 @@ async function look() {
 
 async function lookAgain() {
   if (!document.hidden) await look();
-  setTimeout(lookAgain, byId("view-ring").hidden ? STATE_MS : RING_MS);
+  setTimeout(lookAgain, byId("view-ring").hidden && !chat.answering ? STATE_MS : RING_MS);
 }
 
 // Keys and clicks

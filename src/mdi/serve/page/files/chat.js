@@ -43,12 +43,15 @@ export class ChatView {
 
   draw(message, isLast) {
     const body = el("div", { class: "body" });
-    const element = el("article", { class: `message ${message.role}` }, el("div", { class: "who", text: message.role === "user" ? "You" : "Model" }), body);
+    const element = el("article", { class: `message ${message.role}` }, el("div", { class: "who", text: message.role === "user" ? "You" : message.model || "Model" }), body);
     if (message.role === "user") body.textContent = message.content;
     else show(body, message.content);
     const isGrowing = this.answering?.message === message;
     element.classList.toggle("writing", isGrowing);
-    if (isGrowing) Object.assign(this.answering, { element, body });
+    if (isGrowing) {
+      Object.assign(this.answering, { element, body });
+      element.append(el("div", { class: "waits", role: "status", text: this.answering.words ?? "" }));
+    }
     else element.append(...this.tools(message, isLast));
     return element;
   }
@@ -82,6 +85,14 @@ export class ChatView {
     this.drawAll();
   }
 
+  // Why the answer that is being written does not go on; "" if it does.
+  waits(words) {
+    if (!this.answering) return;
+    this.answering.words = words;
+    const line = this.answering.element?.querySelector(".waits");
+    if (line) line.textContent = words;
+  }
+
   stop() {
     this.answering?.controller.abort();
   }
@@ -104,16 +115,17 @@ export class ChatView {
     const chat = this.chats.current;
     const { system, ...request } = this.settings();
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat.messages.map(({ role, content }) => ({ role, content }))];
-    const message = this.chats.add("assistant", "", chat);
+    const message = Object.assign(this.chats.add("assistant", "", chat), { model: request.model });
     this.answering = { chat, message, controller: new AbortController() };
     this.keep();
     this.drawAll();
     const begin = performance.now();
-    const clock = { begin, first: null, n: null };
+    const clock = { begin, first: null, n: null, n_pieces: 0 };
     try {
       for await (const event of complete({ ...request, messages }, this.answering.controller.signal)) {
         if (event.text) {
           clock.first ??= performance.now();
+          clock.n_pieces += 1;
           message.content += event.text;
           this.grow();
         }
@@ -121,7 +133,8 @@ export class ChatView {
         if (event.reason === "length") message.note = "cut off at the token limit";
       }
     } catch (error) {
-      if (error.name !== "AbortError") message.failure = error.message;
+      if (error.name === "AbortError") message.note = "stopped";
+      else message.failure = error.message;
     }
     message.figures = figures(clock, performance.now());
     if (!message.content && !message.failure) chat.messages.splice(chat.messages.indexOf(message), 1);
@@ -153,10 +166,14 @@ export class ChatView {
   }
 }
 
-function figures({ begin, first, n }, end) {
+// The server counts the tokens of an answer that ends by itself; else its pieces, which have about one token each, are counted.
+function figures(clock, end) {
+  const { begin, first, n, n_pieces } = clock;
   if (first === null) return "";
   const wait = `first word after ${((first - begin) / 1000).toFixed(1)} s`;
-  const rate = n > 1 && end > first ? `, ${n} tokens, ${((n - 1) / ((end - first) / 1000)).toFixed(1)} tokens/s` : "";
+  const known = n ?? n_pieces;
+  const about = n === null ? "about " : "";
+  const rate = known > 1 && end > first ? `, ${about}${known} tokens, ${about}${((known - 1) / ((end - first) / 1000)).toFixed(1)} tokens/s` : "";
   return wait + rate;
 }
 

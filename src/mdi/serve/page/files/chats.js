@@ -90,5 +90,5 @@ function isChat(chat) {
 }
 
 function isMessage(message) {
-  return ["user", "assistant", "system"].includes(message?.role) && typeof message.content === "string";
+  return ["user", "assistant", "system"].includes(message?.role) && typeof message.content === "string" && ["string", "undefined"].includes(typeof message.model);
 }

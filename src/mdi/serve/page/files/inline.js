@@ -7,7 +7,11 @@ const REACH = 1000; // characters that emphasis spans at most: a text of nothing
 const ESCAPABLE = "\\`*_{}[]()#+-.!|~<>";
 const MARKS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", "_": "em" };
 const ADDRESS = /https?:\/\/[^\s<>"'`\\^{|}]+/y;
-const LINK = /\[([^\]\n]{0,500})\]\(\s*<?([^\s)>]{0,2000})>?(?:\s+"[^"\n]{0,500}")?\s*\)/y;
+// The parts of a link, one after the other: as one expression it could cut up the same blanks in many ways.
+const LINK_WORDS = /\[([^\]\n]{0,500})\]\(\s*<?/y;
+const LINK_ADDRESS = /[^\s)>]{0,2000}/y;
+const LINK_END = />?(?:\s+"[^"\n]{0,500}")?\s*\)/y;
+const AFTER_ADDRESS = ".,;:!?*_~"; // belongs to the sentence, if it ends an address
 
 export function inline(text, depth = 0) {
   const found = [];
@@ -67,18 +71,24 @@ function takeCode(text, at) {
 }
 
 function takeLink(text, at) {
-  LINK.lastIndex = at;
-  const found = LINK.exec(text);
-  const address = found && safeAddress(found[2]);
-  if (!address) return null;
-  return { elements: link(address, found[1] || address), end: LINK.lastIndex };
+  const words = matchAt(LINK_WORDS, text, at);
+  const target = words && matchAt(LINK_ADDRESS, text, LINK_WORDS.lastIndex);
+  if (!target || !matchAt(LINK_END, text, LINK_ADDRESS.lastIndex)) return null;
+  const address = safeAddress(target[0]);
+  return address ? { elements: link(address, words[1] || address), end: LINK_END.lastIndex } : null;
+}
+
+function matchAt(expression, text, at) {
+  expression.lastIndex = at;
+  return expression.exec(text);
 }
 
 function takeAddress(text, at) {
-  ADDRESS.lastIndex = at;
-  const found = ADDRESS.exec(text);
+  const found = matchAt(ADDRESS, text, at);
   if (!found || /\w/.test(text[at - 1] ?? " ")) return null;
-  let words = found[0].replace(/[.,;:!?*_~]+$/, "");
+  let end = found[0].length;
+  while (AFTER_ADDRESS.includes(found[0][end - 1])) end -= 1;
+  let words = found[0].slice(0, end);
   if (words.endsWith(")") && !words.includes("(")) words = words.slice(0, -1);
   const address = safeAddress(words);
   return address ? { elements: link(address, words), end: at + words.length } : null;

@@ -5,30 +5,33 @@ import { el } from "./dom.js";
 import { inline } from "./inline.js";
 
 const DEPTH = 6; // of lists and quotations within each other; what is deeper is text
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6}) +(.*?)(?: +#+)? *$/;
+// A model may write any line, of any length. So each expression can match a character in one way only: none has two quantifiers
+// beside each other for the same characters. They look at a line's beginning, and plain code cuts up the rest.
+const LINE_END = /\r\n|[\n\r\u2028\u2029]/; // what `.` and `$` of an expression take for one
+const FENCE = /^ {0,3}(`{3,}|~{3,})/;
+const HEADING = /^ {0,3}(#{1,6}) /;
 const RULE = /^ {0,3}(?:(?:- *){3,}|(?:\* *){3,}|(?:_ *){3,})$/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)(.*)$/;
-const QUOTE = /^ {0,3}> ?(.*)$/;
-const TABLE_LINE = /^ *\|?(?: *:?-+:? *\|)+ *(?::?-+:? *)?$/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: |$)/;
+const QUOTE = /^ {0,3}>/;
+const TABLE_MARK = /^:?-+:?$/;
 
 // The text in pieces that do not depend on each other, [{type, text, ...}, ...]: what has been drawn once can stay.
 export function blocks(text) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n");
+  const lines = text.split(LINE_END);
   const found = [];
   let at = 0;
   while (at < lines.length) {
     const line = lines[at];
     let end = at + 1;
     let type = "text";
-    const fence = FENCE.exec(line);
+    const fence = fenceIn(line);
     if (!line.trim()) {
       at += 1;
       continue;
     }
     if (fence) {
       type = "code";
-      while (end < lines.length && !closes(lines[end], fence[1])) end += 1;
+      while (end < lines.length && !closes(lines[end], fence.mark)) end += 1;
       end = Math.min(end + 1, lines.length);
     } else if (HEADING.test(line)) type = "heading";
     else if (RULE.test(line)) type = "rule";
@@ -38,7 +41,7 @@ export function blocks(text) {
     } else if (ITEM.test(line)) {
       type = "list";
       end = listEnd(lines, at);
-    } else if (line.includes("|") && TABLE_LINE.test(lines[end] ?? "")) {
+    } else if (line.includes("|") && isTableLine(lines[end] ?? "")) {
       type = "table";
       while (end < lines.length && lines[end].includes("|")) end += 1;
     } else while (end < lines.length && !begins(lines[end])) end += 1;
@@ -48,13 +51,32 @@ export function blocks(text) {
   return found;
 }
 
+// The mark and the language of a line that begins code, or null.
+function fenceIn(line) {
+  const found = FENCE.exec(line);
+  const rest = found && line.slice(found[0].length);
+  return found && !rest.includes("`") ? { mark: found[1], language: rest.trim().split(/\s/, 1)[0] } : null;
+}
+
+// Of a heading: its text, without blanks and without marks at its end.
+function titleOf(rest) {
+  const title = rest.trim();
+  let end = title.length;
+  while (title[end - 1] === "#") end -= 1;
+  return end && title[end - 1] !== " " ? title : title.slice(0, end).trimEnd();
+}
+
+function isTableLine(line) {
+  return line.includes("|") && cells(line).every((cell) => TABLE_MARK.test(cell));
+}
+
 function closes(line, fence) {
   const mark = line.trim();
   return mark.length >= fence.length && mark === fence[0].repeat(mark.length);
 }
 
 function begins(line) {
-  return !line.trim() || FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
+  return !line.trim() || fenceIn(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 }
 
 function listEnd(lines, at) {
@@ -90,17 +112,17 @@ const DRAWERS = {
   text: (text) => el("p", { class: "lines" }, ...inline(text)),
   rule: () => el("hr"),
   heading: (text) => {
-    const [, marks, title] = HEADING.exec(text);
-    return el(`h${Math.min(marks.length + 2, 5)}`, {}, ...inline(title));
+    const [begin, marks] = HEADING.exec(text);
+    return el(`h${Math.min(marks.length + 2, 5)}`, {}, ...inline(titleOf(text.slice(begin.length))));
   },
   quote: (text, depth) => {
-    const inner = text.split("\n").map((line) => QUOTE.exec(line)[1]).join("\n");
+    const inner = text.split("\n").map((line) => unindent(line.slice(QUOTE.exec(line)[0].length), 1)).join("\n");
     return el("blockquote", {}, ...blocks(inner).map((block) => draw(block, depth + 1)));
   },
   code: (text) => {
     const lines = text.split("\n");
-    const [, fence, language] = FENCE.exec(lines[0]);
-    if (lines.length > 1 && closes(lines[lines.length - 1], fence)) lines.pop();
+    const { mark, language } = fenceIn(lines[0]);
+    if (lines.length > 1 && closes(lines[lines.length - 1], mark)) lines.pop();
     const code = lines.slice(1).join("\n");
     const copy = el("button", { class: "small", type: "button", text: "Copy", onclick: () => copyText(code, copy) });
     return el("div", { class: "code" }, el("header", {}, el("span", { text: language || "code" }), copy), el("pre", { tabindex: "0" }, el("code", { text: code })));
@@ -120,7 +142,7 @@ function drawList(text, depth) {
   const items = [];
   for (const line of lines) {
     const item = ITEM.exec(line);
-    if (item && item[1].length <= indent.length + 1) items.push({ width: item[1].length + item[2].length + Math.max(1, Math.min(item[3].length, 4)), lines: [item[4]] });
+    if (item && item[1].length <= indent.length + 1) items.push(itemOf(line, item[1].length + item[2].length));
     else items[items.length - 1].lines.push(unindent(line, items[items.length - 1].width));
   }
   const start = isNumbered && Number.parseInt(mark, 10) !== 1 ? Number.parseInt(mark, 10) : null;
@@ -129,6 +151,12 @@ function drawList(text, depth) {
     if (inner.length && inner[0].type === "text") return el("li", {}, el("span", {}, ...inline(inner[0].text)), ...inner.slice(1).map((block) => draw(block, depth + 1)));
     return el("li", {}, ...inner.map((block) => draw(block, depth + 1)));
   }));
+}
+
+// An item whose mark ends at a place: how far its further lines are indented, and its first line.
+function itemOf(line, end) {
+  const words = unindent(line.slice(end), line.length);
+  return { width: end + Math.max(1, Math.min(line.length - end - words.length, 4)), lines: [words] };
 }
 
 function unindent(line, width) {

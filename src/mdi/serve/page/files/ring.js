@@ -1,31 +1,32 @@
 // The present state of a model's ring: figures, a picture, its nodes and links, and which node limits it.
 
 import { byId, el, svg } from "./dom.js";
-import { bytes, rate, share, time } from "./units.js";
+import { bytes, delay, rate, share, time } from "./units.js";
 
 const CENTRE = { x: 320, y: 220 };
 const RADIUS = { x: 235, y: 150 };
 const DISC = 36;
-const N_EVENTS = 50;
 const N_RATES = 90;
 
 export class RingView {
   constructor() {
     this.model = ""; // whose ring is shown
     this.chosen = ""; // by the user; else it is the one that was used last
-    this.before = new Map(); // model -> {known: name -> whether it was there the last time, rates}
+    this.rates = new Map(); // model -> its last tokens per second
+    this.told = ""; // the events that are shown
     byId("ring-model").addEventListener("change", () => { this.chosen = byId("ring-model").value; });
   }
 
   // What /api/ring says.
-  show({ status, queue, model, rings }) {
+  show({ status, queue, model, rings, events }) {
     const models = Object.keys(rings);
     if (!models.includes(this.chosen)) this.chosen = "";
     this.model = this.chosen || model;
     this.choice(models);
-    for (const name of models) this.take(name, rings[name], models.length > 1 ? `${name}: ` : "");
-    for (const name of this.before.keys()) if (!models.includes(name)) this.before.delete(name);
+    for (const name of models) this.take(name, rings[name]);
+    for (const name of this.rates.keys()) if (!models.includes(name)) this.rates.delete(name);
     this.draw(status, queue, rings[this.model] ?? {});
+    this.tell(events ?? []);
   }
 
   // Which ring is shown, where there are several.
@@ -38,18 +39,25 @@ export class RingView {
   }
 
   // What a ring does goes on being watched while another one is shown.
-  take(name, ring, prefix) {
-    const before = this.before.get(name) ?? { known: null, rates: [] };
-    this.before.set(name, before);
-    notice(before, ring.nodes ?? [], prefix);
-    before.rates.push(ring.tokens_s ?? 0);
-    before.rates.splice(0, before.rates.length - N_RATES);
+  take(name, ring) {
+    const rates = this.rates.get(name) ?? [];
+    this.rates.set(name, rates);
+    rates.push(ring.tokens_s ?? 0);
+    rates.splice(0, rates.length - N_RATES);
+  }
+
+  // What has happened since the server began, the last first. Drawn again only if there is more, so that it can be selected.
+  tell(events) {
+    const told = JSON.stringify(events.at(-1) ?? "");
+    if (told === this.told) return;
+    this.told = told;
+    byId("events").replaceChildren(...events.map(event).reverse());
   }
 
   draw(status, queue, ring) {
     const nodes = ring.nodes ?? [];
     byId("figures").replaceChildren(...this.figures(status, queue, ring));
-    byId("waits").replaceChildren(...waits(ring));
+    byId("waits").textContent = ring.words ?? "";
     byId("picture").replaceChildren(...drawing(ring));
     byId("nodes").replaceChildren(...nodes.map((node) => card(node, ring)));
     byId("links").replaceChildren(...table(ring.links ?? []));
@@ -57,31 +65,21 @@ export class RingView {
 
   figures(status, queue, ring) {
     const texts = ring.texts ?? {};
-    const rates = this.before.get(this.model)?.rates ?? [];
+    const rates = this.rates.get(this.model) ?? [];
     const line = svg("svg", { viewBox: `0 0 ${N_RATES - 1} 28`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: points(rates) }));
-    const isOther = this.model && this.model !== status.model;
     return [
       figure("Tokens per second", (ring.tokens_s ?? 0).toFixed(1), "", line),
       figure("Texts running", texts.running ?? 0, texts.waiting ? `${texts.waiting} wait for memory` : ""),
       figure("Requests waiting", queue.waiting ?? 0, queue.limit ? `of ${queue.limit} at most` : ""),
-      figure("Tokens so far", (ring.n_tokens ?? 0).toLocaleString("en"), texts.put_out ? `${texts.put_out} texts put out for memory` : ""),
-      figure("Model", this.model || status.model || "none", isOther ? "it serves" : status.text || status.state),
+      figure("Tokens so far", (ring.n_tokens ?? 0).toLocaleString("en"), texts.put_out ? `${texts.put_out} texts paused for memory` : ""),
+      figure("Model", this.model || status.model || "none", ring.state ?? (status.text || status.state)),
     ];
   }
 }
 
-// Nodes that have come or gone since the last time.
-function notice(before, nodes, prefix) {
-  const now = new Map(nodes.map((node) => [node.name, node.is_here]));
-  const told = [];
-  for (const [name, isHere] of now) if (before.known && isHere && !before.known.get(name)) told.push([name, "came"]);
-  for (const [name, wasHere] of before.known ?? []) if (wasHere && !now.get(name)) told.push([name, "gone"]);
-  for (const [name, what] of told) {
-    const words = `${new Date().toLocaleTimeString()}: ${prefix}${name} ${what === "came" ? "is here" : "is gone"}`;
-    byId("events").prepend(el("li", { class: what, text: words }));
-  }
-  while (byId("events").children.length > N_EVENTS) byId("events").lastChild.remove();
-  before.known = now;
+function event(told) {
+  const { time_s: at, level, text } = told;
+  return el("li", { class: level === "warning" ? "bad" : "" }, el("time", { text: new Date(1000 * at).toLocaleTimeString() }), ` ${text}`);
 }
 
 function figure(name, value, more, ...others) {
@@ -91,12 +89,6 @@ function figure(name, value, more, ...others) {
 function points(rates) {
   const most = Math.max(1, ...rates);
   return rates.map((value, i) => `${N_RATES - rates.length + i},${(26 - 24 * (value / most)).toFixed(1)}`).join(" ");
-}
-
-function waits(ring) {
-  const slowest = (ring.nodes ?? []).find((node) => node.name === ring.waits_for);
-  if (!slowest) return [ring.texts?.running ? "No node limits the ring: frames spend most of their time on links." : "Idle: all nodes wait for a text."];
-  return [el("strong", { text: slowest.name }), ` limits the ring: it computes ${share(slowest.busy)} of the time.`];
 }
 
 function place(i, n) {
@@ -130,7 +122,7 @@ function way(ring, nodes, i) {
     svg("path", { class: `way ${isGone ? "gone" : ""}`, d: `M${from.x} ${from.y} A${RADIUS.x} ${RADIUS.y} 0 0 1 ${to.x} ${to.y}` }),
     svg("path", { class: "head", d: "M-7 -6 L7 0 L-7 6 z", transform: `translate(${middle.x} ${middle.y}) rotate(${turn})` }),
   ];
-  if (link?.delay_s !== null && link?.delay_s !== undefined) parts.push(svg("text", { class: "small", x: outside.x, y: outside.y, text: time(link.delay_s) }));
+  if (link?.delay_s !== null && link?.delay_s !== undefined) parts.push(svg("text", { class: "small", x: outside.x, y: outside.y, text: delay(link) }));
   return parts;
 }
 
@@ -166,11 +158,11 @@ function waiting(node, ring) {
 function meter(name, value, words) {
   const part = el("span", { class: name });
   part.style.width = share(Math.min(1, Math.max(0, value || 0)));
-  return el("div", {}, el("div", { class: "meter" }, part), el("div", { class: "hint", text: words }));
+  return el("div", {}, el("div", { class: "hint", text: words }), el("div", { class: "meter" }, part));
 }
 
 function table(links) {
-  const head = el("tr", {}, ...["Link", "Delay", "± (clocks)", "Carries now", "Sent in all"].map((text) => el("th", { scope: "col", text })));
-  const rows = links.map((link) => el("tr", {}, ...[`${link.source} → ${link.target}`, time(link.delay_s), time(link.error_s), rate(link.bytes_s), bytes(link.bytes)].map((text) => el("td", { text }))));
+  const head = el("tr", {}, ...["Link", "Delay, as last seen", "± (clocks)", "Carries now", "Sent in all"].map((text) => el("th", { scope: "col", text })));
+  const rows = links.map((link) => el("tr", {}, ...[`${link.source} → ${link.target}`, delay(link), time(link.error_s), rate(link.bytes_s), bytes(link.bytes)].map((text) => el("td", { text }))));
   return [el("thead", {}, head), el("tbody", {}, ...rows)];
 }

@@ -10,6 +10,12 @@ export function time(seconds) {
   return seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 2 : 0)} ms` : `${seconds.toFixed(1)} s`;
 }
 
+// Of a link's delay and its error: where the error is larger, only the bound is known.
+export function delay(link) {
+  const { delay_s: known, error_s: error } = link;
+  return isNumber(known) && error > known ? `< ${time(known + error)}` : time(known);
+}
+
 export function bytes(n) {
   if (!isNumber(n)) return NONE;
   const units = ["B", "kB", "MB", "GB", "TB"];

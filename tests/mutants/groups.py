@@ -1,0 +1,123 @@
+"""Groups of nodes: their connections, their shares, and what is told where numbers change."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+LINKS = "tests/test_group_links.py"
+DIFFERENCES = "tests/recovery/test_differences.py"
+RUNS = "tests/test_tensor_runs.py"
+
+MUTANTS = [
+    Mutant(
+        "the first message that a node lacks is not sent again",
+        "Peer.replace",
+        "number >= first",
+        "number > first",
+        LINKS,
+    ),
+    Mutant(
+        "half a message of a broken connection is the beginning of the next one",
+        "Peer.replace",
+        "self._broken = 0, [], None",
+        "self._broken = self._got, [], None",
+        f"{LINKS}::test_a_message_that_is_cut_in_the_middle",
+    ),
+    Mutant("messages that nobody can lack are kept for ever", "Peer.next_sum", "= self._n_sent", "= 0", LINKS),
+    Mutant("the messages of the last sum are not kept", "Peer.next_sum", "< self._n_before", "< self._n_sent", LINKS),
+    Mutant(
+        "a node asks for a message that it has", "Peer.received", "self._n_read - 1 if", "self._n_read - 2 if", LINKS
+    ),
+    Mutant(
+        "a node asks for no message that it lacks", "Peer.received", "self._n_read - 1 if", "self._n_read if", LINKS
+    ),
+    Mutant("the caller does not say what it has", "Dialer._call", "received=received", "received=None", LINKS),
+    Mutant(
+        "what is sent again is the array after the sum",
+        "Mesh._copy",
+        "memoryview(buffer)[: data.nbytes]",
+        "data",
+        f"{LINKS}::test_a_node_that_has_done_its_part_sends_it_again_though_it_computes_nothing",
+    ),
+    Mutant(
+        "a copy is written over before it can be forgotten",
+        "Mesh.next_sum",
+        "self._copies.popleft()",
+        "self._copies.pop()",
+        f"{LINKS}::test_messages_of_two_sums_are_sent_again",
+    ),
+    Mutant(
+        "a node that is called again stays with a connection that looks intact",
+        "Reconnects._hear",
+        'peer.abandon("it connected again")',
+        "None",
+        f"{LINKS}::test_a_connection_that_is_broken_on_one_side_only",
+    ),
+    Mutant(
+        "--reduce auto takes ways with other bits, by speed",
+        "AllReduce._algorithm",
+        "numbers.is_exact or shape[0] >= self.mesh.size",
+        "True",
+        "tests/test_tensor_sums.py::test_what_auto_takes_never_changes_the_bits",
+    ),
+    Mutant(
+        "another ring of as many nodes has other shares",
+        "SharingOut._ranks",
+        "place in self._shared",
+        "False",
+        f"{RUNS}::test_a_node_that_was_started_again_leaves_all_shares_as_they_are",
+    ),
+    Mutant(
+        "the node of the last rank sends the result on, wherever it stands",
+        "SharingOut._groups_of",
+        "is_last=name == stage.members[-1]",
+        "is_last=name == names[-1]",
+        f"{RUNS}::test_a_node_that_was_started_again_leaves_all_shares_as_they_are",
+    ),
+    Mutant(
+        "shares do not count among what numbers depend on", "numbers_of", ".append([share,", ".append([0,", DIFFERENCES
+    ),
+    Mutant("torch counts as exact", "numbers_of", "found not in IN_KERNELS", "False", DIFFERENCES),
+    Mutant("rounded links count as exact", "numbers_of", "place > 0 and block == start", "False", DIFFERENCES),
+    Mutant(
+        "sums by torch count as exact", "numbers_of", "options.parallel.algorithm in TORCH_SUMS", "False", DIFFERENCES
+    ),
+    Mutant("a GPU counts as its processor", "arithmetic_of", 'device == "cpu"', "True", DIFFERENCES),
+    Mutant(
+        "every other ring counts as exact",
+        "RingFormer.form",
+        "before in (None, self._numbers)",
+        "True",
+        f"{RUNS}::test_texts_go_on_when_a_node_is_lost",
+    ),
+    Mutant(
+        "tokens are counted from the beginning of the prompt",
+        "StarterReport._differing",
+        "- len(sample.prompt_ids)",
+        "- 0",
+        f"{RUNS}::test_texts_go_on_when_a_node_is_lost",
+    ),
+    Mutant(
+        "a second change hides the first",
+        "RingKeeper._note_differences",
+        "self.differs_from.setdefault(seq_id, n_ids)",
+        "self.differs_from.update({seq_id: n_ids})",
+        DIFFERENCES,
+    ),
+    Mutant("a planned move is not noted", "RingKeeper.after_leave", "self._note_differences()", "None", DIFFERENCES),
+    Mutant("the second loss in a row hides the first", "Records.replace", "**one.differs", "**{}", DIFFERENCES),
+    Mutant(
+        "a run that is resumed on other shares does not say so",
+        "Journaling.begin",
+        "node.numbers != self._record.numbers",
+        "False",
+        DIFFERENCES,
+    ),
+    Mutant(
+        "a resumed run forgets that a text differs already",
+        "Journaling.begin",
+        "min(known, len(text.ids))",
+        "len(text.ids)",
+        DIFFERENCES,
+    ),
+]

@@ -1,0 +1,194 @@
+"""Which tokens may be others than in an undisturbed run: it is known, told, and written down."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_keeper import World
+
+from mdi.cli.resume import Journaling
+from mdi.machine.computing import Computing
+from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.node.identity import numbers_of
+from mdi.node.options import ParallelOptions, StarterOptions
+from mdi.node.setup import arithmetic_of
+from mdi.recovery.journal import Journal, JournalText, read_record
+from mdi.recovery.records import REPLAY, TOKENS, Records
+from mdi.recovery.replacement import Next, Stage
+from mdi.recovery.run_folders import find_run
+from mdi.report import format_report
+
+KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
+TORCH = Computing("cpu", "float32")
+NAMES = ("starter", "a", "b")
+CUT = ((0, 2), (2, 4), (4, 6))
+
+
+def numbers(
+    blocks: Sequence[tuple[int, int]] = CUT, names: Sequence[str] = NAMES, shares: Sequence[Any] = (None,) * 3,
+    arithmetic: str = "fused", computing: Computing = KERNELS, epoch: int = 1, **options: Any,
+) -> str:  # fmt: skip
+    return numbers_of(
+        blocks, names, shares, dict.fromkeys(names, arithmetic), computing, StarterOptions(**options), epoch
+    )
+
+
+def shared(*heads: int) -> list[Any]:
+    return [(rank, heads, heads) for rank in range(len(heads) - 1)]
+
+
+ALL = ((0, 6),) * 3
+
+
+def test_kernels_give_the_same_bits_for_any_cut_and_any_nodes() -> None:
+    assert numbers() == numbers(((0, 1), (1, 6)), ("starter", "x"), (None, None), epoch=2)
+    assert numbers() == numbers(((0, 6),), ("starter",), (None,), epoch=3)
+    assert numbers() != numbers(arithmetic="plain")
+
+
+def test_groups_give_the_same_bits_only_with_the_same_shares() -> None:
+    three = numbers(ALL, shares=shared(0, 2, 4, 6))
+    assert three == numbers(ALL, ("starter", "x", "b"), shared(0, 2, 4, 6), epoch=2), "whoever has them"
+    swapped = [shared(0, 2, 4, 6)[rank] for rank in (0, 2, 1)]
+    assert three == numbers(ALL, ("starter", "b", "a"), swapped), "in whatever order they stand in the ring"
+    others = [numbers(), numbers(ALL, shares=shared(0, 1, 4, 6)), numbers(ALL[:2], NAMES[:2], shared(0, 3, 6))]
+    assert len({three, *others}) == 4
+    torch_sums = ParallelOptions("tensor", algorithm="gloo")
+    told = [numbers(ALL, shares=shared(0, 2, 4, 6), parallel=torch_sums, epoch=epoch) for epoch in (1, 2)]
+    assert told[0] != told[1], "in what order torch adds is not known"
+
+
+def test_a_group_has_its_own_blocks() -> None:
+    """A group of two after the starter, or before: other blocks are computed in shares."""
+    pair = shared(0, 3, 6)
+    assert numbers(((0, 2), (2, 6), (2, 6)), shares=[None, *pair]) != numbers(
+        ((0, 4), (0, 4), (4, 6)), shares=[*pair, None]
+    )
+
+
+def test_rounded_links_give_the_same_bits_only_between_the_same_blocks() -> None:
+    other = ((0, 1), (1, 4), (4, 6))
+    assert numbers(wire_dtype="fp16") == numbers(names=("starter", "x", "b"), wire_dtype="fp16")
+    assert numbers(wire_dtype="fp16") != numbers(other, wire_dtype="fp16") and numbers() == numbers(other)
+    assert numbers(((0, 6),), NAMES[:1], (None,), wire_dtype="fp16") == numbers(((0, 6),), NAMES[:1], (None,))
+
+
+def test_torch_is_trusted_in_float32_on_the_same_nodes_of_a_cpu() -> None:
+    fields: dict[str, Any] = {"arithmetic": "torch", "computing": TORCH}
+    assert numbers(**fields) == numbers(**fields, epoch=2) != numbers(names=("starter", "x", "b"), **fields)
+    fields["computing"] = replace(TORCH, quantize="int8")
+    assert numbers(**fields) != numbers(**fields, epoch=2)
+    assert numbers(arithmetic="cuda") != numbers(arithmetic="cuda", epoch=2)
+
+
+def test_what_a_node_computes_with_is_its_class_or_its_device() -> None:
+    assert arithmetic_of({"arithmetic": "fused", "device": "cpu"}) == "fused"
+    assert arithmetic_of({"arithmetic": "fused", "device": "cuda"}) == "cuda"
+
+
+# Losses and moves
+
+
+def test_a_recovery_names_the_tokens_from_which_texts_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x"])
+    world.n_known, world.is_exact = {0: 40, 7: 12}, False
+    world.keeper.after_loss(world.lose("a"))
+    assert [one.differs for one in world.keeper.recoveries] == [{0: 40, 7: 12}]
+    world.n_known = {0: 50, 8: 3}
+    world.keeper.after_loss(world.lose("b"))
+    assert [one.differs for one in world.keeper.recoveries][1] == {0: 50, 8: 3}
+    assert world.keeper.differs_from == {0: 40, 7: 12, 8: 3}, "the first time counts"
+
+
+def test_a_recovery_with_the_same_numbers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x"])
+    world.n_known = {0: 40}
+    world.keeper.after_loss(world.lose("a"))
+    assert [one.differs for one in world.keeper.recoveries] == [{}] and world.keeper.differs_from == {}
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_planned_move_is_noted_as_well(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.n_known, world.is_exact = {3: 9}, is_exact
+    world.keeper.plan(Next((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True))
+    world.keeper.after_leave()
+    assert world.keeper.differs_from == ({} if is_exact else {3: 9}) and not world.keeper.recoveries
+
+
+def test_a_second_loss_before_the_next_token_keeps_what_was_noted() -> None:
+    records = Records()
+    records.begin(["a"], 1.0)
+    records.replace("a", ["x"], TOKENS, {0: 4})
+    records.replace("a", ["y"], REPLAY, {})
+    assert [(one.replaced_by, one.restored_by, one.differs) for one in records.told(2.0)] == [(("y",), REPLAY, {0: 4})]
+
+
+def test_the_tables_name_the_token() -> None:
+    sample = SampleMetrics.from_times("a", "b", [1, 2, 3], [1], "length", [0.1, 0.2, 0.3])
+    told = format_report(RunMetrics.from_parts("m", [sample, replace(sample, may_differ_from=2)], [], 1.0))
+    assert "sample 1 may differ from an undisturbed run from its token 2 on" in told and "sample 0" not in told
+
+
+# The journal
+
+
+def session_of(numbers: str, told: dict[int, int | None]) -> Any:
+    """A run as the journal sees it; `told` is what its starter says of its samples."""
+    samples = [SimpleNamespace(index=i) for i in range(3)]
+    starter = SimpleNamespace(
+        numbers=numbers, identity="i", formats=("int8", None), samples=samples,
+        may_differ_from=lambda sample: told.get(sample.index),
+    )  # fmt: skip
+    starter.record_to = lambda record: setattr(starter, "record", record)
+    return SimpleNamespace(starter=starter, prompt_ids=[[1], [2], [3]])
+
+
+def begun(folder: Path, session: Any, resume: str | None = None) -> Journaling:
+    args = argparse.Namespace(resume=resume, run_dir=folder, n_tokens=9)
+    journaling = Journaling(args)
+    journaling.begin(args, session, ["a", "b", "c"])
+    return journaling
+
+
+@pytest.mark.parametrize("numbers, expected", [("same", [None, 1, None]), ("other", [2, 1, None])])
+def test_a_resumed_run_names_the_token_where_its_numbers_are_others(
+    numbers: str, expected: list[int | None], tmp_path: Path
+) -> None:
+    """The second text may differ already, the third one has ended."""
+    told: dict[int, int | None] = {1: 1}
+    session = session_of("same", told)
+    first = begun(tmp_path, session)
+    for index, tokens, reason in ((0, [5, 6], None), (1, [5, 6], None), (2, [5], "eos")):
+        session.starter.record(index, tokens, reason)
+    first.close()
+    resumed = begun(tmp_path, session_of(numbers, {}), "last")
+    assert resumed.texts is not None and [text.may_differ_from for text in resumed.texts] == expected
+    resumed.close()
+
+
+def test_a_text_that_an_earlier_run_has_ended_is_written_down(tmp_path: Path) -> None:
+    """It is told before its sample is there."""
+    journaling = begun(tmp_path, session := session_of("same", {}))
+    session.starter.samples.clear()
+    session.starter.record(0, [], "length")
+    journaling.close()
+    assert [text.finish_reason for text in read_record(find_run(tmp_path, "last")).texts] == ["length", None, None]
+
+
+def test_the_journal_keeps_where_texts_may_differ(tmp_path: Path) -> None:
+    journaling = begun(tmp_path, session := session_of("n", {0: 0, 1: 4}))
+    for index in range(3):
+        session.starter.record(index, [1], None)
+    journaling.close()
+    record = read_record(find_run(tmp_path, "last"))
+    assert record.numbers == "n" and [text.may_differ_from for text in record.texts] == [0, 4, None]
+    journal, again = Journal.reopen(find_run(tmp_path, "last"))
+    journal.close()
+    assert again.texts[1] == JournalText("b", [2], [1], None, 4)
