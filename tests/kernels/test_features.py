@@ -67,11 +67,15 @@ def test_of_equal_scores_the_experts_with_lower_numbers_are_chosen(force: str) -
     assert_alike(found, few(torch.tensor([TEXTS[2]]))[0], config)
 
 
-def attended(gpt: GPT, qkv: np.ndarray, cache_type: str, rows: np.ndarray, force: str) -> np.ndarray:
+def attended(
+    gpt: GPT, qkv: np.ndarray, cache_type: str, rows: np.ndarray, force: str, bias: np.ndarray | None = None
+) -> np.ndarray:
     """What the heads of the first block make of rows, (N, n_embd), without a projection behind them."""
 
     def plain(block: int, tensors: Tensors) -> None:
         tensors["attn.qkv.weight"] = pack("float32", qkv)
+        if bias is not None:
+            tensors["attn.qkv.bias"] = bias
         tensors["attn.proj.weight"] = pack("float32", np.eye(gpt.config.n_embd, dtype=np.float32))
 
     blocks = blocks_of(gpt, cache_type=cache_type, force=force, changed=plain)
@@ -90,13 +94,23 @@ def test_caches_hold_the_nearest_number_of_their_type(force: str) -> None:
     for seed in range(20):
         row = random_rows(1, 48, seed)
         exact = attended(gpt, qkv, "float32", row, force)
-        assert np.array_equal(
-            attended(gpt, qkv, "bf16", row, force), float32_from_bf16(bf16_from_float32(exact))
-        )  # ties to even
+        assert np.array_equal(attended(gpt, qkv, "bf16", row, force), float32_from_bf16(bf16_from_float32(exact)))
         assert np.array_equal(attended(gpt, qkv, "fp16", row, force), exact.astype(np.float16).astype(np.float32))
         heads = exact.reshape(6, 8)
         error = np.abs(attended(gpt, qkv, "int8", row, force).reshape(6, 8) - heads).max(axis=1)
         assert np.all(error <= 0.501 * np.abs(heads).max(axis=1) / 127)
+
+
+@pytest.mark.parametrize("force", instruction_sets())
+def test_caches_in_bfloat16_round_ties_to_even(force: str) -> None:
+    values = np.array(
+        [1 + n * 2.0**-8 for n in range(1, 17, 2)], dtype=np.float32
+    )  # each between two numbers of bfloat16
+    bias = np.concatenate([np.zeros(64, dtype=np.float32), values, -values])
+    nothing = np.zeros((80, 48), dtype=np.float32)
+    found = attended(model_of("Llama-3.1-8B"), nothing, "bf16", random_rows(1, 48, 1), force, bias)
+    even = np.array([1 + n * 2.0**-8 for n in (0, 4, 4, 8, 8, 12, 12, 16)], dtype=np.float32)
+    assert np.array_equal(found.reshape(6, 8), np.concatenate([np.tile(even, (3, 1)), np.tile(-even, (3, 1))]))
 
 
 @pytest.mark.parametrize("force", instruction_sets())

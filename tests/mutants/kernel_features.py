@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         "caches in bfloat16 truncate",
         "csrc:to_bf16",
-        "bits + 0x7fff + ((bits >> 16) & 1)",
+        "bits + 0x7fff",
         "bits",
         f"{FEATURES}::test_caches_hold_the_nearest_number_of_their_type",
     ),
@@ -26,7 +26,7 @@ MUTANTS = [
         "csrc:to_bf16",
         "((bits >> 16) & 1)",
         "1",
-        f"{FEATURES}::test_caches_hold_the_nearest_number_of_their_type",
+        f"{FEATURES}::test_caches_in_bfloat16_round_ties_to_even",
     ),
     Mutant(
         "scales of int8 keys are 0.8 % too small",
