@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.config import NodeConfig
-from mdi.control import client as client_module
 from mdi.control import connection_workers as admission_module
 from mdi.control.body import JSON_LIMIT_BYTES
 from mdi.control.client import ControlClient
@@ -736,13 +735,12 @@ def test_a_silent_server_is_given_up() -> None:
     assert caught.value.problem == "silent"
 
 
-def test_a_node_that_takes_no_bytes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_takes_no_bytes_is_given_up() -> None:
     """Stopped in the middle of a transfer: its buffers are full and nothing moves."""
-    monkeypatch.setattr(client_module, "PART_ANSWER_S", 0.3)
     part = PartSpec("block.0", "a" * 64, 64 << 20)
     piece = bytes(1 << 20)
     with other_server(None) as port, pytest.raises(ControlError) as caught:
-        client_of(port).send_part(part, RUN, 0, (piece for _ in range(64)))
+        client_of(port).send_part(part, RUN, 0, (piece for _ in range(64)), timeout_s=0.3)
     assert caught.value.problem == "silent"
 
 

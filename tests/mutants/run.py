@@ -77,6 +77,15 @@ class Copy:
         fewer = f"\nINSTRUCTION_SETS = tuple(s for s in INSTRUCTION_SETS if s.name in {SETS})\n"
         build.write_text(re.sub(r"^COMMON = ", fewer + r"COMMON = ", build.read_text(), count=1, flags=re.MULTILINE))
 
+    def why_no_kernels(self) -> str:
+        """Compiles the kernels with all their mutants; why that failed, or "". Without kernels their tests are skipped."""
+        program = "from mdi.kernels import library; library.load(); print(library.why_not())"
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", program],
+            cwd=self._directory / "src", env=self._environment(), capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.strip() or done.stderr.strip()
+
     def try_one(self, mutant: Mutant) -> Trial:
         if mutant.is_cpp:
             return self._trial(mutant, {CHOICE: str(self._numbers[mutant])})
@@ -94,13 +103,16 @@ class Copy:
         result = {0: "survived", 1: "killed", None: "killed"}.get(status, f"error: pytest ended with {status}")
         return Trial(mutant, result, output)
 
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"MDI_CACHE_DIR": str(self._directory.parent / "cache")}
+
     def test(self, tests: Sequence[str], environment: dict[str, str]) -> tuple[int | None, str]:
         """The exit status of pytest, None if it took too long, and the end of its output."""
         command = [sys.executable, "-B", "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
         # A group of its own, so that the processes that a test started end with it if it takes too long.
         process = subprocess.Popen(
             command, cwd=self._directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"MDI_CACHE_DIR": str(self._directory.parent / "cache")} | environment,
+            env=self._environment() | environment,
         )  # fmt: skip
         try:
             output = process.communicate(timeout=TESTS_S)[0]
@@ -147,6 +159,9 @@ def _try_all(chosen: list[Mutant], directory: Path, n_processes: int) -> int:
         copies.put(Copy(directory / str(number), cpp))
     print(f"{len(chosen)} mutants; first their tests without any of them", flush=True)
     untouched = copies.get()
+    if cpp and (why := untouched.why_no_kernels()):
+        print(f"the kernels cannot be compiled with their mutants, two of which may overlap: {why}")
+        return 2
     status, output = untouched.test(sorted({test for m in chosen for test in m.tests.split()}), {})
     copies.put(untouched)
     if status:
