@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -112,7 +113,8 @@ def test_the_command_line_writes_its_files(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_without_output_the_table_comes_after_what_the_command_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch("mem-monitor", [f"{sys.executable} -c \"print('one two'); raise SystemExit(7)\""]) == 7
+    command = shlex.join([sys.executable, "-c", "print('one two'); raise SystemExit(7)"])
+    assert launch("mem-monitor", [command]) == 7
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "one two" and lines[1] == ",".join(COLUMNS)
 

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from contextlib import ExitStack
 
     from mdi.cli import ignore_interrupts
+    from mdi.cli.access import with_keys
     from mdi.cli.checks import check_computing, check_model
     from mdi.cli.discover import discovered_cluster
     from mdi.cli.output import write_trace_of
@@ -71,14 +72,17 @@ def run(args: argparse.Namespace) -> int:
 
     def find() -> ClusterConfig:
         if args.nodes_config is not None:
-            return load_cluster(args.nodes_config)
-        return discovered_cluster(args) if args.nodes is not None else standalone()
+            cluster = load_cluster(args.nodes_config)
+        else:
+            cluster = discovered_cluster(args) if args.nodes is not None else standalone()
+        cluster = with_keys(args, cluster)  # refused before anything is said
+        logger.info("loading %s ...", (args.ckpt or args.chunk).name)
+        return cluster
 
     check_computing(args)
     params = sampling_params(args)
     check_model(args)
     limit = args.sequence_length or CONTEXT_LIMIT
-    logger.info("loading %s ...", (args.ckpt or args.chunk).name)
     with ExitStack() as stack:
         nodes, options = stack.enter_context(nodes_of(args, find)), starter_options(args)
         session = stack.enter_context(
