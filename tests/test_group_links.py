@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 import threading
@@ -20,6 +21,7 @@ from mdi.net.connection import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.partition.sum_cost import ALGORITHMS
 from mdi.security.keys import KeyFile
+from mdi.tensor import joining
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group, Member
 from mdi.tensor.joining import GroupLinks
@@ -213,6 +215,20 @@ def test_a_message_that_is_cut_in_the_middle(sender: int) -> None:
 
         assert on_all(2, work)[receiver] == data
         assert nodes.n_reconnected >= 2
+
+
+def test_a_new_connection_that_breaks_at_once_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of(2) as nodes:
+        errors = iter([OSError(errno.EINVAL, "some systems say so of a connection that is reset already")] * 2)
+
+        def tune_later(sock: socket.socket) -> None:
+            if (error := next(errors, None)) is not None:
+                raise error
+
+        monkeypatch.setattr(joining, "tune", tune_later)
+        nodes.reset(0, 1)
+        until(lambda: nodes.n_reconnected >= 2)
+        assert next(errors, None) is None
 
 
 def test_a_node_that_is_gone_is_lost() -> None:

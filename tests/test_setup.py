@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library, place
 from mdi.node.patience import Patience
+from mdi.node.secondary_status import run_status
 from mdi.node.setup import SecondarySetup
 from secondaries import entry_of, secondary
 from waiting import until
@@ -160,6 +162,36 @@ def test_a_node_answers_while_its_kernels_are_compiled(
         status = client.status()
         assert (status["kernels"], status["arithmetic"]) == ("off", "torch")
         assert status["devices"] and isinstance(status["disk_free_bytes"], int)
+
+
+def test_who_answers_when_the_kernels_are_just_there_says_which(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "load", held)
+    monkeypatch.setattr(mdi.node.secondary, "KERNELS_S", 0.01)
+
+    def late(*args: Any) -> dict[str, Any]:
+        held.may_go_on.set()
+        until(lambda: all(thread.name != "kernels" for thread in threading.enumerate()))
+        return run_status(*args)
+
+    with secondary(0, tmp_path) as node:
+        monkeypatch.setattr(mdi.node.secondary, "run_status", late)
+        status = ControlClient(entry_of(node)).status()
+        assert (status["state"], status["arithmetic"]) == ("IDLE", "torch")
+
+
+def test_a_disk_that_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def broken() -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with secondary(0, tmp_path) as node:
+        monkeypatch.setattr(node.store, "free_bytes", broken)
+        status = ControlClient(entry_of(node)).status()
+        assert (status["state"], status["disk_free_bytes"], told) == ("IDLE", None, [])
 
 
 def test_a_node_answers_while_its_disk_hangs(tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_keeper import World
 
+from families import config_of
 from mdi.cli.resume import Journaling
 from mdi.machine.computing import Computing
 from mdi.metrics import RunMetrics, SampleMetrics
@@ -24,6 +25,7 @@ from mdi.recovery.replacement import Next, Stage
 from mdi.recovery.run_folders import find_run
 from mdi.report import format_report
 
+CONFIG = asdict(config_of("pythia-14m"))
 KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
 TORCH = Computing("cpu", "float32")
 NAMES = ("starter", "a", "b")
@@ -32,10 +34,10 @@ CUT = ((0, 2), (2, 4), (4, 6))
 
 def numbers(
     blocks: Sequence[tuple[int, int]] = CUT, names: Sequence[str] = NAMES, shares: Sequence[Any] = (None,) * 3,
-    arithmetic: str = "fused", computing: Computing = KERNELS, epoch: int = 1, **options: Any,
+    arithmetic: str = "fused", computing: Computing = KERNELS, epoch: int = 1, config: Any = CONFIG, **options: Any,
 ) -> str:  # fmt: skip
     return numbers_of(
-        blocks, names, shares, dict.fromkeys(names, arithmetic), computing, StarterOptions(**options), epoch
+        blocks, names, shares, dict.fromkeys(names, arithmetic), computing, StarterOptions(**options), epoch, config
     )
 
 
@@ -85,6 +87,15 @@ def test_torch_is_trusted_in_float32_on_the_same_nodes_of_a_cpu() -> None:
     fields["computing"] = replace(TORCH, quantize="int8")
     assert numbers(**fields) != numbers(**fields, epoch=2)
     assert numbers(arithmetic="cuda") != numbers(arithmetic="cuda", epoch=2)
+
+
+def test_nodes_with_kernels_compute_in_torch_what_the_kernels_cannot() -> None:
+    others = ("starter", "x", "b")
+    foreign: dict[str, Any] = {"computing": TORCH, "config": None}
+    assert numbers(**foreign) == numbers(**foreign, epoch=2) != numbers(names=others, **foreign)
+    half: dict[str, Any] = {"computing": replace(TORCH, dtype="bfloat16"), "dtype": "bfloat16"}
+    assert numbers(**half) != numbers(**half, epoch=2)
+    assert numbers(dtype="float32") == numbers(names=others, dtype="float32", epoch=2)
 
 
 def test_what_a_node_computes_with_is_its_class_or_its_device() -> None:

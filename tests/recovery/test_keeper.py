@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import mdi.recovery.keeper
+from mdi.control.messages import COMPILING
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.pings import STUCK
 from mdi.recovery.keeper import BROUGHT_DOWN, RingKeeper
@@ -23,12 +24,14 @@ class World:
 
     Attributes:
         alive: process number of each node that answers; `silent` are those that do not, and are not known to be gone.
+        states: what they answer, if that is not IDLE.
         refusals: what happens when a ring is formed, in order; None is that it can be.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spares: Sequence[str] = ()) -> None:
         self.now = 1000.0
         self.alive = {name: f"{name}-1" for name in ("a", "b", *spares)}
+        self.states: dict[str, str] = {}
         self.silent: set[str] = set()
         self.formed: list[tuple[str, ...]] = []
         self.troubles: list[str] = []  # what the keeper said when each ring was formed
@@ -63,7 +66,11 @@ class World:
 
     def roll(self, clients: Any, awaited: frozenset[str], timeout_s: float) -> Roll:
         names = {client.node.name for client in clients}
-        answers = {name: Answer(name, p, "IDLE", 1 << 30, False) for name, p in self.alive.items() if name in names}
+        answers = {
+            name: Answer(name, p, self.states.get(name, "IDLE"), 1 << 30, False)
+            for name, p in self.alive.items()
+            if name in names
+        }
         return Roll(answers, frozenset(names - answers.keys() - self.silent))
 
     def cut(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -350,3 +357,36 @@ def test_what_is_told_of_another_loss_meanwhile_is_another_loss(monkeypatch: pyt
     monkeypatch.setattr(world, "check", lambda: told and (_ for _ in ()).throw(told.pop()))
     world.keeper.after_loss(world.lose("a"))
     assert world.formed == [("starter", "x", "y")] and world.told() == [("a", "x"), ("b", "y")]
+
+
+def start_again(world: World, name: str) -> RingError:
+    """A node dies, and compiles its kernels after its start."""
+    lost = world.lose(name)
+    world.alive[name], world.states[name] = f"{name}-2", COMPILING
+    return lost
+
+
+def test_texts_do_not_wait_for_a_node_that_compiles_its_kernels_after_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, ["x"])
+    world.keeper.after_loss(start_again(world, "a"))
+    assert world.formed == [("starter", "x", "b")]
+    world.keeper.after_loss(start_again(world, "b"))
+    assert world.formed[1:] == [("starter", "x")], "the rest can hold its blocks"
+
+
+def test_the_only_nodes_are_awaited_while_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    lost = [start_again(world, name) for name in ("a", "b")][0]
+    world.at[1100.0] = world.states.clear
+    world.keeper.after_loss(lost)
+    assert world.formed == [("starter", "a", "b")] and world.now >= 1100.0
+
+
+def test_a_node_that_compiles_before_its_first_ring_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, ["x"])
+    world.states["b"] = COMPILING
+    del world.processes["b"]
+    world.keeper.after_loss(world.lose("a"))
+    assert world.formed == [("starter", "x", "b")]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mdi.machine.computing import Computing
+from mdi.machine.device import why_not_kernels
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.sum_cost import TORCH_SUMS
@@ -26,7 +27,7 @@ def identity_of(weights: StarterWeights, computing: Computing, options: StarterO
 
 def numbers_of(
     blocks: Sequence[tuple[int, int]], names: Sequence[str], shares: Sequence[Any], arithmetic: Mapping[str, str],
-    computing: Computing, options: StarterOptions, epoch: int,
+    computing: Computing, options: StarterOptions, epoch: int, config: Mapping[str, Any] | None,
 ) -> str:  # fmt: skip
     """Hash of what the bits of a ring's rows depend on besides `identity_of`: two rings with the same one give the same ids.
 
@@ -37,11 +38,15 @@ def numbers_of(
     Args:
         blocks, names, shares, arithmetic: of the ring's nodes; `OwnStage.share_of`, `setup.arithmetic_of`.
         epoch: of the ring.
+        config: as in `why_not_kernels`. A node may have kernels and still have to compute this model in torch.
     """
+    is_in_torch = why_not_kernels(config, "cpu", options.dtype) is not None
     is_rounded = options.wire_dtype != "auto" and len(names) > 1
     held: dict[int, list[Any]] = {}
     for place, (name, (start, stop), share) in enumerate(zip(names, blocks, shares, strict=True)):
         found: Any = arithmetic.get(name, "")
+        if is_in_torch and found in IN_KERNELS:
+            found = "torch"
         if found not in IN_KERNELS:
             found = [found, name if found == "torch" and computing.format == "float32" else epoch]
         if share is not None and options.parallel.algorithm in TORCH_SUMS:

@@ -292,7 +292,10 @@ class RunRings:
         ours = library.arithmetic() if computing.packing is not None else "torch"
         arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
         shares = [own.share_of(index) for index in range(len(names))]
-        return numbers_of(basis.weights.blocks, names, shares, arithmetic, computing, basis.options, self._epoch)
+        config = basis.family.kernel_config(basis.weights.config)
+        return numbers_of(
+            basis.weights.blocks, names, shares, arithmetic, computing, basis.options, self._epoch, config
+        )
 
     @property
     def own(self) -> OwnStage | None:

@@ -201,9 +201,10 @@ class SecondaryNode:
     def status(self, run: str | None) -> dict[str, Any]:
         """What takes long to find out is left out: whoever asks takes a node that does not answer for a dead one."""
         device, latest = self._stages.device, self.slots.latest
-        is_compiling = self._kernels.is_alive()
+        found = self._run_status(run)
+        is_compiling = self._kernels.is_alive()  # asked last, so that nothing is left out if the state is not COMPILING
         return {
-            **self._run_status(run),
+            **found,
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "arithmetic": None if is_compiling else library.arithmetic(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +13,8 @@ from mdi.node.job import Job
 from mdi.node.stage_slots import Slot
 
 PATIENCE_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,7 +27,7 @@ class InTime:
         self._asked: dict[str, tuple[threading.Thread, list[Any]]] = {}
 
     def ask(self, what: str, find: Callable[[], T]) -> T | None:
-        """What `find` returns, or None if that takes longer than PATIENCE_S. `what` is asked once at a time."""
+        """What `find` returns, or None if it cannot be read or takes longer than PATIENCE_S. `what` is asked once at a time."""
         with self._lock:
             thread, found = self._asked.get(what, (None, []))
             if thread is None:
@@ -37,6 +40,8 @@ class InTime:
     def _find(self, what: str, find: Callable[[], T], found: list[T]) -> None:
         try:
             found.append(find())
+        except OSError as e:
+            logger.debug("the disk cannot be asked: %s", e)
         finally:
             with self._lock:
                 del self._asked[what]

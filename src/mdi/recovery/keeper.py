@@ -11,6 +11,7 @@ from typing import Protocol
 
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
+from mdi.control.messages import COMPILING
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.net.pings import STUCK
 from mdi.net.ring import LoopbackRing, TcpRing
@@ -281,7 +282,10 @@ class RingKeeper:
             return None  # they may be back
         if (found := with_the_rest(ring, present, spares, search.most, self._cut)) is not None:
             return found
-        if any(name not in search.unfit and not self._absences.is_over(name, now) for name in roll.answers):
+        if any(
+            name not in search.unfit and (answer.state == COMPILING or not self._absences.is_over(name, now))
+            for name, answer in roll.answers.items()
+        ):
             return None  # a node is present that may be used again later
         raise self._refusal(search, [stage.name for stage in lost])
 
@@ -292,6 +296,8 @@ class RingKeeper:
         answer = roll.answers.get(stage.name)
         if answer is None or answer.is_leaving or stage.name in search.unfit:
             return False
+        if stage.name in search.gone and answer.state == COMPILING:
+            return False  # it was started again, and that may take minutes
         if stage.name in search.left and answer.process == self._former.processes.get(stage.name):
             return False
         return self._absences.is_over(stage.name, now)

@@ -116,7 +116,13 @@ class Reconnects:
             if peer.is_hopeless:
                 raise NotBackError("new connections break as well")
             connection = again.connect(peer.received, now + (self._silence_s if peer.is_caller else CALL_S))
-            self._adopt(connection.sock)
+            try:
+                self._adopt(connection.sock)
+            except OSError as e:  # it is broken already: there will be another one
+                connection.sock.close()
+                if now > since + self._silence_s:
+                    self._lose(peer, str(e))
+                return
             peer.replace(connection)
             del self._since[peer]
         except (NotBackError, WireError) as e:

@@ -85,10 +85,8 @@ class Reader:
             self._move_to(position)
         next_word = begin + TOLD_S
         with self._changed:
-            if (
-                self._error is not None
-            ):  # met ahead of time, or raised before: many errors of disks pass, so it is read again
-                self._error = None
+            if self._error is not None:  # met ahead of time, or raised before
+                self._error = None  # many errors of disks pass, so it is read again
                 self._changed.notify_all()
             while self._next <= position:
                 if self._error is not None:
