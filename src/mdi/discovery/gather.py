@@ -106,7 +106,7 @@ class Gathering:
             del self._found[key]
         processes = {node.announcement.process for node in self._found.values()}
         self._doubles = {key: process for key, process in self._doubles.items() if process in processes}
-        self._unheard = {key: why for key, why in self._unheard.items() if key in there}
+        self._unheard = {key: why for key, why in list(self._unheard.items()) if key in there}
         now = time.monotonic()
         new = {
             key: found
@@ -187,7 +187,7 @@ class Gathering:
 
     def _too_few(self, n_nodes: int | None, wait_s: float) -> str:
         there = ", ".join(node.label for node in self.nodes) or "none"
-        unheard = "".join(f"; {line}" for line in self._unheard.values())
+        unheard = "".join(f"; {line}" for line in list(self._unheard.values()))
         wanted = "no node" if n_nodes is None else f"not {counted(n_nodes, 'node')}"
         return (
             f"{wanted} of this key came within {duration(wait_s)} (there: {there}{unheard}): run `mdi join` on each board, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import socket
@@ -73,7 +74,7 @@ class Browser:
     def close(self) -> None:
         self._browser.cancel()
         assert self._zeroconf.loop is not None
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):  # one class from Python 3.11 on
             asyncio.run_coroutine_threadsafe(self._give_up(), self._zeroconf.loop).result(CLOSE_S)
         self._zeroconf.close()
 
