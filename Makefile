@@ -71,9 +71,9 @@ mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py
 
 numerical: $(VENV)/.installed-dev
-	for one in $$(PYTHONPATH=src:tests/kernels $(PY) -c \
-	  'from forced import instruction_sets; print(*("MDI_KERNELS=" + name for name in instruction_sets()[1:]))') \
-	  ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
+	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \
+	  'from forced import instruction_sets; print(*("MDI_KERNELS=" + name for name in instruction_sets()[1:]))') || exit 1; \
+	for one in $$sets ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
 	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
 	done
 

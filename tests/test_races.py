@@ -279,6 +279,22 @@ def test_what_other_threads_log_while_a_model_is_loaded_does_not_wait_for_the_ap
     assert not was_waiting and len(failed) == 1
 
 
+def test_a_model_whose_folder_has_gone_leaves_nothing_that_listens_to_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(*args: Any, **options: Any) -> None:
+        raise KeyError("m")
+
+    monkeypatch.setattr(mdi.serve.host, "Session", session)
+    log, host = logging.getLogger("mdi"), host_of(StuckLines())
+    before = log.handlers.copy()
+    with pytest.raises(KeyError):
+        host.run()
+    left = [handler for handler in log.handlers if handler not in before]
+    for handler in left:
+        log.removeHandler(handler)
+    host.close()
+    assert left == []
+
+
 def test_who_wants_a_model_of_a_server_that_has_ended_is_told() -> None:
     host = host_of(StuckLines())
     host.close()

@@ -11,7 +11,7 @@ CUT = f"{PARTS}::test_a_call_that_is_cut_off_is_no_content"
 MUTANTS = [
     Mutant("the memory of a rendering process has no limit", "limit_process", "(most, most)", "(-1, -1)", f"{COSTS}[width]"),
     Mutant("a process that has ended gets the next chat", "ChatTemplate._rendered", "not is_usable", "False", f"{COSTS}[loop]"),
-    Mutant("an unloaded model's template starts a process", "ChatTemplate._rendered", "self._is_closed", "False",
+    Mutant("an unloaded model's template starts a process", "ChatTemplate._check_open", "self._is_closed", "False",
            f"{TEMPLATES}::test_an_unloaded_model_renders_no_chat"),
     Mutant("a process whose client went away checks the next schema", "SchemaChecks.check", "BaseException", "ValueError",
            f"{SCHEMAS}::test_a_client_that_goes_away_leaves_no_process_for_the_next_one"),

@@ -128,9 +128,16 @@ MUTANTS = [
     Mutant(
         "fields without a value are refused",
         "RequestFields.check_spelling",
-        "value is None",
-        "False",
+        "value is not None",
+        "True",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
+    ),
+    Mutant(
+        "all unknown fields are compared",
+        "RequestFields.check_spelling",
+        "MOST_COMPARED",
+        "None",
+        f"{FAULTS}::test_only_some_unknown_fields_are_compared_because_it_takes_long",
     ),
     Mutant(
         "fields of other servers are refused",

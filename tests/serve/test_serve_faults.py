@@ -63,7 +63,7 @@ OTHERS = {
     "service_tier": "auto", "reasoning_effort": "low", "modalities": ["text"], "verbosity": "low", "min_tokens": 1,
     "ignore_eos": False, "repeat_penalty": 1.1, "length_penalty": 1.0, "stop_token_ids": [], "typical_p": 1.0, "top_a": 0,
     "guided_json": None, "add_generation_prompt": True, "prompt_cache_key": "x", "mode": "chat", "models": [],
-    "extra_body": {}, "timeout": 5, "max_token": None, "temprature": None,
+    "extra_body": {}, "timeout": 5, "repetition_penalty_range": 1024, "max_token": None, "temprature": None,
 }  # fmt: skip
 
 
@@ -82,6 +82,11 @@ def test_a_misspelt_field_is_named(field: str, meant: str) -> None:
     with pytest.raises(ApiError) as caught:
         Chat({"messages": [{"role": "user", "content": "x"}], field: 1})
     assert (caught.value.status, caught.value.param) == (400, field) and meant in str(caught.value)
+
+
+def test_only_some_unknown_fields_are_compared_because_it_takes_long() -> None:
+    unknown = {f"unknown_{n}": 1 for n in range(10_000)}
+    assert Chat({"messages": [{"role": "user", "content": "x"}], **unknown, "temprature": 1}).messages
 
 
 @pytest.mark.parametrize("old", [{"functions": [{"name": "look"}]}, {"function_call": {"name": "look"}}])

@@ -157,6 +157,21 @@ def test_an_unloaded_model_renders_no_chat() -> None:
     rendering(ChatTemplate(OBEDIENT, {}), scenario)
 
 
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_a_model_that_is_unloaded_during_a_chat_is_told_as_such(n_before: int) -> None:
+    async def scenario(template: ChatTemplate) -> None:
+        for _ in range(n_before):  # without one, its process is just being started
+            await template.render(user("Who?"), (), {})
+        chat = asyncio.create_task(template.render(user("loop"), (), {}))
+        await asyncio.sleep(0)
+        template.close()
+        with pytest.raises(ApiError) as caught:
+            await chat
+        assert caught.value.status == 503
+
+    rendering(ChatTemplate(OBEDIENT, {}), scenario)
+
+
 def test_what_a_template_writes_must_be_text() -> None:
     messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
     with pytest.raises(ApiError) as caught:

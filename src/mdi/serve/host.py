@@ -222,12 +222,12 @@ class ModelHost:
 
     def _load(self, name: str) -> None:
         self._n_loads += 1
+        session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)
         logger.addHandler(progress)
         listener.start()
-        session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         try:
             self._tell("loading", name, "getting the nodes ready")
             session.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ MOST_STOPS = 16
 LONGEST_STOP = 4096  # characters; each new token is compared with the beginnings of all of them
 MOST_TOP_LOGPROBS = 20
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
-OF_OTHERS = ("mode", "models")  # ... but these
+OF_OTHERS = ("mode", "models", "repetition_penalty_range")  # ... but these
+MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
 _MISSING = object()
 
 
@@ -67,9 +69,9 @@ class RequestFields:
     def check_spelling(self) -> None:
         """Raises ApiError if a field has a value, and almost the name of one that was asked for. Call it after the others."""
         known = {_plain(name): name for name in sorted(self._read)}
-        for name, value in self._body.items():
-            if value is None or name in self._read or name in OF_OTHERS:
-                continue
+        given = (name for name, value in self._body.items() if value is not None)
+        unknown = (name for name in given if name not in self._read and name not in OF_OTHERS)
+        for name in itertools.islice(unknown, MOST_COMPARED):
             near = difflib.get_close_matches(_plain(name[:100]), list(known), 1, ALIKE)
             if near:
                 raise ApiError(

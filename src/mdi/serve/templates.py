@@ -74,14 +74,18 @@ class ChatTemplate:
         if self._process is not None:
             self._process.kill()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ApiError(503, "the model has been unloaded", "engine_ended")
+
     async def _rendered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         async with self._turn:
-            if self._is_closed:
-                raise ApiError(503, "the model has been unloaded", "engine_ended")
+            self._check_open()
             is_usable = False  # until it has answered: one that has ended, or is still at this chat, gets no other one
             try:
                 if self._process is None:
                     self._process = await LimitedProcess.start()
+                    self._check_open()
                     answer = await self._process.ask(self._template)
                     if "error" in answer:
                         return answer
@@ -89,6 +93,7 @@ class ChatTemplate:
                 is_usable = True
                 return answer
             except LimitedError:
+                self._check_open()  # `close` ends the process, too
                 raise ApiError(
                     400, f"messages: the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
                     f"{limited.MEMORY_BYTES >> 20} MB of memory for them", "chat_template", "messages",
