@@ -44,7 +44,6 @@ from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 FIGURE = ROOT / "assets" / "speed.svg"
-WITHOUT_AMX = "without_amx"  # a folder within the results'
 
 
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
@@ -112,7 +111,7 @@ def write_documents(args: argparse.Namespace) -> None:
     Raises SystemExit if a result was disturbed by other programs.
     """
     results = results_in(args.results)
-    busy = [f"{r['name']}: {why}" for r in [*results, *results_in(args.results / WITHOUT_AMX)] if (why := disturbed(r))]
+    busy = [f"{result['name']}: {why}" for result in results if (why := disturbed(result))]
     if busy:
         raise SystemExit("error: measure these again on a machine that does nothing else:\n  " + "\n  ".join(busy))
     if not results:
@@ -121,8 +120,6 @@ def write_documents(args: argparse.Namespace) -> None:
     text = fill(text, "overview", f"{overview(results)}\n\n{conditions(results)}")
     for result in results:
         text = fill(text, result["name"], scenario_table(result))
-    if others := results_in(args.results / WITHOUT_AMX):
-        text = fill(text, WITHOUT_AMX, f"{overview(others)}\n\n{conditions(others)}")
     DOCUMENT.write_text(text, encoding="utf-8")
     draw(results, FIGURE)
 
