@@ -56,8 +56,8 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 N_LONG = 200_000
 LONG_LINES = {
     "separator": ("# " + " " * 5000 + "\u2028" + "after a heading", "h3 + p", "after a heading"),
-    "heading": ("# title " + "#" * N_LONG + " " * N_LONG + "x", "h3", "title ##"),
-    "table": ("a|b\n" + " " * N_LONG + "x|", "p", "a|b"),
+    "heading": ("# title " + "#" * N_LONG + " " * 3 * N_LONG + "x", "h3", "title ##"),
+    "table": ("a|b\n" + " " * 4 * N_LONG + "x|", "p", "a|b"),
     "fence": ("~" * N_LONG + "`", "p", "~~~"),
     "item": ("- " + " " * N_LONG + "\u2028" + "one", "li", "one"),
     "link": ("[a](" + " " * 3 * N_LONG + "b", "p", "[a]("),
