@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,112 +12,6 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
-
-# layer -> layers that it may import from (itself goes without saying)
-ALLOWED = {
-    "errors": set(),
-    "terminal": set(),
-    "cache_dir": set(),
-    "limits": set(),
-    "block_ranges": set(),
-    "slices": set(),
-    "settings_file": {"limits", "errors"},
-    "units": set(),
-    "replay_memory": set(),
-    "whole_files": {"errors"},
-    "json_fields": {"errors"},
-    "weight_formats": {"errors"},
-    "periodic": set(),
-    "columns": {"terminal"},
-    "log_lines": {"terminal"},
-    "security": {"errors"},
-    "config": {"json_fields", "security", "settings_file", "errors"},
-    "disk_space": {"config", "units", "errors"},
-    "net": {"slices", "json_fields", "periodic", "security", "config", "errors", "terminal"},
-    "control_groups": set(),
-    "kernels": {"slices", "weight_formats", "cache_dir", "control_groups", "errors"},
-    "model": {"weight_formats", "slices", "kernels", "config", "errors"},
-    "checkpoint": {
-        "whole_files",
-        "json_fields",
-        "weight_formats",
-        "units",
-        "disk_space",
-        "block_ranges",
-        "limits",
-        "litgpt_module",
-        "kernels",
-        "partition",
-        "settings_file",
-        "config",
-        "errors",
-    },
-    "window": {"slices", "json_fields", "weight_formats", "units", "kernels", "checkpoint", "config", "errors"},
-    "partition": {
-        "replay_memory",
-        "json_fields",
-        "weight_formats",
-        "units",
-        "columns",
-        "block_ranges",
-        "kernels",
-        "config",
-        "errors",
-    },
-    "training": {"whole_files", "units", "disk_space", "checkpoint", "partition", "settings_file", "config", "errors"},
-    "engine": {"slices", "units", "kernels", "model", "net", "config", "errors"},
-    "control": {
-        "json_fields",
-        "units",
-        "periodic",
-        "block_ranges",
-        "limits",
-        "kernels",
-        "security",
-        "engine",
-        "model",
-        "net",
-        "settings_file",
-        "config",
-        "errors",
-    },
-    "discovery": {"control", "net", "security", "periodic", "units", "config", "errors"},
-    "recovery": {"control", "net", "partition", "config", "errors"},
-    "prompts": {"settings_file", "config", "errors"},
-    "detokenize": {"text", "prompts", "config", "errors"},
-    "text": {"prompts", "litgpt_module", "tokenizer_file", "settings_file", "errors"},
-    "tokenizer_file": {"config", "errors"},
-    "litgpt_module": set(),
-    "metrics": {"whole_files", "json_fields", "config", "errors"},
-    "report": {"units", "metrics", "block_ranges", "columns", "config", "errors"},
-    "plots": {"whole_files", "metrics", "config", "errors"},
-    "display": {"columns", "terminal"},
-    "gpu_memory": set(),
-    "process_memory": {"errors", "gpu_memory"},
-    "token_times": {"errors"},
-    "tracing": {"whole_files", "block_ranges", "columns", "units", "net", "errors"},
-}
-ALLOWED["tensor"] = {
-    "slices",
-    "weight_formats",
-    "window",
-    "checkpoint",
-    "engine",
-    "kernels",
-    "partition",
-    "net",
-    "security",
-    "config",
-    "errors",
-}
-BELOW_NODE = set(ALLOWED)
-ALLOWED["machine"] = BELOW_NODE
-ALLOWED["measure"] = BELOW_NODE | {"machine"}
-ALLOWED["examine"] = BELOW_NODE | {"machine"}
-ALLOWED["node"] = BELOW_NODE | {"machine", "measure", "examine"}
-ALLOWED["session"] = ALLOWED["node"] | {"node"}
-ALLOWED["serve"] = ALLOWED["session"] | {"session"}
-ALLOWED["cli"] = ALLOWED["serve"] | {"serve"}
 
 # The root itself holds the version and nothing else.
 ROOT = "version"
@@ -193,61 +86,6 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
             )
             for alias in node.names:
                 yield f"{base}.{alias.name}", node.lineno
-
-
-@pytest.mark.parametrize("path", modules(), ids=module_name)
-def test_imports_go_one_way(path: Path) -> None:
-    layer = layer_of(module_name(path))
-    if layer == ROOT:
-        assert not imports(path)
-        return
-    assert layer in ALLOWED, f"{path.name} belongs to no layer: add it to ALLOWED, with what it may import"
-    for name, line in imports(path):
-        if name.split(".")[0] != "mdi":
-            continue
-        other = layer_of(name)
-        if other in (layer, ROOT) or name == "mdi.__version__":
-            continue
-        assert other in ALLOWED[layer], f"{path.relative_to(SRC)}:{line}: {layer} must not import {name}"
-
-
-def test_no_circle_among_the_layers() -> None:
-    for layer, below in ALLOWED.items():
-        for other in below:
-            assert layer not in ALLOWED[other], f"{layer} and {other} may import each other"
-
-
-def test_no_circle_among_the_modules() -> None:
-    """Wherever in a file an import stands; a package's own __init__ counts only where it is imported by name."""
-    paths = {module_name(path): path for path in modules()}
-    below = {name: {m for m, _ in imports(path) if m in paths} for name, path in paths.items()}
-    for name, path in paths.items():
-        below[name] |= {
-            m.rpartition(".")[0] for m, _ in imports(path) if m not in paths and m.rpartition(".")[0] in paths
-        }
-        below[name].discard(name)
-    done: set[str] = set()
-
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join([*way[way.index(name) :], name])
-        if name not in done:
-            for other in below[name]:
-                visit(other, (*way, name))
-            done.add(name)
-
-    for name in paths:
-        visit(name, ())
-
-
-# Words that say nothing to a reader who does not know the project; what is meant has a name in docs/internals.md, "Glossary".
-NO_NAMES = re.compile("shelf|room|kind|errand|survey|standin|farewell|holding|wishes|company", re.IGNORECASE)
-
-
-@pytest.mark.parametrize("path", modules(), ids=module_name)
-def test_names_are_those_of_the_field(path: Path) -> None:
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names = [node.name for node in nodes_of(path) if isinstance(node, defined)]
-    assert not [name for name in (path.stem, *names) if NO_NAMES.search(name)]
 
 
 def launchers() -> list[Path]:
