@@ -42,7 +42,7 @@ from side_by_side.scenarios import SCENARIOS, grid  # noqa: E402
 from side_by_side.setup import FORMATS, Setup  # noqa: E402
 from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
 FIGURE = ROOT / "assets" / "speed.svg"
 
 
@@ -106,7 +106,7 @@ def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
 
 
 def write_documents(args: argparse.Namespace) -> None:
-    """Tables of what lies in the results folder into docs/benchmarks.md, and the figure into assets/.
+    """Tables of what lies in the results folder into benchmarks/RESULTS.md, and the figure into assets/.
 
     Raises SystemExit if a result was disturbed by other programs.
     """
@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     what.add_argument("--prepare", action="store_true", help="only make the files that all scenarios need")
     what.add_argument("--grid", action="store_true", help="nodes x sequences x formats x prompts")
     what.add_argument("--check-gguf", action="store_true", help="compare greedy tokens in float32")
-    what.add_argument("--write-docs", action="store_true", help="only bring the results into docs/ and assets/")
+    what.add_argument("--write-docs", action="store_true", help="only bring the results into RESULTS.md and assets/")
     shapes = [shape for shape in SHAPES if shape not in PACKED_ONLY]
     parser.add_argument("--shape", choices=shapes, default="tiny-llama-1.1b")
     parser.add_argument("--work-dir", type=Path, help="for checkpoints (default: mdi-bench in the temporary folder)")

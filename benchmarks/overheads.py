@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the ring costs beside the computing: the numbers of docs/benchmarks.md, "Overheads".
+"""What the ring costs beside the computing: the numbers of benchmarks/RESULTS.md, "Overheads".
 
     benchmarks/overheads.py [--json FILE] [--quick]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What serving costs and brings: the numbers of docs/benchmarks.md, "Serving".
+"""What serving costs and brings: the numbers of benchmarks/RESULTS.md, "Serving".
 
     benchmarks/serving.py clients | texts | turns | prompt | peer  --ckpt DIR --nodes N [--json FILE] [-- FLAGS OF serve.py]
 

@@ -6,7 +6,7 @@
 Weights in float32. Every layer is shared out over N nodes, as there: the share of the node that gets most (whole heads; keys
 and values with their queries). Bytes are those of packed weights as plan.py reckons with them, for the starter, which has most:
 all of embedding and head without a window; with one of W = 2, one attention, one MLP, and pieces of the head no larger than
-these. What a process takes beside weights is not among them (docs/window.md has it measured). Nothing is run.
+these. What a process takes beside weights is not among them (docs/distributing.md has it measured). Nothing is run.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_what_cannot_be_planned(
 
 
 def test_the_example_is_a_case_where_the_ring_wins(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
-    """The commands of docs/placement.md and README: three boards have three times the rate of one."""
+    """The commands of docs/distributing.md and README: three boards have three times the rate of one."""
     flags = [
         "--profiles",
         profiles,

@@ -22,7 +22,7 @@ def scenario_table(result: Mapping[str, Any]) -> str:
     pieces = []
     if result["checks"]:
         rows = [[c["what"], _measured(c)] for c in result["checks"]]
-        pieces.append(_markdown(["", "median [lowest .. highest]"], rows))
+        pieces.append(markdown(["", "median [lowest .. highest]"], rows))
     if result["medians"]:
         keys = [key for key in COLUMNS if any(key in found for found in result["medians"].values())]
         if all("decode_tokens_per_s" not in m or m["decode_tokens_per_s"] == m["per_stream_tokens_per_s"]
@@ -34,7 +34,7 @@ def scenario_table(result: Mapping[str, Any]) -> str:
             [label, *(_number(found.get(key), key) for key in keys), peaks.get(result["systems"][label], "")]
             for label, found in result["medians"].items()
         ]
-        pieces.append(_markdown(head, rows))
+        pieces.append(markdown(head, rows))
     pieces += [f"Not measured: {text}" for text in result["errors"].values()]
     return "\n\n".join(pieces)
 
@@ -42,7 +42,7 @@ def scenario_table(result: Mapping[str, Any]) -> str:
 def overview(results: Sequence[Mapping[str, Any]]) -> str:
     """All ratios in one table."""
     rows = [[result["name"], c["what"], _measured(c)] for result in results for c in result["checks"]]
-    return _markdown(["scenario", "", "median [lowest .. highest]"], rows)
+    return markdown(["scenario", "", "median [lowest .. highest]"], rows)
 
 
 def fill(document: str, name: str, table: str) -> str:
@@ -83,6 +83,6 @@ def _number(value: float | None, key: str) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -15,7 +15,7 @@ from mdi.errors import UsageError
 PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
-PACKING_SHARE = 0.75  # measured (docs/placement.md): what packing a part takes, of the bytes of the plain one
+PACKING_SHARE = 0.75  # measured (docs/distributing.md): what packing a part takes, of the bytes of the plain one
 
 
 @dataclass(frozen=True)

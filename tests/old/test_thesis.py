@@ -56,9 +56,9 @@ def test_points_that_were_left_out_are_interpolated() -> None:
 
 
 def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "docs" / "thesis.md"
+    page = tmp_path / "benchmarks" / "RESULTS.md"
     page.parent.mkdir()
-    page.write_text((BENCHMARKS.parent / "docs" / "thesis.md").read_text(encoding="utf-8"), encoding="utf-8")
+    page.write_text((BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8"), encoding="utf-8")
     runs = {f"nano-llama/{n}": run_of([0.1 * i for i in range(1, 31)], [2_000_000_000 // n] * n) for n in (1, 2, 3)}
     data = {"date": "2026-01-02", "machine": "a machine", "runs": runs}
     for _ in range(2):  # what it has written is found again

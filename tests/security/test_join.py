@@ -103,7 +103,7 @@ def test_somebody_in_between_reads_and_changes_nothing() -> None:
 
 
 def answer_made_by_hand(request: dict[str, str], salt: bytes | None, content: bytes) -> dict[str, str]:
-    """What a host says that derives the key as docs/security.md describes it, with these bytes for those of the code."""
+    """What a host says that derives the key as docs/operating.md describes it, with these bytes for those of the code."""
     private = X25519PrivateKey.generate()
     mine, theirs = private.public_key().public_bytes_raw(), bytes.fromhex(request["public"])
     shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))

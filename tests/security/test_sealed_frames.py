@@ -195,7 +195,7 @@ def test_no_changed_challenge_is_accepted() -> None:
 
 
 class ByHand:
-    """The side that is called, by the words of docs/security.md: it has a key and makes its messages itself."""
+    """The side that is called, by the words of docs/operating.md: it has a key and makes its messages itself."""
 
     def __init__(self, call: bytes, secret: bytes) -> None:
         self.private = X25519PrivateKey.generate()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from litgpt.config import Config
 
 _AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a value
-RUNTIME_BYTES = 20_000_000  # measured (docs/placement.md): memory of a computing process
+RUNTIME_BYTES = 20_000_000  # measured (docs/distributing.md): memory of a computing process
 
 _Shapes = Mapping[str, Shape]
 

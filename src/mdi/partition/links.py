@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdi.partition.profile import DEFAULT_BYTES_S, DEFAULT_ROUND_TRIP_S, ClusterProfile
 
-# What a frame costs at each hop beside the network: hand-overs between threads (docs/benchmarks.md, half a round trip).
+# What a frame costs at each hop beside the network: hand-overs between threads (benchmarks/RESULTS.md, half a round trip).
 HOP_S = 150e-6
 
 

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Writes the tables of benchmarks/RESULTS.md from the files in benchmarks/results; nothing is measured.
+
+The tables of `compare.py` and `thesis.py` are written by these; all others here.
+
+    python benchmarks/write_results.py            # writes
+    python benchmarks/write_results.py --check    # exit status 1 if a table is not that of its file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from side_by_side.tables import fill, markdown  # noqa: E402
+
+Result = Mapping[str, Any]
+
+WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
+SUMS = ("star", "exchange", "ring", "tree")
+SHOWN_DELAYS_MS = (0.2, 0.4, 1, 5, 10)
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def measured(result: Result, table: str) -> str:
+    return f"{table}\n\nMeasured on {result['date'][:10]}: {result['machine']}."
+
+
+def round_trip() -> str:
+    result = load("overheads")
+    rows = [
+        [way, f"{t['median_us']:.0f}", f"{t['lowest_round_median_us']:.0f} to {t['highest_round_median_us']:,.0f}",
+         f"{t['p99_us']:,.0f}"]
+        for way, t in result["round_trip"].items()
+    ]  # fmt: skip
+    return measured(result, markdown(["", "median", "medians of the rounds", "p99"], rows))
+
+
+def wire_bytes() -> str:
+    found = load("overheads")["wire_bytes"]
+    names = {
+        "1 slice": "one slice (one sequence decodes)",
+        "8 slices": "eight slices",
+        "ping": "PING, when nothing else was sent for a second",
+    }
+    return markdown(["frame", "bytes"], [[said, str(found[name])] for name, said in names.items()])
+
+
+def start_up() -> str:
+    found = load("overheads")["start_up"]
+    names = {
+        "answers_s": "process start until it answers `GET /`",
+        "imports_s": "a process that only imports numpy, safetensors, cherrypy and requests, and ends",
+        "ready_from_disk_s": "`/init` until READY, weights on disk",
+        "ready_again_s": "`/init` until READY, the same model still in memory",
+    }
+    return markdown(["", "seconds"], [[said, f"{found[name]:.2g}"] for name, said in names.items()])
+
+
+def secondary_memory() -> str:
+    found = load("overheads")["memory"]
+    names = {
+        "rss_bytes": "resident",
+        "weights_bytes": "weights of its blocks, mapped",
+        "caches_bytes": "key/value caches",
+        "beyond_bytes": "**beyond these**",
+        "imports_bytes": "a process that has only imported numpy, safetensors, cherrypy and requests",
+    }
+    return markdown(["", "MB"], [[said, f"{found[name] / 1e6:.3g}"] for name, said in names.items()])
+
+
+def quality() -> str:
+    result = load("quality")
+    bits = {"bf16": "16", "fp16": "16", "int8": "8.25", "int4": "4.5"}
+    rows = []
+    for name, n_bits in bits.items():
+        plain, planted = result["model"][f"as it is/{name}"], result["model"][f"planted/{name}"]
+        rows.append([
+            name, n_bits, f"{plain['perplexity']:.3f}", f"{plain['change']:+.2%}", f"{plain['same_token']:.1%}",
+            f"{planted['change']:+.2%}", f"{planted['same_token']:.1%}",
+        ])  # fmt: skip
+    head = [
+        "format", "bits per weight", "perplexity", "change", "same token", "planted: change", "planted: same token",
+    ]  # fmt: skip
+    return measured(result, markdown(head, rows))
+
+
+def recovery_rates() -> str:
+    results = {128: load("recovery_rates"), 1020: load("recovery_rates_1020")}
+    rates, rows = (1e-4, 1e-3, 1e-2), []
+    for n_tokens, result in results.items():
+        for way, said in WAYS.items():
+            lines = {line["rate"]: line for line in result["lines"] if line["way"] == way}
+            cost_s = lines[rates[0]]["s_per_failure"]
+            rows.append([
+                f"{n_tokens:,} tokens, {said}", *(_left(lines[rate]) for rate in rates),
+                "" if cost_s is None else f"{cost_s * 1e3:.0f} ms",
+            ])  # fmt: skip
+    table = markdown(["p", *(f"{rate:.0e}".replace("e-0", "e-") for rate in rates), "a failure costs"], rows)
+    return measured(results[128], table)
+
+
+def _left(line: Result) -> str:
+    computed = f"({line['computed']:.2g})"
+    return computed if line["left"] is None else f"{line['left']:.2f} {computed}, {line['failures']}"
+
+
+def tensor_sums() -> str:
+    result = load("tensor_sums")
+    found: dict[tuple[int, float], dict[str, float]] = {}
+    for one in result["sums"]:
+        if one["bytes"] == 8192 and one["algorithm"] in SUMS and one["delay_ms"] in SHOWN_DELAYS_MS:
+            found.setdefault((one["nodes"], one["delay_ms"]), {})[one["algorithm"]] = one["mean_us"] / 1e3
+    rows = []
+    for (nodes, delay), times in sorted(found.items()):
+        best = min(times.values())
+        cells = [f"**{times[name]:.2f}**" if times[name] == best else f"{times[name]:.2f}" for name in SUMS]
+        rows.append([str(nodes), f"{delay:g} ms", *cells])
+    return measured(result, markdown(["nodes", "delay", *SUMS], rows))
+
+
+def window_memory() -> str:
+    result = load("window_memory")
+    rows = []
+    for model, found in result["models"].items():
+        before = zip(found["paper_without_gb"], found["without_gb"], strict=True)
+        window = zip(found["paper_window_gb"], found["window_gb"], strict=True)
+        ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in before]
+        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window)])
+    n_nodes = result["nodes"]
+    head = ["model", f"without a window: theirs, ours (N = {n_nodes[0]}; {n_nodes[-1]})"]
+    return markdown([*head, *(f"window: theirs, ours (N = {n})" for n in n_nodes)], rows)
+
+
+def serving() -> str:
+    result = load("serving")
+    turns, prompt, clients, texts, peer = (result[name] for name in ("turns", "prompt", "clients", "texts", "peer"))
+    rounds = clients["rounds"]
+    speeds = [one["tokens_s"] for one in rounds]
+    spread = sorted(one["fastest_over_slowest"] for one in rounds)
+    memory = [rounds[0]["rss_before_mb"], *(one["rss_after_mb"] for one in rounds)]
+
+    def times(values: Any) -> str:
+        return ", ".join(f"{value:.0f}" for value in values)
+
+    n_texts = clients["flags"]["n"] * len(rounds)
+    rows = [
+        ["clients", "256 streaming clients beside 1,500 silent connections, the embedded model: errors; texts that "
+         "differ from those of the same request alone",
+         f"{sum(one['n_errors'] for one in rounds)} of {n_texts:,}; "
+         f"{clients['texts_other_than_alone']} of {clients['texts_compared']}"],
+        ["", "most tokens/s of a text over least", f"median {spread[len(spread) // 2]:.2f}, "
+         f"{spread[0]:.2f} to {spread[-1]:.2f}"],
+        ["", "first token of a lone request, without and beside the silent connections",
+         f"{clients['first_token_alone_s'] * 1e3:.0f} ms; {clients['first_token_beside_silent_s'] * 1e3:.0f} ms, at "
+         f"most {clients['first_token_beside_silent_most_s'] * 1e3:.0f} ms"],
+        ["", "tokens/s of all", f"{min(speeds):,.0f} to {max(speeds):,.0f}"],
+        ["", "memory of all processes before the first and after each round", f"{times(memory)} MB"],
+        ["turns", "first token of a second turn of 1,032 tokens; without the first turn's caches",
+         f"{sorted(turns['second_turn_s'])[1]:.2f} s; {sorted(turns['without_s'])[1]:.2f} s: {turns['ratio']:.3f}x"],
+        ["prompt", "95th percentile of the time between tokens of 8 texts, alone and while a prompt comes",
+         f"{prompt['gap_p95_s']:.2f} s; {prompt['gap_p95_during_s']:.2f} s: {prompt['ratio']:.2f}x"],
+        ["texts", "tokens/s of 16 texts: the command; the API",
+         f"{times(texts['tokens_s']['command'])}; {times(texts['tokens_s']['api'])}: {texts['ratio']:.2f}x"],
+        ["peer", "tokens/s of 16 texts; of `llama-server -np 16` with two threads and q8_0",
+         f"{times(peer['tokens_s']['ours'])}; {times(peer['tokens_s']['theirs'])}: {peer['ratio']:.2f}x"],
+        ["", "first token, median and 95th percentile; of llama-server",
+         f"{peer['first_token_p50_s']['ours']:.1f} and {peer['first_token_p95_s']['ours']:.1f} s; "
+         f"{peer['first_token_p50_s']['theirs']:.1f} and {peer['first_token_p95_s']['theirs']:.1f} s"],
+    ]  # fmt: skip
+    return measured(result, markdown(["command", "what", "measured"], rows))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "round-trip": round_trip,
+    "wire-bytes": wire_bytes,
+    "start-up": start_up,
+    "secondary-memory": secondary_memory,
+    "serving": serving,
+    "quality": quality,
+    "recovery-rates": recovery_rates,
+    "tensor-sums": tensor_sums,
+    "window-memory": window_memory,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    path = ROOT / "benchmarks" / "RESULTS.md"
+    before = text = path.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        text = fill(text, name, table())
+    if args.check:
+        print("RESULTS.md has the tables of its files" if text == before else "RESULTS.md has other tables")
+        return int(text != before)
+    path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
