@@ -22,7 +22,7 @@ from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
 from mdi.limits import LIMITS, excess
 from mdi.model.stage import Stage, module_bytes, run_bytes
-from mdi.node.model_family import ModelFamily
+from mdi.stages.model_family import ModelFamily
 from secondaries import entry_of, secondary
 
 RUN = "0123456789abcdef"

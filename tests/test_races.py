@@ -19,13 +19,12 @@ import mdi.serve.models
 from loopback import DEADLINE_S
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import ControlError, EngineError, RingError
-from mdi.machine.computing import Computing
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.driver import EngineThread
-from mdi.node.job import Job
 from mdi.node.run_rings import RunRings
 from mdi.node.runs import Runs, ring_number_extension, ring_number_of
 from mdi.node.setup import growing_pauses
+from mdi.node.worker import RingWorker
 from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
 from waiting import until
@@ -108,33 +107,33 @@ def request(epoch: str, **extensions: Any) -> InitRequest:
     )  # fmt: skip
 
 
-def job(made: InitRequest) -> Job:
-    slot: Any = SimpleNamespace(run=made.run, sent=None)
-    return Job(made, Computing("cpu", "float32", "float32", None), slot)
+def ring(made: InitRequest) -> RingWorker:
+    unused: Any = None
+    return RingWorker("secondary0", "", made, unused, unused, unused, unused, unused)
 
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one(is_over: bool) -> None:
     runs = Runs("secondary0")
-    present = job(request("b", **ring_number_extension(2)))
+    present = ring(request("b", **ring_number_extension(2)))
     runs.add(present)
     if is_over:
         present.finish(None)
     with pytest.raises(ControlError) as caught:
-        runs.replace(request("c", **ring_number_extension(1)))
+        runs.admit(request("c", **ring_number_extension(1)))
     assert (caught.value.status, caught.value.code) == (409, "run")
-    assert not present.stopped and runs.find(present.run) is present
-    assert not runs.replace(request("b", **ring_number_extension(2))) or is_over, "the same one, again"
+    assert not present.is_stopped and runs.find(present.run) is present
+    assert not runs.admit(request("b", **ring_number_extension(2)))[0] or is_over, "the same one, again"
 
 
 @pytest.mark.parametrize("extensions", [ring_number_extension(3), {"ring": 2}])
 def test_a_request_for_a_later_ring_replaces_the_present_one(extensions: dict[str, Any]) -> None:
     runs = Runs("secondary0")
-    present = job(request("b", **ring_number_extension(2)))
+    present = ring(request("b", **ring_number_extension(2)))
     runs.add(present)
-    ended = threading.Thread(target=lambda: (until(lambda: present.stopped), present.finish(None)))
+    ended = threading.Thread(target=lambda: (until(lambda: present.is_stopped), present.finish(None)))
     ended.start()
-    assert runs.replace(request("c", **extensions)) and present.is_replaced
+    assert runs.admit(request("c", **extensions))[0] and present.is_replaced
     ended.join(DEADLINE_S)
 
 

@@ -16,20 +16,20 @@ import torch
 import mdi
 import mdi.machine.resources
 import mdi.model.stage
-import mdi.node.job
 import mdi.node.preparation
 import mdi.node.secondary_status
 import mdi.node.setup
+import mdi.node.worker
 import mdi.periodic
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
+from mdi.node.node_weights import StageHolder
 from mdi.node.preparation import Preparation
 from mdi.node.sample import Sample, SampleReader
 from mdi.node.secondary import SecondaryNode
-from mdi.node.stage_holder import StageHolder
 from mdi.node.starter import StarterNode
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
@@ -40,7 +40,7 @@ Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
 
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
-    monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
+    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 2.0)
     load = Preparation.load_stage
 
     def load_late(self: Preparation, check: Callable[[], None]) -> None:

@@ -59,16 +59,16 @@ MUTANTS = [
     ),
     Mutant(
         "a late request replaces the present ring",
-        "Runs.replace",
-        "ring_number_of(before.request) > ring_number_of(request)",
+        "Runs.admit",
+        "ring_number_of(latest.request) > ring_number_of(request)",
         "False",
         f"{RACES}::test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one",
     ),
     Mutant(
         "no ring of a run can replace the one before",
-        "Runs.replace",
-        "ring_number_of(before.request) > ring_number_of(request)",
-        "ring_number_of(before.request) >= ring_number_of(request)",
+        "Runs.admit",
+        "ring_number_of(latest.request) > ring_number_of(request)",
+        "ring_number_of(latest.request) >= ring_number_of(request)",
         f"{RACES}::test_a_request_for_a_later_ring_replaces_the_present_one",
     ),
     Mutant(

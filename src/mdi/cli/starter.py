@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from mdi.config import ClusterConfig
     from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
-    from mdi.node.model_family import ModelFamily
     from mdi.recovery.journal import JournalText
     from mdi.session.node_source import NodeSource
     from mdi.session.run_session import Session
+    from mdi.stages.model_family import ModelFamily
 
 
 def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) -> None:

@@ -13,9 +13,9 @@ from mdi.errors import PlacementError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.torch_use import load_torch
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
+from mdi.stages.model_family import ModelFamily
 from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 
 logger = logging.getLogger("mdi")

@@ -16,10 +16,7 @@ from mdi.control.requested import Requested
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sent_rows import COMPUTE
 from mdi.engine.starter_part import StarterFrameStage
-from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing
-from mdi.node.cache_budget import share_extensions, share_out
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
@@ -28,11 +25,14 @@ from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
+from mdi.stages.cache_budget import share_extensions, share_out
+from mdi.stages.kernel_stage import KernelStage
+from mdi.stages.model_family import ModelFamily
 from mdi.tracing.recorder import extensions_of
 from mdi.window.window_options import extensions_of as window_extensions
 
 if TYPE_CHECKING:
-    from mdi.node.torch_stage import TorchStage
+    from mdi.stages.torch_stage import TorchStage
 
 logger = logging.getLogger("mdi")
 

@@ -17,15 +17,12 @@ from mdi.control.messages import ProfileRequest
 from mdi.control.reach_node import reach_node
 from mdi.errors import MdiError, NodeLostError, UsageError
 from mdi.kernels import library
-from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.measure.planning import profile_request
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.cache_budget import SharedCaches
 from mdi.node.forming import form_ring
 from mdi.node.identity import numbers_of
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
@@ -33,6 +30,9 @@ from mdi.node.placing import model_of
 from mdi.node.preparation import Preparation
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
+from mdi.stages.kernel_stage import WeightUse
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.store import StageStore
 
 REACH_S = 2.0  # a node that takes another's place has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.
@@ -65,7 +65,7 @@ class RunBasis:
     n_sequences: int
     process: str
     listener: RingListener | None
-    caches: SharedCaches
+    caches: StageStore
     make_own: MakeOwn | None = None
 
 

@@ -18,7 +18,6 @@ from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.node.driver import EngineThread
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.parallel_choice import nodes_of_chunks
 from mdi.node.prompt_limits import check_prompt
@@ -30,8 +29,9 @@ from mdi.node.starter_placing import StarterPlacing
 from mdi.node.starter_ports import StarterPorts
 from mdi.node.starter_report import OpenModel
 from mdi.node.teardown import dismiss
-from mdi.node.windowed import prompt_rows
 from mdi.recovery.joins import Newcomers, nobody
+from mdi.stages.building import prompt_rows
+from mdi.stages.model_family import ModelFamily
 
 logger = logging.getLogger("mdi")
 

@@ -16,7 +16,6 @@ from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import StatusOnly
 from mdi.engine.starter_engine import StarterEngine
 from mdi.errors import ControlError
-from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.node.driver import EngineThread
@@ -29,6 +28,7 @@ from mdi.node.run_trace import RunTrace
 from mdi.node.sample import Sample
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import metrics_of
+from mdi.stages.kernel_stage import WeightUse
 from mdi.text import TextCodec
 from mdi.tracing.trace import Trace
 

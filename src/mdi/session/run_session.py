@@ -12,10 +12,10 @@ from mdi.session.node_source import NodeSource
 
 if TYPE_CHECKING:
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.model_family import ModelFamily
     from mdi.node.sample import OnText, Sample
     from mdi.node.starter import StarterNode
     from mdi.node.starter_ports import StarterPorts
+    from mdi.stages.model_family import ModelFamily
 
 
 class Session:
