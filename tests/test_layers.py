@@ -29,8 +29,8 @@ LIGHT = [
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
-    "mdi.process_memory",
-    "mdi.token_times",
+    "mdi_tools.process_memory",
+    "mdi_tools.token_times",
     "mdi.partition.profile",
     "mdi.weight_formats",
     "mdi.node.local",
@@ -127,7 +127,7 @@ def test_nothing_is_unpickled_or_executed(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)
 def test_only_plots_draws(path: Path) -> None:
-    if path.name != "plots.py":
+    if path.name != "mdi_tools/plots.py":
         assert not [name for name, _ in imports(path) if name.split(".")[0] == "matplotlib"]
 
 

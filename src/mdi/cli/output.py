@@ -85,7 +85,7 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
             gen_time_s=metrics.duration_s,
         )
     if args.plots:
-        from mdi.plots import plot_tokens_over_time, sample_series
+        from mdi_tools.plots import plot_tokens_over_time, sample_series
 
         csv = write_tokens_csv(output_dir("logs"), metrics)
         logger.info("wrote %s", csv)
