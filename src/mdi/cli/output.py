@@ -38,7 +38,7 @@ def add_trace_flag(group: argparse._ArgumentGroup) -> None:
 
 def write_trace_of(node: StarterNode, path: Path) -> None:
     """The file of --trace, once the run has ended."""
-    from mdi.tracing.chrome import write_trace
+    from mdi.tracing.trace import write_trace
 
     trace = node.trace()
     if trace is not None:
