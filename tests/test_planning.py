@@ -27,7 +27,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest, Slots
 from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.machine.computing import Computing
 from mdi.machine.neighbours import host_of
 from mdi.measure.cluster_measurement import BROKEN_S, ClusterMeasurement
@@ -267,12 +267,13 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
 def test_a_starter_without_memory_does_not_begin_to_load(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mdi.node.own_stage.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
     alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
     try:
         alone.open()
-        with pytest.raises(UsageError, match=r"embedding, head and blocks 0-4 take .* in float32: .*--quantize"):
+        with pytest.raises(NoMemoryError) as caught:
             alone.prepare(60)
+        assert caught.value.code == "memory"
     finally:
         alone.close()
 

@@ -90,7 +90,9 @@ class SecondaryNode:
         self._begin_s = time.monotonic()
         self.process = secrets.token_hex(8)  # identifies the node, with its name: addresses change
         self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.stages.in_use_bytes(device))
-        self.stages = StageStore(self.profiler.available_bytes, config.kv_memory if kv_memory is None else kv_memory)
+        self.stages = StageStore(
+            lambda device: self.profiler.available_bytes(device), config.kv_memory if kv_memory is None else kv_memory
+        )
         self.turns, self.runs = RoundRobin(stuck_s), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
