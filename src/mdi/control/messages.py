@@ -7,7 +7,7 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.control.requested import Requested
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS
+from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.json_fields import Fields, shown
 from mdi.kernels import LAYOUT_VERSION

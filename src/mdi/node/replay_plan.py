@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mdi.engine.sent_rows import FILL, PASS
+from mdi.engine.replay import FILL, PASS
 from mdi.recovery.replacement import Next
 
 Counts = Mapping[int, int]  # of each text, positions whose rows were sent and kept, from the first on

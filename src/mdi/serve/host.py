@@ -14,8 +14,8 @@ from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
 
-from mdi.engine.pace import PromptPace
-from mdi.engine.requests import Constraint
+from mdi.engine.scheduler import PromptPace
+from mdi.engine.sequence import Constraint
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode

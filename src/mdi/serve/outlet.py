@@ -8,10 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.engine.planned import Event
-from mdi.engine.requests import Constraint, Request
-from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
+from mdi.engine.starter import StarterEngine
 from mdi.serve.lines import Lines
 
 _MOST_EVENTS = 4096  # in one message
