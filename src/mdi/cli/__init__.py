@@ -41,12 +41,12 @@ COMMANDS = {
     "pull": ("mdi.cli.pull", "download a model and make it ready"),
     "list": ("mdi.cli.list_models", "list the models that are ready"),
     "rm": ("mdi.cli.rm", "remove a model from the disk"),
-    "train": ("mdi.cli.train", "train a model from scratch, or a checkpoint further"),
+    "train": ("mdi_training.train_command", "train a model from scratch, or a checkpoint further"),
     "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
-    "prepare-data": ("mdi.cli.prepare_data", "make training data and a tokenizer from text"),
-    "plot-tok-time": ("mdi.cli.plot_tok_time", "draw time over tokens for several node counts"),
-    "mem-monitor": ("mdi.cli.mem_monitor", "run a command and record its memory"),
+    "prepare-data": ("mdi_training.prepare_data_command", "make training data and a tokenizer from text"),
+    "plot-tok-time": ("mdi_tools.plot_tok_time_command", "draw time over tokens for several node counts"),
+    "mem-monitor": ("mdi_tools.mem_monitor_command", "run a command and record its memory"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.

@@ -130,7 +130,7 @@ class Frame:
 
     Attributes:
         is_replay: rows that one node needs to have its caches again, and nobody else: they travel from the node before it to
-            it, and between all others the frame has none (engine.secondary_loop).
+            it, and between all others the frame has none (engine.worker).
         payload: a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType.
     """
 

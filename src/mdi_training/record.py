@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mdi.errors import CheckpointError
-from mdi.training.loop import StepReport
 from mdi.whole_files import replacing
+from mdi_training.loop import StepReport
 
 COLUMNS = ("step", "lr", "train_loss", "val_loss", "tokens_per_s", "elapsed_s")
 SILENT_S = 10.0

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from mdi.errors import UsageError
-from mdi.training.vocabulary import Vocabulary, vocabulary_of
+from mdi_training.vocabulary import Vocabulary, vocabulary_of
 
 _PIECES_AHEAD = 2  # per process: enough that none waits, few enough that a text larger than the memory goes through
 

@@ -14,7 +14,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.training_settings import LORA_TARGETS, LoraSettings
+from mdi_training.training_settings import LORA_TARGETS, LoraSettings
 
 ADAPTER_NAME = "lit_model.pth.lora"
 

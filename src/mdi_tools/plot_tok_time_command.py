@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.cli import output_dir
-    from mdi.plots import plot_time_over_tokens
-    from mdi.token_times import find_runs, parse_name, read_token_times
+    from mdi_tools.plots import plot_time_over_tokens
+    from mdi_tools.token_times import find_runs, parse_name, read_token_times
 
     names = model_names(args.model)
     if args.detail is not None and args.detail < 0:

@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from mdi.training.data import encode_texts, write_data_set
-    from mdi.training.texts import has_rows, read_texts
-    from mdi.training.vocabulary import load_vocabulary, train_vocabulary
+    from mdi_training.data import encode_texts, write_data_set
+    from mdi_training.texts import has_rows, read_texts
+    from mdi_training.vocabulary import load_vocabulary, train_vocabulary
 
     val_fraction = parse_fraction(args.val_fraction)
     if not 1 <= args.workers <= 1024:
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 def find_data(args: argparse.Namespace) -> tuple[Path, list[Path]]:
     """The folder for the result, and the files with the texts; downloaded, if DATA is a name on the hub."""
     from mdi.checkpoint.download import is_repo_id
-    from mdi.training.hub import download_texts
-    from mdi.training.texts import ROW_SUFFIXES, TEXT_SUFFIXES, find_texts
+    from mdi_training.hub import download_texts
+    from mdi_training.texts import ROW_SUFFIXES, TEXT_SUFFIXES, find_texts
 
     local = Path(args.data).expanduser()
     looks_local = args.data.startswith((".", "/", "~")) or args.data.lower().endswith((*TEXT_SUFFIXES, *ROW_SUFFIXES))

@@ -18,10 +18,10 @@ from litgpt.model import GPT
 from torch.nn import functional
 
 from mdi.errors import MdiError, UsageError
-from mdi.training.processes import Processes
-from mdi.training.schedule import learning_rate
-from mdi.training.training_settings import TrainingSettings
-from mdi.training.windows import Windows
+from mdi_training.processes import Processes
+from mdi_training.schedule import learning_rate
+from mdi_training.training_settings import TrainingSettings
+from mdi_training.windows import Windows
 
 
 @dataclass

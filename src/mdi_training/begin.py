@@ -13,13 +13,13 @@ from litgpt.model import GPT
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.checkpoint import KEPT_FILES, STATE_NAME, WEIGHTS_NAME, Base, SavedRun
-from mdi.training.data import DataSet
-from mdi.training.loop import Trainer, TrainingProgress
-from mdi.training.lora import add_adapters, load_base
-from mdi.training.new_model import config_file, load_shape, new_model, parse_shape
-from mdi.training.storage import sha256_file
-from mdi.training.training_settings import LoraSettings
+from mdi_training.checkpoint import KEPT_FILES, STATE_NAME, WEIGHTS_NAME, Base, SavedRun
+from mdi_training.data import DataSet
+from mdi_training.loop import Trainer, TrainingProgress
+from mdi_training.lora import add_adapters, load_base
+from mdi_training.new_model import config_file, load_shape, new_model, parse_shape
+from mdi_training.storage import sha256_file
+from mdi_training.training_settings import LoraSettings
 
 
 @dataclass(frozen=True)

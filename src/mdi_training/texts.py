@@ -14,7 +14,7 @@ from typing import Any
 
 from mdi.errors import UsageError
 from mdi.settings_file import parse_json
-from mdi.training.storage import missing
+from mdi_training.storage import missing
 
 TEXT_SUFFIXES = (".txt", ".md")
 # Files with a text in each row. Parquet, which most data sets of the hub are in, needs pyarrow.

@@ -13,8 +13,8 @@ import torch
 
 from mdi.disk_space import check_disk
 from mdi.errors import UsageError
-from mdi.training.begin import Beginning
-from mdi.training.checkpoint import (
+from mdi_training.begin import Beginning
+from mdi_training.checkpoint import (
     LAST,
     WEIGHTS_NAME,
     SavedRun,
@@ -22,11 +22,11 @@ from mdi.training.checkpoint import (
     save_last,
     save_state,
 )
-from mdi.training.loop import StepReport, Trainer
-from mdi.training.lora import trained_weights
-from mdi.training.processes import Processes
-from mdi.training.record import LossRecord, ProgressLines
-from mdi.training.storage import make_folder
+from mdi_training.loop import StepReport, Trainer
+from mdi_training.lora import trained_weights
+from mdi_training.processes import Processes
+from mdi_training.record import LossRecord, ProgressLines
+from mdi_training.storage import make_folder
 
 RECORD_NAME = "losses.csv"
 

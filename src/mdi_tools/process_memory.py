@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from mdi.errors import UsageError
-from mdi.gpu_memory import Gpu
+from mdi_tools.gpu_memory import Gpu
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: Windows has not all of them
 COLUMNS = ("time_s", "n_processes", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes")

@@ -18,11 +18,11 @@ import torch
 from litgpt.model import GPT
 
 from mdi.errors import CheckpointError
-from mdi.training.loop import TrainingProgress
-from mdi.training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
-from mdi.training.storage import make_folder
-from mdi.training.training_settings import LoraSettings, TrainingSettings
 from mdi.whole_files import replacing
+from mdi_training.loop import TrainingProgress
+from mdi_training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
+from mdi_training.storage import make_folder
+from mdi_training.training_settings import LoraSettings, TrainingSettings
 
 WEIGHTS_NAME = "lit_model.pth"
 STATE_NAME = "train_state.pth"

@@ -25,7 +25,7 @@ from mdi.errors import UsageError
 from mdi.units import size
 
 if TYPE_CHECKING:
-    from mdi.process_memory import MemorySample
+    from mdi_tools.process_memory import MemorySample
 
 logger = logging.getLogger("mdi")
 
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.plots import plot_memory
-    from mdi.process_memory import COLUMNS, PROCESS_COLUMNS, monitor
+    from mdi_tools.plots import plot_memory
+    from mdi_tools.process_memory import COLUMNS, PROCESS_COLUMNS, monitor
 
     command = split_command(args.command)
     if not 0.01 <= args.interval <= 86_400:

@@ -19,7 +19,7 @@ from litgpt.model import GPT
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError
 from mdi.settings_file import check_counts, parse_yaml
-from mdi.training.storage import missing
+from mdi_training.storage import missing
 
 
 def load_shape(source: str | Path) -> Config:

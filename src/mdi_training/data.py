@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from mdi.errors import UsageError
 from mdi.settings_file import parse_json
-from mdi.training.encoders import encoded
-from mdi.training.storage import make_folder, missing, sha256_file
-from mdi.training.texts import PIECE_CHARS, pieces
-from mdi.training.vocabulary import TOKENIZER_FILES, Vocabulary
 from mdi.whole_files import replacing
+from mdi_training.encoders import encoded
+from mdi_training.storage import make_folder, missing, sha256_file
+from mdi_training.texts import PIECE_CHARS, pieces
+from mdi_training.vocabulary import TOKENIZER_FILES, Vocabulary
 
 # Token ids on disk: uint16 or uint32, little-endian.
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]

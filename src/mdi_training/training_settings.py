@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mdi.errors import UsageError
-from mdi.training.schedule import SCHEDULES
+from mdi_training.schedule import SCHEDULES
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The matrices that litgpt's LoRA can adapt, by the names of its settings (lora_query, ...).

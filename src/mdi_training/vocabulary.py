@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mdi.errors import UsageError
 from mdi.settings_file import parse_json
-from mdi.training.storage import missing
+from mdi_training.storage import missing
 
 EOS_TOKEN = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")

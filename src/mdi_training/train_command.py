@@ -19,17 +19,17 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi.cli.train_flags import add_arguments, make_lora, make_settings
 from mdi.errors import UsageError
-from mdi.training.training_settings import TrainingSettings
+from mdi_training.train_flags import add_arguments, make_lora, make_settings
+from mdi_training.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mdi.training.begin import Beginning
-    from mdi.training.data import DataSet
-    from mdi.training.processes import Processes
-    from mdi.training.training_session import TrainingSession
+    from mdi_training.begin import Beginning
+    from mdi_training.data import DataSet
+    from mdi_training.processes import Processes
+    from mdi_training.training_session import TrainingSession
 
     # The weights to begin with, and the folder for the results.
     Begin = Callable[[argparse.Namespace, DataSet], tuple[Beginning, Path]]
@@ -47,8 +47,8 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     """A session of training from where `begin` says; for models of other kinds, too."""
     from mdi.machine.threads import choose_threads
     from mdi.machine.torch_use import load_torch
-    from mdi.training.interrupt import StopRequest
-    from mdi.training.processes import Processes, joined
+    from mdi_training.interrupt import StopRequest
+    from mdi_training.processes import Processes, joined
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: expected at least 1")
@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
 
 
 def _run(args: argparse.Namespace, device: str, processes: Processes, begin: Begin, stop: Callable[[], bool]) -> None:
-    """A function of its own, so that the session is freed before the processes separate (`mdi.training.processes.joined`)."""
+    """A function of its own, so that the session is freed before the processes separate (`mdi_training.processes.joined`)."""
     session = make_session(args, device, processes, begin)
     session.run(stop)
     if processes.is_first:
@@ -73,11 +73,11 @@ def make_session(args: argparse.Namespace, device: str, processes: Processes, be
     """Check everything that a session needs, and print it in one line. Raises MdiError."""
     import torch
 
-    from mdi.training.begin import check_fit, restore
-    from mdi.training.data import load_data_set
-    from mdi.training.loop import Trainer
-    from mdi.training.training_session import TrainingSession
-    from mdi.training.windows import Windows
+    from mdi_training.begin import check_fit, restore
+    from mdi_training.data import load_data_set
+    from mdi_training.loop import Trainer
+    from mdi_training.training_session import TrainingSession
+    from mdi_training.windows import Windows
 
     data = load_data_set(args.dataset)
     beginning, out = begin(args, data)
@@ -113,9 +113,9 @@ def make_session(args: argparse.Namespace, device: str, processes: Processes, be
 
 def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     """The weights to begin with, and the folder for the results. Raises MdiError."""
-    from mdi.training.begin import check_fit, check_free, from_checkpoint, from_scratch, from_state
-    from mdi.training.checkpoint import load_state
-    from mdi.training.new_model import fit_vocabulary, load_shape
+    from mdi_training.begin import check_fit, check_free, from_checkpoint, from_scratch, from_state
+    from mdi_training.checkpoint import load_state
+    from mdi_training.new_model import fit_vocabulary, load_shape
 
     lora = make_lora(args)
     for flag in ("config", "fit_vocab"):
@@ -198,9 +198,9 @@ def pick_device(name: str) -> str:
 def draw_losses(out: Path) -> None:
     """losses.png beside losses.csv, if matplotlib is installed; an error in it does not end the run."""
     from mdi.errors import MdiError
-    from mdi.plots import plot_losses
-    from mdi.training.record import read_losses
-    from mdi.training.training_session import RECORD_NAME
+    from mdi_tools.plots import plot_losses
+    from mdi_training.record import read_losses
+    from mdi_training.training_session import RECORD_NAME
 
     try:
         rows = read_losses(out / RECORD_NAME)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mdi.checkpoint.hub_files import fetch
 from mdi.errors import DownloadError
-from mdi.training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
+from mdi_training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
 _FULL = "free some space, choose another disk with --out, or fewer files with --files"
 # Files of every repository that are not data.

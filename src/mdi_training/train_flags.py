@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
-from mdi.training.schedule import SCHEDULES
-from mdi.training.training_settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
+from mdi_training.schedule import SCHEDULES
+from mdi_training.training_settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
 
 if TYPE_CHECKING:
-    from mdi.training.checkpoint import SavedRun
+    from mdi_training.checkpoint import SavedRun
 
 INITS = ("scratch", "resume", "finetune", "hf", "huggingface")
 DEFAULT_DATASET = Path("data/shakespeare")
