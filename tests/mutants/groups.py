@@ -79,9 +79,6 @@ MUTANTS = [
     ),
     Mutant("torch counts as exact", "numbers_of", "found not in IN_KERNELS", "False", DIFFERENCES),
     Mutant("rounded links count as exact", "numbers_of", "place > 0 and block == start", "False", DIFFERENCES),
-    Mutant(
-        "sums by torch count as exact", "numbers_of", "options.parallel.algorithm in TORCH_SUMS", "False", DIFFERENCES
-    ),
     Mutant("a GPU counts as its processor", "arithmetic_of", 'device == "cpu"', "True", DIFFERENCES),
     Mutant(
         "every other ring counts as exact",
