@@ -18,7 +18,7 @@ from mdi.serve.backend import Backend
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import ModelHost
-from mdi.serve.lines import Lines
+from mdi.serve.process import Lines
 from mdi.serve.questions import handlers
 from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
