@@ -45,7 +45,7 @@ MOST_ROPE = 1024  # csrc/rotary.h
 
 
 def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
-    """Name the feature of a model (litgpt's Config as a plain dict) that the kernels lack; None if they compute all of its blocks."""
+    """Name the feature of a model (litgpt's Config as a dict) that the kernels lack; None if they compute all blocks."""
     try:
         return _unknown(config)
     except (TypeError, ValueError, AttributeError, OverflowError) as e:  # it may come from another node
@@ -220,7 +220,7 @@ class Blocks:
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
-        """Compute one half of a block: the numbers to add to the rows, before the norm that may follow; 0 is attention, 1 the MLP.
+        """Compute what one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
 
         Returns:
             float32 (N, n_embd); `rows` stay as they are.

@@ -32,8 +32,7 @@ class EmbeddingTable(Protocol):
 
 
 class WeightUse(NamedTuple):
-    """Use of memory and disk by a stage's weights: bytes of memory, at most; bytes read from the disk; seconds that computing waited for
-    the disk."""
+    """Of a stage's weights: bytes of memory, at most; bytes read from the disk; seconds that computing waited for the disk."""
 
     resident_bytes: int
     read_bytes: int

@@ -54,8 +54,10 @@ def instruction_set() -> str:
 
 
 def arithmetic() -> str:
-    """The kind of arithmetic; nodes of one kind give the same bits: "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or
-    "torch" without kernels."""
+    """The kind of arithmetic; nodes of one kind give the same bits.
+
+    "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or "torch" without kernels.
+    """
     return {OFF: "torch", "plain": "plain"}.get(instruction_set(), "fused")
 
 
