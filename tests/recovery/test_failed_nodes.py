@@ -15,8 +15,8 @@ import pytest
 import mdi.node.ring_former
 import mdi.node.run_rings
 from mdi.control.client import ControlClient
-from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
+from mdi.engine.worker import SecondaryLoop
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
 from mdi.node.options import StarterOptions

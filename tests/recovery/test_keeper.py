@@ -11,7 +11,7 @@ import pytest
 import mdi.recovery.keeper
 from mdi.control.messages import COMPILING
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
-from mdi.net.pings import STUCK
+from mdi.net.link import STUCK
 from mdi.recovery.keeper import BROUGHT_DOWN, RingKeeper
 from mdi.recovery.replacement import Next, Stage
 from mdi.recovery.roll_call import Answer, Roll

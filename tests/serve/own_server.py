@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_state import ApiState

@@ -12,7 +12,7 @@ import pytest
 import mdi.stages.store as module
 from mdi.cancel import Cancel
 from mdi.control.messages import N_TEXTS, PartSpec
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
 from mdi.kernels.page_sizes import CacheClass
 from mdi.machine.computing import Computing

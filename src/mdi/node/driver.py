@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import Protocol
 
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import LoopbackRing, TcpRing

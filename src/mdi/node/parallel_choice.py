@@ -12,9 +12,6 @@ from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.node.options import StarterOptions
 from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice
-from mdi.partition.sum_cost import TORCH_SUMS
-from mdi.stages.building import check_torch_sums
-from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 
@@ -49,7 +46,6 @@ def chosen_stages(
     has_groups = any(stage.is_group for stage in stages)
     if n_nodes == 1 or (mode == "ring" and not has_groups):
         return None
-    _check_sums(options, cluster)
     why_not = _why_not_shared(config, computing)
     whole = (RingStage(ALL_NODES, tuple(node.name for node in cluster.nodes)),)
     if mode == "tensor":
@@ -67,18 +63,6 @@ def chosen_stages(
     if options.parallel.is_head_shared and len(stages) > 1:
         raise UsageError("--head shared needs all nodes in one group: use --parallel tensor, or leave it out")
     return stages
-
-
-def _check_sums(options: StarterOptions, cluster: ClusterConfig) -> None:
-    """Raises UsageError for sums by torch that cannot be."""
-    algorithm = options.parallel.algorithm
-    if algorithm not in TORCH_SUMS:
-        return
-    check_torch_sums(algorithm)
-    if cluster.keys is not None:
-        raise UsageError(f"--reduce {algorithm} encrypts nothing: use another one in a cluster with a key")
-    if options.parallel.reduce_dtype != REDUCE_DTYPES[0]:
-        raise UsageError(f"--reduce {algorithm} sums in float32: leave --reduce-dtype out, or use another way")
 
 
 def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> str | None:

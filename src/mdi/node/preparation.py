@@ -13,8 +13,8 @@ from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.requested import Requested
-from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.sent_rows import COMPUTE
+from mdi.engine.memory import CacheMemory
+from mdi.engine.replay import COMPUTE
 from mdi.engine.starter_part import StarterFrameStage
 from mdi.machine.computing import Computing
 from mdi.node.options import StarterOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mdi.engine.sent_rows import FILL, PASS
+from mdi.engine.replay import FILL, PASS
 from mdi.recovery.replacement import Next
 
 Counts = Mapping[int, int]  # of each text, positions whose rows were sent and kept, from the first on
@@ -30,7 +30,7 @@ class ReplayRoles:
     the rows are there.
 
     Attributes:
-        by_name: of each secondary that has a part in it, what it does with replays (engine.secondary_loop).
+        by_name: of each secondary that has a part in it, what it does with replays (engine.worker).
         is_by_starter: whether the starter's own rows are replayed.
         has_lost: whether a node has lost its caches, so that there is something to restore.
     """

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, NodeLostError, RingError
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.preparation import Preparation

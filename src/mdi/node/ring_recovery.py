@@ -8,7 +8,7 @@ from statistics import fmean
 
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import NodeLostError
 from mdi.machine.neighbours import host_of
 from mdi.measure.model_shape import model_shape

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mdi.detokenize import TextStream
-from mdi.engine.seeds import seed_of
-from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.sequence import SamplingParams, seed_of
+from mdi.engine.starter import StarterEngine
 from mdi.node.sample import OnText, Sample, SampleReader, stops_at
 from mdi.text import TextCodec
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mdi.detokenize import TextStream
-from mdi.engine.planned import Event
-from mdi.engine.requests import FAILED, Ends, Events, Request, wait_for_event
+from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, wait_for_event
 from mdi.metrics import SampleMetrics
 
 OnText = Callable[["Sample", str], None]

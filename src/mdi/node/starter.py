@@ -13,10 +13,10 @@ from types import TracebackType
 
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
+from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sent_rows import SentRows
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.node.driver import EngineThread
 from mdi.node.options import StarterOptions
 from mdi.node.parallel_choice import nodes_of_chunks

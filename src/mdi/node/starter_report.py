@@ -14,7 +14,7 @@ from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import StatusOnly
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError
 from mdi.machine.computing import Computing
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes

@@ -12,8 +12,8 @@ from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.parts import Part
 from mdi.control.messages import InitRequest
-from mdi.engine.arrays import ArrayRows
-from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
+from mdi.engine.rows import ArrayRows
+from mdi.engine.worker import FrameRows, SecondaryLoop
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.machine.threads import computing_threads
 from mdi.metrics import peak_rss_bytes

@@ -13,7 +13,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING
 from mdi.errors import MdiError, NodeLostError, RingError
-from mdi.net.pings import STUCK
+from mdi.net.link import STUCK
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.recovery.absences import Absences
 from mdi.recovery.records import MAY_DIFFER, Records, Recovery

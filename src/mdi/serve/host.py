@@ -21,11 +21,9 @@ from typing import Any
 
 from mdi.cancel import Cancel, CancelledError
 from mdi.config import ClusterConfig
-from mdi.engine.pace import PromptPace
-from mdi.engine.planned import Event
-from mdi.engine.requests import Constraint, Request
-from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.scheduler import PromptPace
+from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
+from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode

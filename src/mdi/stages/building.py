@@ -18,8 +18,6 @@ from mdi.kernels.head import Weights
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
-from mdi.machine.torch_use import has_torch
-from mdi.partition.sum_cost import TORCH_SUMS
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.loading import WeightPlacer, kernel_weights, torch_weights
 from mdi.tensor.group import Group
@@ -127,20 +125,12 @@ class StageSpec:
         return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)
 
 
-def check_torch_sums(algorithm: str) -> None:
-    """Raises UsageError if torch must compute sums and is not installed."""
-    if algorithm in TORCH_SUMS and not has_torch():
-        raise UsageError(f"--reduce {algorithm} needs torch: install it on all nodes, or use --reduce auto")
-
-
 def check_spec(spec: StageSpec) -> None:
     """Raises UsageError for what only the kernels can do."""
     if spec.is_torch and spec.window is not None:
         raise UsageError(f"--window and --memory are for the kernels, which do not compute {spec.computing.why_torch}")
     if spec.is_torch and spec.group is not None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
-    if spec.group is not None:
-        check_torch_sums(spec.group.algorithm)
 
 
 def build_stage(

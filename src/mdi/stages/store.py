@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from mdi.cancel import Cancel
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
 from mdi.errors import MdiError, NoMemoryError
 from mdi.kernels.head import Weights
 from mdi.machine.resources import device_free_bytes

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mdi.engine.arrays import ArrayRows, rows_of
-from mdi.engine.secondary_loop import FrameStage, SecondaryLoop
+from mdi.engine.rows import ArrayRows, rows_of
+from mdi.engine.worker import FrameStage, SecondaryLoop
 from mdi.net.ring import Ring, TcpRing
 from mdi.net.wire import Frame
 from mdi.tensor.group import Group
