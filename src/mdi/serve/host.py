@@ -18,14 +18,13 @@ from mdi.engine.pace import PromptPace
 from mdi.engine.requests import Constraint
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.node.options import StarterOptions
-from mdi.node.starter import StarterNode
-from mdi.node.starter_ports import StarterPorts
+from mdi.run.nodes import NodeSource
+from mdi.run.ports import StarterPorts
+from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.lines import Lines
 from mdi.serve.outlet import Outlet
-from mdi.session.node_source import NodeSource
-from mdi.session.run_session import Session
 
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
@@ -41,7 +40,7 @@ class Loaded:
     """A model whose ring is closed."""
 
     name: str
-    session: Session
+    session: Run
     outlet: Outlet
     directory: Path
     n_vocabulary: int
@@ -49,8 +48,8 @@ class Loaded:
     making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def node(self) -> StarterNode:
-        return self.session.starter
+    def node(self) -> Run:
+        return self.session
 
 
 @dataclass
@@ -76,7 +75,7 @@ class ModelHost:
 
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
-        on_end: Callable[[StarterNode], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[Run], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._options = options
@@ -126,7 +125,7 @@ class ModelHost:
         loaded = self._loaded_as(model)
         with loaded.making_grammars:
             if loaded.grammars is None:
-                loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
+                loaded.grammars = GrammarSource(loaded.directory, loaded.node.model.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
@@ -222,7 +221,7 @@ class ModelHost:
 
     def _load(self, name: str) -> None:
         self._n_loads += 1
-        session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
+        session = Run(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)
@@ -234,16 +233,16 @@ class ModelHost:
         finally:
             logger.removeHandler(progress)
             listener.stop()
-        node = session.starter
+        node = session
         if self.loaded and node.engine.memory is not None and node.engine.memory.n_sequences(node.max_length) == 0:
             session.close()
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         node.engine.pace = PromptPace()
-        directory, n_vocabulary = node.directory, int(node.config.padded_vocab_size)
-        outlet = Outlet(name, node.engine, node.codec.eos_ids, self._lines)
+        directory, n_vocabulary = node.model.directory, int(node.model.config.padded_vocab_size)
+        outlet = Outlet(name, node.engine, node.model.codec.eos_ids, self._lines)
         self.loaded[name] = Loaded(name, session, outlet, directory, n_vocabulary)
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
-        tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
+        tokenizer = {**node.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "ready", 1.0)
         self._on_ready(name)
