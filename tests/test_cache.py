@@ -30,7 +30,7 @@ def caches_of(config: dict[str, Any], is_device: bool, dtype: torch.dtype = torc
     if is_device:
         for c, pool in enumerate(caches.pools):
             slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
-            slabs.slab_pages = slabs.first_pages = 2
+            slabs.slab_pages = 2
             caches.pools[c] = slabs
         for block in caches.blocks:
             block.pool = caches.pools[block.cache_class]

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.cli import prepare_data as cli_data
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.data import (
+from mdi.whole_files import replacing
+from mdi_training import prepare_data_command as cli_data
+from mdi_training.data import (
     encode_texts,
     id_type,
     load_data_set,
     write_data_set,
 )
-from mdi.training.texts import find_texts, pieces, read_text
-from mdi.training.vocabulary import EOS_TOKEN, Vocabulary, load_vocabulary, train_vocabulary
-from mdi.whole_files import replacing
+from mdi_training.texts import find_texts, pieces, read_text
+from mdi_training.vocabulary import EOS_TOKEN, Vocabulary, load_vocabulary, train_vocabulary
 
 TEXT = "The cat sat on the mat.\n\n  Was it the cat?\r\nIt was; the dog\tslept.\n" * 40
 FOREIGN = "Grüße, 世界! \U0001f600 e\u0301 \u200f עברית \x00\x7f\ufeff \u2028 end  \n\n\t "

@@ -15,10 +15,10 @@ import pytest
 from hub_server import HubModel, HubServer
 from mdi.cli import launch
 from mdi.errors import DownloadError, UsageError
-from mdi.training.data import load_data_set
-from mdi.training.hub import choose_texts, download_texts
-from mdi.training.texts import find_texts, read_texts
-from mdi.training.vocabulary import EOS_TOKEN, load_vocabulary
+from mdi_training.data import load_data_set
+from mdi_training.hub import choose_texts, download_texts
+from mdi_training.texts import find_texts, read_texts
+from mdi_training.vocabulary import EOS_TOKEN, load_vocabulary
 from tiny_training import grammar_text, make_shape, prepare, train
 
 ROWS = [f"Row {i}: the cat sat on mat number {i}." for i in range(60)]
@@ -214,7 +214,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("fraction", "n_val"), [("0.1", 100), ("0.25", 250), ("1/3", 334), ("0.001", 1)])
 def test_how_much_is_held_out(tmp_path: Path, fraction: str, n_val: int) -> None:
-    from mdi.training.vocabulary import train_vocabulary
+    from mdi_training.vocabulary import train_vocabulary
 
     (tmp_path / "bytes.json").write_bytes(train_vocabulary(["a"], 257).files()["tokenizer.json"])
     (tmp_path / "text.txt").write_text("z" * 1000)
@@ -227,7 +227,7 @@ def test_how_much_is_held_out(tmp_path: Path, fraction: str, n_val: int) -> None
 
 
 def test_a_full_disk_while_encoding_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mdi.cli import prepare_data as cli_data
+    from mdi_training import prepare_data_command as cli_data
 
     class Full:
         def write(self, data: bytes) -> int:

@@ -1,8 +1,7 @@
-"""What a GPU computes with where weights stay in int8 or int4: the layers on the CPU, the kernel in Triton's interpreter."""
+"""What a GPU computes with where weights stay in int8 or int4: the layers, on the CPU."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -20,7 +19,7 @@ from mdi.kernels.layout import pack, unpack
 from mdi.machine import resources
 from mdi.machine.computing import choose_computing
 from mdi.model import stage as stage_module
-from mdi.model.device_layers import FEW_ROWS, DeviceLayers, DeviceLinear, product_for, unpacked
+from mdi.model.packed_linear import DeviceLayers, DeviceLinear, unpacked
 from mdi.model.stage import StarterStage
 from mdi.weight_formats import LAYOUTS
 from test_packed_linear import weights_of
@@ -53,30 +52,13 @@ def test_numbers_and_scales_are_those_of_the_packed_weight(form: str, shape: tup
 def test_a_layer_computes_in_the_type_that_is_asked_for(form: str, dtype: torch.dtype) -> None:
     matrix = pack(form, torch.randn(40, 200, generator=GENERATOR).numpy())
     bias = np.linspace(-1, 1, 40, dtype=np.float32)
-    layer = DeviceLinear(matrix, bias, CPU, dtype, None)
+    layer = DeviceLinear(matrix, bias, CPU, dtype)
     x = torch.randn(2, 3, 200, generator=GENERATOR).to(dtype)
     found = layer(x)
     assert found.dtype == dtype and found.shape == (2, 3, 40)
     expected = F.linear(x, torch.from_numpy(unpack(matrix)).to(dtype), torch.from_numpy(bias).to(dtype))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert {t.dtype for t in layer.state_dict().values()} == {layer.numbers.dtype, torch.float16, dtype}
-
-
-def test_few_rows_go_to_the_kernel_and_many_do_not() -> None:
-    matrix = pack("int4", torch.randn(16, 64, generator=GENERATOR).numpy())
-    asked: list[int] = []
-
-    def product(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, form: str) -> torch.Tensor:
-        asked.append(len(x))
-        return x @ unpacked(numbers, scales, form, x.dtype, x.size(1)).T
-
-    layer = DeviceLinear(matrix, np.ones(16, np.float32), CPU, torch.float32, product)
-    plain_layer = DeviceLinear(matrix, np.ones(16, np.float32), CPU, torch.float32, None)
-    limit = FEW_ROWS[torch.float32]
-    for n_rows in (0, 1, limit, limit + 1):
-        x = torch.randn(n_rows, 64, generator=GENERATOR)
-        torch.testing.assert_close(layer(x), plain_layer(x))
-    assert asked == [1, limit] and product_for(CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -119,22 +101,3 @@ def test_memory_that_torch_keeps_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
     assert resources.device_free_bytes("cuda:0") == 1200
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: see test_gpu.py")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_the_kernel_in_tritons_interpreter(form: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in bfloat16, whose products the interpreter does not know."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton")
-    product = importlib.import_module("mdi.model.triton_linear").product
-    matrix = pack(form, torch.randn(shape, generator=GENERATOR).numpy())
-    codes = codes_of(matrix)
-    numbers, scales = torch.from_numpy(codes.numbers), torch.from_numpy(codes.scales)
-    for dtype, near in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
-        for n_rows in (1, 3, 20):
-            x = torch.randn(n_rows, shape[1], generator=GENERATOR).to(dtype)
-            exact = x.double() @ torch.from_numpy(unpack(matrix)).to(dtype).double().T
-            found = product(x, numbers, scales, form)
-            assert found.dtype == dtype and (found.double() - exact).norm() / exact.norm() < near

@@ -1,4 +1,4 @@
-"""What only a GPU does: stages, frames, recorded steps, packed weights and measurements on CUDA. Skipped where there is none,
+"""What only a GPU does: stages, frames, packed weights and measurements on CUDA. Skipped where there is none,
 as on every machine so far: not one of these tests has ever run (docs/gpu.md)."""
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.requested import Requested
 from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
 from mdi.kernels.codes import codes_of
-from mdi.kernels.layout import pack, unpack
+from mdi.kernels.layout import pack
 from mdi.machine.computing import choose_computing
 from mdi.machine.device import choose_device, choose_dtype, devices
 from mdi.machine.resources import device_free_bytes, machine_free_bytes
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Subject
 from mdi.measure.reading import reader
-from mdi.model.decode_graphs import can_record
-from mdi.model.device_layers import DeviceLinear, product_for
+from mdi.model.packed_linear import DeviceLinear
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
 from secondaries import cluster_of, secondaries, text_of
@@ -76,48 +75,6 @@ def step(stage: StarterStage, ids: list[int], slices: list[tuple[int, int, int]]
     return stage.head(stage(stage.embed(torch.tensor(ids, device=CUDA)), slices)).cpu()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_steps_of_a_gpu(family: str) -> None:
-    """CUDA's graphs against the plain path, over the ends of pages, with another number of sequences, and after all ended."""
-    gpt = model_of(family)
-    stage, other = (starter_on_gpu(gpt, None, torch.float32, 160) for _ in range(2))
-    assert (stage.graphs is not None) == can_record(stage.blocks)
-    other.graphs = None
-    for n_sequences in (5, 1, 6, 5):
-        lengths = [3 + 19 * i for i in range(n_sequences)]
-        for i, length in enumerate(lengths):
-            for each in (stage, other):
-                step(each, prompt(length, i), [(i, 0, length)])
-        for number in range(12):
-            ids = prompt(n_sequences, 50 + number)
-            slices = [(i, length + number, 1) for i, length in enumerate(lengths)]
-            torch.testing.assert_close(step(stage, ids, slices), step(other, ids, slices), atol=1e-3, rtol=1e-3)
-        for i in range(n_sequences):
-            stage.caches.free(i)
-            other.caches.free(i)
-    if stage.graphs is not None:
-        assert stage.graphs.n_recorded >= 2, "if nothing was recorded, the log says why"
-        stage.caches.clear()
-        assert stage.caches.n_bytes == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_tritons_kernel_on_a_gpu(form: str, dtype: torch.dtype) -> None:
-    product = product_for(CUDA, dtype)
-    assert product is not None, "Triton comes with torch for CUDA on Linux, and needs a C compiler"
-    generator = torch.Generator().manual_seed(1)
-    for n_out, n_in in ((96, 200), (2048, 5632), (11008, 4096)):
-        matrix = pack(form, torch.randn(n_out, n_in, generator=generator).numpy())
-        layer = DeviceLinear(matrix, None, CUDA, dtype, product)
-        exact = torch.from_numpy(unpack(matrix)).to(CUDA).to(dtype).double()
-        for n_rows in (1, 2, 16, 33, 64, 65):
-            x = torch.randn(n_rows, n_in, generator=generator).to(CUDA, dtype)
-            found = layer(x)
-            error = (found.double() - x.double() @ exact.T).norm() / (x.double() @ exact.T).norm()
-            assert found.dtype == dtype and error < {torch.float32: 1e-5}.get(dtype, 6e-3), (n_out, n_in, n_rows)
-
-
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "Qwen3-30B-A3B", "deepseek-v3-shape"])
 def test_a_stage_with_packed_weights_on_a_gpu(family: str, form: str) -> None:
@@ -139,7 +96,7 @@ def test_a_stage_with_packed_weights_on_a_gpu(family: str, form: str) -> None:
 def test_packed_weights_take_no_more_memory_than_packed() -> None:
     matrix = pack("int4", np.ones((4096, 4096), np.float32))
     before = torch.cuda.memory_allocated(CUDA)
-    layer = DeviceLinear(matrix, None, CUDA, torch.bfloat16, None)
+    layer = DeviceLinear(matrix, None, CUDA, torch.bfloat16)
     assert codes_of(matrix).numbers.nbytes <= torch.cuda.memory_allocated(CUDA) - before <= 1.01 * matrix.data.nbytes
     del layer
 

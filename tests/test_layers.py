@@ -29,8 +29,8 @@ LIGHT = [
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
-    "mdi.process_memory",
-    "mdi.token_times",
+    "mdi_tools.process_memory",
+    "mdi_tools.token_times",
     "mdi.partition.profile",
     "mdi.weight_formats",
     "mdi.node.local",
@@ -47,7 +47,7 @@ ONLY_NUMPY = [
 
 
 def modules() -> list[Path]:
-    return sorted((SRC / "mdi").rglob("*.py"))
+    return sorted(SRC.glob("mdi*/**/*.py"))
 
 
 def layer_of(module: str) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mdi import gpu_memory
 from mdi.cli import launch
-from mdi.cli.mem_monitor import series_of_nodes, split_command, summary, title_of
 from mdi.errors import UsageError
-from mdi.gpu_memory import Gpu
-from mdi.process_memory import COLUMNS, Family, MemorySample, ProcessUsage, monitor, node_of
+from mdi_tools import gpu_memory
+from mdi_tools.gpu_memory import Gpu
+from mdi_tools.mem_monitor_command import series_of_nodes, split_command, summary, title_of
+from mdi_tools.process_memory import COLUMNS, Family, MemorySample, ProcessUsage, monitor, node_of
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 MB = 1_000_000

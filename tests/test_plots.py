@@ -5,7 +5,7 @@ import pytest
 
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
-from mdi.plots import plot_memory, plot_tokens_over_time, sample_series
+from mdi_tools.plots import plot_memory, plot_tokens_over_time, sample_series
 
 
 def sample(*times_s):

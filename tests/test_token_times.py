@@ -9,8 +9,8 @@ import pytest
 from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.metrics import RunMetrics, SampleMetrics, write_tokens_csv
-from mdi.plots import plot_time_over_tokens
-from mdi.token_times import find_runs, parse_name, read_token_times
+from mdi_tools.plots import plot_time_over_tokens
+from mdi_tools.token_times import find_runs, parse_name, read_token_times
 
 
 def write_run(
@@ -105,11 +105,13 @@ def test_files_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_figure_has_the_lines_and_the_detail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mdi.plots
+    import mdi_tools.plots
 
     drawn = []
-    save = mdi.plots.save_figure
-    monkeypatch.setattr(mdi.plots, "save_figure", lambda figure, path: (drawn.append(figure), save(figure, path))[1])
+    save = mdi_tools.plots.save_figure
+    monkeypatch.setattr(
+        mdi_tools.plots, "save_figure", lambda figure, path: (drawn.append(figure), save(figure, path))[1]
+    )
     series = {"1 node": [(1.0 * i, i) for i in range(1, 101)], "2 nodes": [(0.5 * i, i) for i in range(1, 101)]}
     plot_time_over_tokens(tmp_path / "f.png", series, "$title$")
     (axes,) = drawn[0].axes

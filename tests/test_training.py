@@ -14,14 +14,14 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from mdi.errors import CheckpointError, MdiError, UsageError
-from mdi.training.checkpoint import save_checkpoint
-from mdi.training.loop import StepReport, Trainer, TrainingProgress, make_optimizer
-from mdi.training.lora import add_adapters
-from mdi.training.new_model import load_shape, new_model
-from mdi.training.record import ProgressLines
-from mdi.training.schedule import learning_rate
-from mdi.training.training_settings import LoraSettings, TrainingSettings
-from mdi.training.windows import Windows
+from mdi_training.checkpoint import save_checkpoint
+from mdi_training.loop import StepReport, Trainer, TrainingProgress, make_optimizer
+from mdi_training.lora import add_adapters
+from mdi_training.new_model import load_shape, new_model
+from mdi_training.record import ProgressLines
+from mdi_training.schedule import learning_rate
+from mdi_training.training_settings import LoraSettings, TrainingSettings
+from mdi_training.windows import Windows
 from tiny_training import SHAPE, grammar_text, losses, make_dataset, make_shape, train, val_losses
 
 ROOT = Path(__file__).parent.parent
@@ -254,7 +254,7 @@ def test_a_slow_run_shows_its_first_steps(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All is slow if no time counts as short; the file of the losses has no other rows for it."""
-    monkeypatch.setattr("mdi.training.record.SILENT_S", 0.0)
+    monkeypatch.setattr("mdi_training.record.SILENT_S", 0.0)
     folder = make_shape(tmp_path / "m")
     assert train(folder, dataset, "--max-iters", 2, "--grad-acc-steps", 2) == 0
     out = capsys.readouterr().out

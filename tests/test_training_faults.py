@@ -17,8 +17,8 @@ import torch
 from litgpt.model import GPT
 
 from mdi.errors import MdiError, UsageError
-from mdi.training.checkpoint import load_state
-from mdi.training.new_model import load_shape
+from mdi_training.checkpoint import load_state
+from mdi_training.new_model import load_shape
 from tiny_training import argv_of, curve, make_dataset, make_shape, train
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' limits on file sizes")

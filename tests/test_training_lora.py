@@ -12,11 +12,11 @@ from litgpt.model import GPT
 
 from families import FAMILIES, VOCAB, config_of, model_of, prompt
 from mdi.errors import UsageError
-from mdi.training.loop import Trainer
-from mdi.training.lora import add_adapters, load_base, merged_weights, trained_weights
-from mdi.training.new_model import load_shape
-from mdi.training.training_settings import LORA_TARGETS, LoraSettings, TrainingSettings
-from mdi.training.windows import Windows
+from mdi_training.loop import Trainer
+from mdi_training.lora import add_adapters, load_base, merged_weights, trained_weights
+from mdi_training.new_model import load_shape
+from mdi_training.training_settings import LORA_TARGETS, LoraSettings, TrainingSettings
+from mdi_training.windows import Windows
 from tiny_training import losses, make_dataset, make_shape, train
 
 EVERYTHING = LoraSettings(r=3, alpha=8, dropout=0.2, targets=LORA_TARGETS)

@@ -13,11 +13,11 @@ import torch
 from litgpt.config import Config
 
 from mdi.errors import UsageError
-from mdi.training.loop import Trainer
-from mdi.training.new_model import new_model
-from mdi.training.processes import Processes
-from mdi.training.training_settings import TrainingSettings
-from mdi.training.windows import Windows
+from mdi_training.loop import Trainer
+from mdi_training.new_model import new_model
+from mdi_training.processes import Processes
+from mdi_training.training_settings import TrainingSettings
+from mdi_training.windows import Windows
 from tiny_training import SHAPE, argv_of, losses, make_dataset, make_shape, train
 
 SRC = Path(__file__).resolve().parents[1] / "src"

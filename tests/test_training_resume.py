@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.checkpoint import load_state
-from mdi.training.interrupt import StopRequest
-from mdi.training.loop import Trainer
+from mdi_training.checkpoint import load_state
+from mdi_training.interrupt import StopRequest
+from mdi_training.loop import Trainer
 from tiny_training import curve, losses, make_dataset, make_shape, train, train_with
 
 FLAGS = ("--max-iters", 14, "--ckpt-interval", 4, "--log-interval", 1, "--grad-acc-steps", 2)

@@ -13,8 +13,8 @@ from litgpt.model import GPT
 import mdi.cli
 from hub_server import HubModel, HubServer
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.new_model import config_file, fit_vocabulary, load_shape, new_model, parse_shape
-from mdi.training.schedule import learning_rate
+from mdi_training.new_model import config_file, fit_vocabulary, load_shape, new_model, parse_shape
+from mdi_training.schedule import learning_rate
 from tiny_checkpoint import plain, write_checkpoint
 from tiny_training import SHAPE, grammar_text, losses, make_dataset, make_shape, prepare, train
 

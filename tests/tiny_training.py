@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from mdi.cli import prepare_data as cli_data
-from mdi.cli import train as cli_train
+from mdi_training import prepare_data_command as cli_data
+from mdi_training import train_command as cli_train
 
 SHAPE = dict(
     name="tiny",

@@ -14,7 +14,7 @@ from typing import Any
 from mdi.config import read_json
 from mdi.errors import CheckpointError, UsageError
 from mdi.text import TextCodec
-from mdi.training.vocabulary import Vocabulary, load_vocabulary
+from mdi_training.vocabulary import Vocabulary, load_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from cluster_keys import key_file
-from mdi.tracing.chrome import read_trace
-from mdi.tracing.explain import explain
-from mdi.tracing.spans import Activity
-from mdi.tracing.summary import summarize
-from mdi.tracing.trace import Trace
+from mdi.tracing.explain import explain, summarize
+from mdi.tracing.recorder import Activity
+from mdi.tracing.trace import Trace, read_trace
 from processes import SOON_S, Process, Spawn, children_of, wait_gone
 from tiny_checkpoint import TEXT, reference
 

@@ -12,7 +12,7 @@ from litgpt.tokenizer import Tokenizer
 
 from families import greedy
 from mdi.cli import launch
-from mdi.training.new_model import load_shape
+from mdi_training.new_model import load_shape
 from processes import Spawn
 from tiny_training import argv_of, make_dataset, make_shape
 

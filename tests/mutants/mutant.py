@@ -27,7 +27,7 @@ class Mutant:
 
     Attributes:
         what: what is broken then, in plain words.
-        function: its qualified name in src/mdi ("Class.method", "function", "outer.inner"; a class or constant too), with
+        function: its qualified name in src ("Class.method", "function", "outer.inner"; a class or constant too), with
             "module.path:" before it if several have that name. "csrc:name" is a C++ function, "files/name.js:name" a
             function or constant of the page.
         old: the expression. It occurs once there. In C++ it has a value, because both expressions are compiled.
@@ -97,7 +97,7 @@ def _text(path: Path) -> str:
 def _python_functions() -> list[tuple[Path, dict[str, tuple[int, int]]]]:
     """Per file: each function's qualified name, and where its source begins and ends."""
     found = []
-    for path in _files(Path("src/mdi"), "**/*.py"):
+    for path in _files(Path("src"), "mdi*/**/*.py"):
         text = _text(path)
         starts = [0]
         for line in text.splitlines(keepends=True):

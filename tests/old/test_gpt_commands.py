@@ -32,7 +32,7 @@ from gpt.weights import open_nano
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.errors import CheckpointError, UsageError
-from mdi.training.data import load_data_set
+from mdi_training.data import load_data_set
 
 OLD = Path(__file__).resolve().parents[2] / "old"
 ROLES = (

@@ -9,7 +9,7 @@ import pytest
 
 from mdi.serve.live import Delays, NodeLook, node_state, ring_words, shares, waited_for
 from mdi.tracing.clocks import Reading
-from mdi.tracing.spans import Activity, Span
+from mdi.tracing.recorder import Activity, Span
 
 
 def look(name: str, at_s: float, measured: Mapping[str, Any] | None = None, **others: Any) -> NodeLook:

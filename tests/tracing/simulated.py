@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdi.tracing.spans import Activity, Span
+from mdi.tracing.recorder import Activity, Span
 from mdi.tracing.trace import NodeTrace, Trace
 
 HEAD_MS = 0.5

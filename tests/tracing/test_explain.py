@@ -11,11 +11,9 @@ import pytest
 from simulated import simulate
 
 from mdi.cli import launch
-from mdi.tracing.chrome import write_trace
-from mdi.tracing.explain import Finding, explain
-from mdi.tracing.spans import Activity
-from mdi.tracing.summary import Summary, summarize
-from mdi.tracing.trace import Trace
+from mdi.tracing.explain import Finding, Summary, explain, summarize
+from mdi.tracing.recorder import Activity
+from mdi.tracing.trace import Trace, write_trace
 
 
 def summary_of(trace: Trace) -> Summary:

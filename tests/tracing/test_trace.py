@@ -13,10 +13,9 @@ from simulated import simulate
 from mdi.errors import ControlError
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType, Slice
-from mdi.tracing.chrome import read_trace, write_trace
 from mdi.tracing.clocks import Clock, Reading, read_clock, settled
-from mdi.tracing.recorder import Recorder, extensions_of, recorder_of
-from mdi.tracing.spans import N_SPANS, Activity, Span, SpanBuffer, pack, unpack
+from mdi.tracing.recorder import N_SPANS, Activity, Recorder, Span, SpanBuffer, extensions_of, pack, recorder_of, unpack
+from mdi.tracing.trace import read_trace, write_trace
 
 counts = st.integers(0, (1 << 32) - 1)
 moments = st.integers(-(1 << 62), 1 << 62)

@@ -22,14 +22,14 @@ from gpt.commands.nano_train import refuse_foreign, resumed
 if TYPE_CHECKING:
     from gpt.model import PositionGPT
     from gpt.shape import GPTConfig
-    from mdi.training.begin import Beginning
-    from mdi.training.data import DataSet
+    from mdi_training.begin import Beginning
+    from mdi_training.data import DataSet
 
 _SHAPE = ("n_layer", "n_embd", "n_head")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import train as cli_train
+    from mdi_training import train_command as cli_train
 
     cli_train.add_arguments(parser)
     shape = parser.add_argument_group("shape of the model, from scratch (default: the thesis')")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli.train import train
+    from mdi_training.train_command import train
 
     return train(args, begin)
 
@@ -54,8 +54,8 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     from gpt.model import random_model
     from gpt.weights import nano_config_file
     from mdi.errors import UsageError
-    from mdi.training.begin import Beginning, check_free
-    from mdi.training.training_settings import TrainingSettings
+    from mdi_training.begin import Beginning, check_free
+    from mdi_training.training_settings import TrainingSettings
 
     refuse_foreign(args, "a GPT-2's shape is --size and so on")
     given = Path(args.ckpt).expanduser()

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gpt.tokens import character_vocabulary
-    from mdi.cli.prepare_data import unnamed_file_near
-    from mdi.training.data import encode_texts, write_data_set
-    from mdi.training.texts import find_texts, read_text
-    from mdi.training.vocabulary import train_vocabulary
+    from mdi_training.data import encode_texts, write_data_set
+    from mdi_training.prepare_data_command import unnamed_file_near
+    from mdi_training.texts import find_texts, read_text
+    from mdi_training.vocabulary import train_vocabulary
 
     paths = find_texts(args.data)
     texts = [read_text(path) for path in paths]

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpt.shape import GPTConfig
-    from mdi.training.begin import Beginning
-    from mdi.training.data import DataSet
+    from mdi_training.begin import Beginning
+    from mdi_training.data import DataSet
 
 FOREIGN = ("config", "fit_vocab", "hf_token", "lora_r")  # flags of src/train.py that have no meaning here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import train as cli_train
+    from mdi_training import train_command as cli_train
 
     cli_train.add_arguments(parser)
     shape = parser.add_argument_group("shape of the model, from scratch (default: the thesis')")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdi.cli.train import train
+    from mdi_training.train_command import train
 
     return train(args, begin)
 
@@ -46,8 +46,8 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     from gpt.model import random_model
     from gpt.weights import nano_config_file
     from mdi.errors import UsageError
-    from mdi.training.begin import Beginning, check_free
-    from mdi.training.training_settings import TrainingSettings
+    from mdi_training.begin import Beginning, check_free
+    from mdi_training.training_settings import TrainingSettings
 
     if args.init not in ("scratch", "resume"):
         raise UsageError(f"--init {args.init}: a NanoGPT begins from scratch, or goes on with resume")
@@ -88,8 +88,8 @@ def resumed(folder: Path, data: DataSet) -> Beginning:
     from gpt.model import random_model
     from gpt.weights import parse_nano_config
     from mdi.errors import CheckpointError
-    from mdi.training.begin import Beginning
-    from mdi.training.checkpoint import load_state
+    from mdi_training.begin import Beginning
+    from mdi_training.checkpoint import load_state
 
     saved = load_state(folder)
     config = parse_nano_config(saved.files["model_config.yaml"], folder)

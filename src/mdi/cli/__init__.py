@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -41,12 +41,12 @@ COMMANDS = {
     "pull": ("mdi.cli.pull", "download a model and make it ready"),
     "list": ("mdi.cli.list_models", "list the models that are ready"),
     "rm": ("mdi.cli.rm", "remove a model from the disk"),
-    "train": ("mdi.cli.train", "train a model from scratch, or a checkpoint further"),
+    "train": ("mdi_training.train_command", "train a model from scratch, or a checkpoint further"),
     "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
-    "prepare-data": ("mdi.cli.prepare_data", "make training data and a tokenizer from text"),
-    "plot-tok-time": ("mdi.cli.plot_tok_time", "draw time over tokens for several node counts"),
-    "mem-monitor": ("mdi.cli.mem_monitor", "run a command and record its memory"),
+    "prepare-data": ("mdi_training.prepare_data_command", "make training data and a tokenizer from text"),
+    "plot-tok-time": ("mdi_tools.plot_tok_time_command", "draw time over tokens for several node counts"),
+    "mem-monitor": ("mdi_tools.mem_monitor_command", "run a command and record its memory"),
 }
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
@@ -116,11 +116,15 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def launch(command: str, argv: list[str] | None = None, prog: str | None = None, module_name: str = "") -> int:
+def launch(
+    command: str, argv: list[str] | None = None, prog: str | None = None, module_name: str = "",
+    show: Callable[[MdiError | str], None] | None = None,
+) -> int:  # fmt: skip
     """Parse the arguments of one command and run it; returns the exit status.
 
     Args:
         module_name: of a command that is not in COMMANDS: a module with add_arguments and run.
+        show: called with the error of a failed command; None prints it in one line.
     """
     set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
@@ -139,20 +143,20 @@ def launch(command: str, argv: list[str] | None = None, prog: str | None = None,
                 status: int = module.run(args)
                 return status
             except Exception as e:
-                return _status_of(e, bool(getattr(args, "debug", False)))
+                return _status_of(e, bool(getattr(args, "debug", False)), show or _show_failure)
     except KeyboardInterrupt as e:  # also one that came while the handlers were set, or after the command
         return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
 
 
-def _status_of(error: Exception, is_debugging: bool) -> int:
-    """The exit status of a failed command; prints the error in one line. With --debug, a defect passes through."""
+def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | str], None]) -> int:
+    """The exit status of a failed command, whose error is shown. With --debug, a defect passes through."""
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     if isinstance(error, MdiError):
         if is_debugging:
             logger.exception("failed")
-        _tell_failure(error)
+        show(error)
         return 2 if isinstance(error, UsageError) else 1
     missing = error.name or "" if isinstance(error, ModuleNotFoundError) else None
     if is_debugging or (missing is not None and missing.startswith("mdi")):
@@ -164,12 +168,10 @@ def _status_of(error: Exception, is_debugging: bool) -> int:
             file=sys.stderr,
         )
     elif isinstance(error, MemoryError):
-        _tell_failure(
-            "out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)"
-        )
+        show("out of memory: free some, raise the limit of this process, or choose a smaller format (--quantize)")
     else:  # a defect, or a machine at its limits: memory, a driver, a disk
         reason = (str(error).splitlines() or [""])[0]
-        _tell_failure(f"{type(error).__name__}: {reason} (-d shows where)")
+        show(f"{type(error).__name__}: {reason} (-d shows where)")
     return 1
 
 
@@ -192,8 +194,8 @@ def _signals(is_ended_at_once: bool) -> Iterator[None]:
             _on_signal(number, handler)
 
 
-def _tell_failure(message: Any) -> None:
-    """The one line that tells why the command failed, as its log lines look."""
+def _show_failure(message: MdiError | str) -> None:
+    """Print the one line that says why the command failed, as its log lines look."""
     if os.environ.get(VARIABLE) == JSON:
         logger.error("%s", message)
     else:

@@ -28,10 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mdi.errors import UsageError
-    from mdi.tracing.chrome import read_trace
-    from mdi.tracing.explain import explain
-    from mdi.tracing.explanation_table import format_explanation
-    from mdi.tracing.summary import summarize
+    from mdi.tracing.explain import explain, format_explanation, summarize
+    from mdi.tracing.trace import read_trace
 
     trace = read_trace(args.file)
     summary = summarize(trace)

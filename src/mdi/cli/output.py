@@ -38,7 +38,7 @@ def add_trace_flag(group: argparse._ArgumentGroup) -> None:
 
 def write_trace_of(node: Run, path: Path) -> None:
     """The file of --trace, once the run has ended."""
-    from mdi.tracing.chrome import write_trace
+    from mdi.tracing.trace import write_trace
 
     trace = node.trace()
     if trace is not None:
@@ -85,7 +85,7 @@ def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: in
             gen_time_s=metrics.duration_s,
         )
     if args.plots:
-        from mdi.plots import plot_tokens_over_time, sample_series
+        from mdi_tools.plots import plot_tokens_over_time, sample_series
 
         csv = write_tokens_csv(output_dir("logs"), metrics)
         logger.info("wrote %s", csv)

@@ -115,7 +115,7 @@ def starter_options(args: argparse.Namespace) -> StarterOptions:
     from mdi.errors import UsageError
     from mdi.net.wire import SILENCE_S
     from mdi.node.options import StarterOptions
-    from mdi.tracing.spans import N_SPANS
+    from mdi.tracing.recorder import N_SPANS
 
     wait_s = getattr(args, "wait", 30.0)
     if not 0 <= wait_s < float("inf"):

@@ -14,9 +14,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.engine.tensors import DTYPES
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights
-from mdi.model.device_layers import layers_for
-from mdi.model.few_rows import pad_few_rows
-from mdi.model.packed_linear import Weights, install
+from mdi.model.packed_linear import Weights, install, layers_for
 from mdi.model.stage import Stage, StarterStage
 
 
@@ -53,7 +51,6 @@ class TorchBench(Bench):
         given = install(stage, self._weights("head"), lambda: layers_for(self._device, self._dtype))
         stage.load_state_dict({name: t.to(self._device) for name, t in given.items()}, strict=False, assign=True)
         stage.requires_grad_(False)
-        pad_few_rows(stage)
         return stage.head
 
     def rows(self, n: int) -> torch.Tensor:

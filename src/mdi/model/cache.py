@@ -21,10 +21,6 @@ from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CACHE_TYPE_OF = {dtype: name for name, dtype in TORCH_TYPES.items()}
 SLAB_BYTES = 32 << 20  # of a GPU's memory, taken at once
-# The first slab is larger, for steps are recorded for it alone (model.decode_graphs): enough for so many sequences of full
-# length, up to this share of what is free. Several nodes may share a GPU.
-FIRST_SEQUENCES = 32
-FIRST_SHARE = 1 / 8
 
 
 class TorchPages(Protocol):
@@ -56,36 +52,27 @@ class HostPages(Pool):
 
 
 class DevicePages(Pages):
-    """In a GPU's memory, slab after slab; all slabs are freed when no page is in use. A new page is zeros.
+    """In a GPU's memory, slab after slab; all slabs are freed when no page is in use. A new page is zeros."""
 
-    Args:
-        first_bytes: of the first slab; the others have SLAB_BYTES.
-    """
-
-    def __init__(
-        self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device, first_bytes: int = 0
-    ) -> None:
+    def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(page_bytes, capacity)
         self._dtype, self._device = dtype, device
         self.slab_pages = max(1, SLAB_BYTES // page_bytes)
-        self.first_pages = max(self.slab_pages, min(capacity, first_bytes // page_bytes))
         self.slabs: list[torch.Tensor] = []
 
     def where(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        slabs, rows = np.divmod(pages - self.first_pages, self.slab_pages)
-        is_first = pages < self.first_pages
-        return np.where(is_first, 0, slabs + 1), np.where(is_first, pages, rows)
+        slabs, rows = np.divmod(pages, self.slab_pages)
+        return slabs, rows
 
     def take(self) -> int:
         page = super().take()
         if int(self.where(np.array(page))[0]) == len(self.slabs):
-            n_pages = self.slab_pages if self.slabs else self.first_pages
             try:
-                shape = n_pages, self.page_bytes // self._dtype.itemsize
+                shape = self.slab_pages, self.page_bytes // self._dtype.itemsize
                 self.slabs.append(torch.empty(shape, dtype=self._dtype, device=self._device))
             except RuntimeError:  # of several types, by device
                 super().release([page])
-                taken = n_pages * self.page_bytes >> 20
+                taken = self.slab_pages * self.page_bytes >> 20
                 raise EngineError(
                     f"no memory is left on {self._device} for another {taken} MB of caches", "memory"
                 ) from None
@@ -211,9 +198,7 @@ class TorchCaches(CachePages):
                 pools.append(HostPages(c.page_bytes, capacity_of(c, max_length, limit_bytes), dtype))
             else:
                 limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
-                capacity = capacity_of(c, max_length, limit) + 1  # a scratch page, see model.decode_graphs
-                first_bytes = min(FIRST_SEQUENCES * c.n_bytes(max_length), _first_limit(device) // len(classes))
-                pools.append(DevicePages(c.page_bytes, capacity, dtype, device, first_bytes))
+                pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
         super().__init__(classes, pools)
         self.device = device
         shape = cache_shape(config)
@@ -248,11 +233,6 @@ class TorchCaches(CachePages):
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
-
-
-def _first_limit(device: torch.device) -> int:
-    """What the first slabs of all classes may take."""
-    return int(FIRST_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _memory_bytes(device: torch.device) -> int | None:

@@ -1,7 +1,7 @@
 """Layers in torch whose weights stay packed, for blocks that the kernels do not compute as a whole.
 
-The kernels multiply where they are, else the weight is unpacked for each product: slow, and equal within rounding. Activations
-of int8 and int4 are then not rounded.
+On a CPU the kernels multiply where they are, else the weight is unpacked for each product: slow, and equal within rounding.
+Activations of int8 and int4 are then not rounded.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
+from mdi.kernels.codes import codes_of
 from mdi.kernels.context import Context, linear
 from mdi.kernels.layout import Matrix, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.structures import MdiModel
+from mdi.weight_formats import LAYOUTS
 
 Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]
 
 
 class Layers(Protocol):
-    """Makes what packed weights become: on the CPU (`HostLayers`), or on a GPU (model.device_layers)."""
+    """Makes what packed weights become: on the CPU (`HostLayers`), or on a GPU (`DeviceLayers`)."""
 
     def linear(self, matrix: Matrix, bias: np.ndarray | None) -> nn.Module:
         """A linear layer; bias float32 (n_out)."""
@@ -93,6 +95,90 @@ class HostLayers:
 
     def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
         return PackedEmbedding(table, scale)
+
+
+class DeviceLinear(nn.Module):
+    """y = x W^T + b, with W in int8 or int4 in a GPU's memory, unpacked for each product. Activations are not rounded.
+
+    Args:
+        bias: float32 (n_out).
+        dtype: that is computed in.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, matrix: Matrix, bias: np.ndarray | None, device: torch.device, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features = matrix.n_in, matrix.n_out
+        self._format, self._dtype = matrix.format, dtype
+        codes = codes_of(matrix)
+        self.register_buffer("numbers", torch.from_numpy(codes.numbers).to(device))
+        self.register_buffer("scales", torch.from_numpy(codes.scales).to(device))
+        self.register_buffer("bias", None if bias is None else torch.from_numpy(bias.copy()).to(device, dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)"""
+        weight = unpacked(self.numbers, self.scales, self._format, self._dtype, self.in_features)
+        return F.linear(x, weight, self.bias)
+
+
+class DeviceEmbedding(nn.Module):
+    """An embedding with 8 bits a number and a scale per token.
+
+    Args:
+        table: int8 (vocabulary, n_embd).
+        scale: float32 (vocabulary).
+    """
+
+    table: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, table: np.ndarray, scale: np.ndarray, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.register_buffer("table", torch.from_numpy(table.copy()).to(device))
+        self.register_buffer("scale", torch.from_numpy(scale.copy()).to(device))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(N,) -> (N, n_embd)"""
+        return (self.table[ids] * self.scale[ids, None]).to(self._dtype)
+
+
+def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torch.dtype, n_in: int) -> torch.Tensor:
+    """The weight (n_out, n_in) from numbers and scales (kernels.codes), rounded to `dtype` once."""
+    n_out, group = len(numbers), LAYOUTS[form].group
+    if form == "int4":
+        grouped = numbers.view(n_out, -1, group // 2)
+        whole = torch.cat((grouped & 15, grouped >> 4), dim=2).float() - 8
+    else:
+        whole = numbers.view(n_out, -1, group).float()
+    return (whole * scales[..., None]).to(dtype).view(n_out, -1)[:, :n_in]
+
+
+class DeviceLayers:
+    """Makes the packed layers of one stage on a GPU; see Layers.
+
+    Args:
+        dtype: that is computed in.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+
+    def linear(self, matrix: Matrix, bias: np.ndarray | None) -> nn.Module:
+        return DeviceLinear(matrix, bias, self._device, self._dtype)
+
+    def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
+        return DeviceEmbedding(table, scale, self._device, self._dtype)
+
+
+def layers_for(device: torch.device, dtype: torch.dtype) -> Layers:
+    """A maker of the packed layers of one stage."""
+    return HostLayers() if device.type == "cpu" else DeviceLayers(device, dtype)
 
 
 def is_packed(weights: Weights) -> bool:

@@ -21,11 +21,7 @@ from mdi.kernels.page_sizes import cache_classes
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
-from mdi.model.decode_graphs import DecodeGraphs, decode_graphs
-from mdi.model.device_layers import layers_for
-from mdi.model.few_rows import pad_few_rows
-from mdi.model.fixed_batch import FixedBatch
-from mdi.model.packed_linear import Weights, install, is_packed
+from mdi.model.packed_linear import Weights, install, is_packed, layers_for
 from mdi.model.tiles import keep_rows_apart
 from mdi.slices import Slices
 
@@ -49,7 +45,6 @@ class Stage(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
     caches: TorchCaches
-    graphs: DecodeGraphs | None
 
     def __init__(self, config: Config, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -106,7 +101,6 @@ class Stage(nn.Module):
         if left:
             raise CheckpointError(f"the weights lack the tensor {left[0]}" + _and_more(left))
         self.requires_grad_(False)
-        pad_few_rows(self)
         if is_any_packed and device.type == "cpu":  # these round their rows to 8 bits, which makes last bits visible
             keep_rows_apart(self)
 
@@ -142,7 +136,6 @@ class Stage(nn.Module):
         self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
         config = vars(self.config)
         self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
-        self.graphs = decode_graphs(self, self.blocks)
 
     @property
     def gathered_share(self) -> float:
@@ -173,11 +166,6 @@ class Stage(nn.Module):
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
         batch = Batch(slices, self.caches)
-        recorded = None if self.graphs is None else self.graphs(x, batch.rows)
-        return self.through_blocks(x, batch) if recorded is None else recorded
-
-    def through_blocks(self, x: torch.Tensor, batch: Batch | FixedBatch) -> torch.Tensor:
-        """The rows (N, n_embd) after the blocks, whose caches have pages for them."""
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]  # (N, 1, rope_n_elem[, 2])
         rope_indices = self.config.rope_indices
         x = x[None]  # litgpt's blocks want a batch dimension

@@ -11,8 +11,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
 from mdi.tracing.clocks import Clock, Reading, read_clock, settled
-from mdi.tracing.recorder import SERVE_SPANS, Recorder
-from mdi.tracing.spans import unpack, ways_ns
+from mdi.tracing.recorder import SERVE_SPANS, Recorder, unpack, ways_ns
 from mdi.tracing.trace import NodeTrace, Trace
 
 ANSWER_S = 2.0  # a node that is silent for so long may be lost

@@ -9,7 +9,7 @@ from typing import Any
 
 from mdi.tracing.clocks import Reading, settled
 from mdi.tracing.explain import BUSY
-from mdi.tracing.spans import Span, ways_ns
+from mdi.tracing.recorder import Span, ways_ns
 
 
 @dataclass(frozen=True)

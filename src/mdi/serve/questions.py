@@ -20,7 +20,7 @@ from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.live import node_state
-from mdi.tracing.spans import Activity
+from mdi.tracing.recorder import Activity
 from mdi.units import counted
 
 if TYPE_CHECKING:

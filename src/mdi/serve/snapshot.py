@@ -15,8 +15,7 @@ from mdi.metrics import NodeMetrics
 from mdi.run.trace import timer_of
 from mdi.serve.live import Delays, NodeLook, node_state, ring_words, shares, waited_for
 from mdi.tracing.clocks import Reading
-from mdi.tracing.recorder import LIVE_SPANS
-from mdi.tracing.spans import unpack
+from mdi.tracing.recorder import LIVE_SPANS, unpack
 
 if TYPE_CHECKING:
     from mdi.control.client import ControlClient

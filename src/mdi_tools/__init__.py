@@ -1,0 +1,1 @@
+"""Plots, and what processes take of memory; beside the core."""
