@@ -186,12 +186,16 @@ def test_a_ring_that_is_formed_after_the_end_is_closed(monkeypatch: pytest.Monke
 def test_a_node_that_leaves_while_another_ring_is_formed_is_relieved_afterwards() -> None:
     """It says so between two rings, and again in the one that comes."""
 
+    is_started = threading.Event()
+
     def say(n: int) -> None:
         if n == 2:
+            assert is_started.wait(DEADLINE_S)
             loop.put(Leaving("a", 1))
 
     rings, engine = Rings(say), Engine(1)
     loop, cancel = started(rings, engine)
+    is_started.set()
     until(lambda: loop.running is not None and loop.running.number == 2)
     loop.put(Leaving("a", 2))
     until(lambda: loop.running is not None and loop.running.number == 3)

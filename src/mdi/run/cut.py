@@ -32,7 +32,7 @@ class MovingCut:
         profile: measurements of nodes and links; None if there are none.
         workload: texts at the same time, and their lengths.
         part_bytes: of a block, as it is sent.
-        n_rounds: how many rounds the texts still need.
+        n_rounds: how many rounds the texts still need; may be set again.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MovingCut:
         # The two together, because another thread may plan while a node is learnt.
         self._measured = None if profile is None else (profile, CostModel(profile, shape, workload))
         self._part_bytes = part_bytes
-        self._n_rounds = n_rounds
+        self.n_rounds = n_rounds
 
     def learn(self, node: NodeProfile) -> None:
         """A node that has come was measured. Its links are guessed."""
@@ -58,7 +58,7 @@ class MovingCut:
         Args:
             most: blocks that a node can hold at most, where it has said so.
         """
-        n_frames = max(1, self._n_rounds()) * self._n_frames(len(stages))
+        n_frames = max(1, self.n_rounds()) * self._n_frames(len(stages))
         return cut(self.holders(stages, most), self._block_bytes, n_frames)
 
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:

@@ -147,7 +147,8 @@ class Lookout:
         while True:
             try:
                 self._cancel.wait(NOTICE_S)
-            except CancelledError:
+            except CancelledError as e:
+                e.with_traceback(None)  # the run keeps the error, and it this frame
                 return
             ring = self._present()
             if ring is None:

@@ -181,6 +181,7 @@ class RingLoop:
                 ring = self.next_ring(cause, self._cancel)
                 self.is_recovering = False
         except MdiError as e:
+            e.with_traceback(None)  # who keeps it would keep the frames
             self.failure = None if self._cancel.is_cancelled and not isinstance(e, RingError) else e
         except BaseException as e:
             logger.debug("the run failed", exc_info=True)

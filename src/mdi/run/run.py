@@ -181,7 +181,7 @@ class Run(StatusOnly):
             work = Workload(model.n_sequences, self.max_length, replay_bytes=options.replay_bytes)
             shape = model_shape(weights.config, computing.format, computing.kv_dtype)
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
-            moving = MovingCut(shape, model.profile, work, part_bytes, self._n_rounds_left)
+            moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
         stages = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
         policy = Policy(
             stages, [node.name for node in nodes if node.is_spare], self._cut_by(former, moving), options.silence_s,
@@ -198,10 +198,6 @@ class Run(StatusOnly):
             return None if moving is None else moving(holders, most)
 
         return cut
-
-    def _n_rounds_left(self) -> int:
-        """Tokens that the longest text may still get."""
-        return self.max_length if self._texts is None else self.engine.n_rounds_left
 
     def _start(self, loop: RingLoop, cut: MovingCut | None, ring: Ring) -> None:
         """Have the engine compute over the first ring; from here on sequences can be submitted."""
@@ -222,6 +218,8 @@ class Run(StatusOnly):
         if recorder is not None:
             recorder.texts = engine.texts
         loop.start(engine, ring, recorder)
+        if cut is not None:
+            cut.n_rounds = lambda: engine.n_rounds_left
         if cut is not None and not ring.own.is_shared:  # otherwise all nodes have shares of all blocks
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
@@ -305,6 +303,7 @@ class Run(StatusOnly):
             self._cancel.cancel()
             if self._lookout is not None:
                 self._lookout.join()
+                self._lookout = None  # it refers to this run, whose memory is to be free when it is forgotten
             if self._loop is not None:
                 self._loop.close()
             former = self._former
