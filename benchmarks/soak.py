@@ -65,8 +65,7 @@ class Tally:
 def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     """Requests with the texts that one node alone gives; second turns and a long prompt among them."""
     from mdi.config import standalone
-    from mdi.engine.seeds import seed_of
-    from mdi.engine.sequence import SamplingParams
+    from mdi.engine.sequence import SamplingParams, seed_of
     from mdi.node.options import StarterOptions
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run

@@ -439,7 +439,6 @@ def test_who_wants_a_model_of_a_server_that_has_ended_is_told() -> None:
     assert told == ["engine"]
 
 
-@pytest.mark.xfail(strict=True, reason="one thread loads models and looks after lost rings, so a long load delays both")
 def test_a_ring_that_is_lost_does_not_wait_until_another_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, go_on, asked = threading.Event(), threading.Event(), threading.Event()
 

@@ -102,7 +102,7 @@ def test_whatever_ends_the_engine_ends_every_wait(
     def sample(*_: object) -> list[int]:
         raise error("no more of it")
 
-    monkeypatch.setattr("mdi.engine.starter_engine.sample", sample)
+    monkeypatch.setattr("mdi.engine.starter.sample", sample)
     starter, secondary = ring()
     starter.open()
     reader = SampleReader()

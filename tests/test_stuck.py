@@ -16,9 +16,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.kernels import library
 from mdi.kernels.kernel_stage import KernelStage
-from mdi.net.codec import PLAIN
-from mdi.net.pings import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Slice
+from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
+from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.options import StarterOptions
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.run.nodes import GivenNodes

@@ -54,13 +54,6 @@ MUTANTS = [
         f"{LINKS}::test_a_connection_that_is_broken_on_one_side_only",
     ),
     Mutant(
-        "--reduce auto takes ways with other bits, by speed",
-        "AllReduce._algorithm",
-        "numbers.is_exact or shape[0] >= self.mesh.size",
-        "True",
-        "tests/test_tensor_sums.py::test_what_auto_takes_never_changes_the_bits",
-    ),
-    Mutant(
         "another ring of as many nodes has other shares",
         "SharingOut._ranks",
         "place in self._shared",
@@ -79,9 +72,6 @@ MUTANTS = [
     ),
     Mutant("torch counts as exact", "numbers_of", "found not in IN_KERNELS", "False", DIFFERENCES),
     Mutant("rounded links count as exact", "numbers_of", "place > 0 and block == start", "False", DIFFERENCES),
-    Mutant(
-        "sums by torch count as exact", "numbers_of", "options.parallel.algorithm in TORCH_SUMS", "False", DIFFERENCES
-    ),
     Mutant("a GPU counts as its processor", "arithmetic_of", 'device == "cpu"', "True", DIFFERENCES),
     Mutant(
         "every other ring counts as exact",

@@ -127,14 +127,14 @@ MUTANTS = [
     # Fields and counts of the API
     Mutant(
         "fields without a value are refused",
-        "RequestFields.check_spelling",
+        "serve.parameters:read_fields",
         "value is not None",
         "True",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(
         "all unknown fields are compared",
-        "RequestFields.check_spelling",
+        "serve.parameters:check_spelling",
         "MOST_COMPARED",
         "None",
         f"{FAULTS}::test_only_some_unknown_fields_are_compared_because_it_takes_long",
@@ -148,23 +148,23 @@ MUTANTS = [
     ),
     Mutant(
         "misspelt fields are ignored",
-        "Chat.__init__",
-        "fields.check_spelling()",
+        "serve.parameters:read_fields",
+        "check_spelling(kind, given)",
         "None",
         f"{FAULTS}::test_a_misspelt_field_is_named",
     ),
     Mutant(
         "functions are ignored",
         "Chat.__init__",
-        'fields.raw("functions")',
+        "fields.functions",
         "None",
         f"{FAULTS}::test_calls_in_the_old_form_are_refused",
     ),
     Mutant(
         "the older limit goes before the newer one",
         "common_fields",
-        "limits[0] or limits[1]",
-        "limits[1] or limits[0]",
+        "fields.max_completion_tokens or fields.max_tokens",
+        "fields.max_tokens or fields.max_completion_tokens",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(

@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         "the end of one unload lets requests enter another model that is being unloaded",
         "Models._give_up",
-        "self.leaving.remove(name)",
+        "self.leaving.discard(name)",
         "self.leaving.clear()",
         f"{RACES}::test_two_models_that_are_given_up_at_the_same_time",
     ),
@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "who wants a model of an ended server waits for ever",
         "ModelHost.want",
-        "if self._is_left:",
+        "if self._cancel.is_cancelled:",
         "if False:",
         f"{RACES}::test_who_wants_a_model_of_a_server_that_has_ended_is_told",
     ),

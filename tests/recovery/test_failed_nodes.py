@@ -14,8 +14,8 @@ import pytest
 
 import mdi.run.form
 from mdi.control.client import ControlClient
-from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
+from mdi.engine.worker import SecondaryLoop
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
 from mdi.node.options import StarterOptions

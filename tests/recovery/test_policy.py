@@ -10,7 +10,7 @@ import pytest
 
 from mdi.control.messages import COMPILING
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError, UsageError
-from mdi.net.pings import STUCK
+from mdi.net.link import STUCK
 from mdi.run.loop import RingLoop
 from mdi.run.policy import BROUGHT_DOWN, Answer, Better, Form, Lost, Policy, Roll, Stage, Wait
 

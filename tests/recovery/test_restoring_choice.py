@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS
+from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.run.form import ReplayRoles, replay_roles
 from mdi.run.policy import Form, Stage
 

@@ -14,8 +14,7 @@ import pytest
 
 from mdi.checkpoint.convert import convert
 from mdi.config import ClusterConfig, standalone
-from mdi.engine.planned import Event
-from mdi.engine.sequence import SamplingParams
+from mdi.engine.sequence import Event, SamplingParams
 from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run

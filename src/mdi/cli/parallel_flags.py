@@ -25,8 +25,8 @@ def add_parallel_flags(group: argparse._ActionsContainer) -> None:
         "like 3,2,2 (default: as the nodes measure themselves; equal with --placement even)",
     )  # fmt: skip
     group.add_argument(
-        "--reduce", choices=CHOICES, default="auto", help="... how the nodes sum their results (%(default)s: the cheapest "
-        "by the measured delay and rate of the links; gloo and nccl: by torch, without encryption)",
+        "--reduce", choices=CHOICES, default="auto", help="... how the nodes sum their results (%(default)s: "
+        "exchange)",
     )  # fmt: skip
     group.add_argument(
         "--reduce-dtype",

@@ -25,7 +25,6 @@ from mdi.machine.torch_use import load_torch
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.measure.window_plan import without_limits
-from mdi.node.group_member import check_torch_sums
 from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
@@ -37,12 +36,10 @@ from mdi.partition.model import Workload
 from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured
 from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile
-from mdi.partition.sum_cost import TORCH_SUMS
 from mdi.partition.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
 from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
-from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text import TextCodec
@@ -395,7 +392,6 @@ def chosen_stages(
     has_groups = any(stage.is_group for stage in stages)
     if n_nodes == 1 or (mode == "ring" and not has_groups):
         return None
-    _check_sums(options, cluster)
     why_not = _why_not_shared(config, computing)
     whole = (RingStage(ALL_NODES, tuple(node.name for node in cluster.nodes)),)
     if mode == "tensor":
@@ -413,18 +409,6 @@ def chosen_stages(
     if options.parallel.is_head_shared and len(stages) > 1:
         raise UsageError("--head shared needs all nodes in one group: use --parallel tensor, or leave it out")
     return stages
-
-
-def _check_sums(options: StarterOptions, cluster: ClusterConfig) -> None:
-    """Raises UsageError for sums by torch that cannot be."""
-    algorithm = options.parallel.algorithm
-    if algorithm not in TORCH_SUMS:
-        return
-    check_torch_sums(algorithm)
-    if cluster.keys is not None:
-        raise UsageError(f"--reduce {algorithm} encrypts nothing: use another one in a cluster with a key")
-    if options.parallel.reduce_dtype != REDUCE_DTYPES[0]:
-        raise UsageError(f"--reduce {algorithm} sums in float32: leave --reduce-dtype out, or use another way")
 
 
 def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> str | None:

@@ -23,8 +23,8 @@ from mdi.control.fan_out import FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach_node import reach_node
 from mdi.control.requested import Requested
-from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS
+from mdi.engine.memory import CacheMemory
+from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import library
 from mdi.machine.computing import Computing
@@ -116,7 +116,7 @@ class ReplayRoles:
     the rows are there.
 
     Attributes:
-        by_name: of each secondary that has a part in it, what it does with replays (engine.secondary_loop).
+        by_name: of each secondary that has a part in it, what it does with replays (engine.worker).
         is_by_starter: whether the starter's own rows are replayed.
         has_lost: whether a node has lost its caches, so that there is something to restore.
     """

@@ -11,7 +11,6 @@ from mdi.machine.computing import Computing
 from mdi.machine.device import why_not_kernels
 from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.sum_cost import TORCH_SUMS
 
 IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits depend on no batch, cut or processor
 
@@ -49,8 +48,6 @@ def numbers_of(
             found = "torch"
         if found not in IN_KERNELS:
             found = [found, name if found == "torch" and computing.format == "float32" else epoch]
-        if share is not None and options.parallel.algorithm in TORCH_SUMS:
-            found = epoch
         for block in range(start, stop):
             held.setdefault(block, []).append([share, found, is_rounded and place > 0 and block == start])
     known = [sorted(held[block], key=json.dumps) for block in sorted(held)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mdi.cancel import Cancel
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.run.form import Former, Link, Ring

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.run.choice import Choice

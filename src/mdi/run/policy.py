@@ -13,7 +13,7 @@ from typing import Any
 
 from mdi.control.messages import COMPILING
 from mdi.errors import MdiError, NodeLostError, RingError
-from mdi.net.pings import STUCK
+from mdi.net.link import STUCK
 
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good

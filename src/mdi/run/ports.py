@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,16 +32,18 @@ class StarterPorts(StatusOnly):
         self.control: ControlServer | None = None
         self.listener: RingListener | None = None
         self._runs: list[RunStatus] = []
+        self._opening = threading.Lock()
 
     def add(self, run: RunStatus, cluster: ClusterConfig) -> None:
         """From now on, answer for this one, too. Raises UsageError if a port cannot be had."""
         node = cluster.starter
-        self._runs.append(run)
-        if self.control is None and (cluster.secondaries or node.port):
-            self.control = ControlServer(self, node.listen_addr, node.port, node.name, cluster.keys)
-        if self.listener is None and cluster.secondaries:
-            sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
-            self.listener = RingListener(sock, node.name, cluster.keys)
+        with self._opening:
+            self._runs.append(run)
+            if self.control is None and (cluster.secondaries or node.port):
+                self.control = ControlServer(self, node.listen_addr, node.port, node.name, cluster.keys)
+            if self.listener is None and cluster.secondaries:
+                sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
+                self.listener = RingListener(sock, node.name, cluster.keys)
 
     def over(self, cluster: ClusterConfig) -> ClusterConfig:
         """A cluster of several nodes with the ports that this one really has."""

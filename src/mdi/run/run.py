@@ -22,9 +22,9 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
 from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.machine.neighbours import host_of
 from mdi.measure.model_shape import model_shape

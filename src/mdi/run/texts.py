@@ -12,12 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from mdi.detokenize import TextStream
-from mdi.engine.planned import Event
-from mdi.engine.requests import FAILED, Ends, Events, Request, wait_for_event
-from mdi.engine.seeds import seed_of
-from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
+from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.metrics import SampleMetrics
 from mdi.text import TextCodec
 

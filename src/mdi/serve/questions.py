@@ -19,7 +19,7 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
-from mdi.serve.live import node_state
+from mdi.serve.snapshot import node_state
 from mdi.tracing.recorder import Activity
 from mdi.units import counted
 

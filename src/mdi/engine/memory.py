@@ -1,18 +1,77 @@
-"""Caches of ended sequences: a new sequence that begins with the same tokens continues from a copy of them.
+"""The nodes' memory for caches: whether sequences fit, and which caches of ended ones are kept.
 
-Pure: which caches exist, which one fits best, and which one to drop. Pages are shared and not copied (kernels.pages), so kept
-caches only cost memory that is not needed at that moment.
+A new sequence that begins with the same tokens as an ended one continues from a copy of its caches. Pages are shared and not
+copied (kernels.pages), so kept caches only cost memory that is not needed at that moment.
+
+Pure: from the nodes' reports to numbers; which caches exist, which one fits best, and which one to drop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mdi.engine.cache_memory import CacheMemory
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass
+from mdi.units import size
 
 KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
+
+
+@dataclass(frozen=True)
+class NodeCaches:
+    """What one node can hold.
+
+    Attributes:
+        name: of the node.
+        limit_bytes: what all caches together may take there.
+        classes: what pages take there.
+        chunk_rows: rows that a slice has at most.
+    """
+
+    name: str
+    limit_bytes: int
+    classes: tuple[CacheClass, ...]
+    chunk_rows: int = CHUNK_ROWS
+
+    def n_bytes(self, length: int) -> int:
+        """What a sequence of `length` positions takes at most, from its first token to its last: whole pages."""
+        return sum(c.n_bytes(length, self.chunk_rows) for c in self.classes)
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The cache memory of a whole ring."""
+
+    nodes: tuple[NodeCaches, ...]
+    _by_pages: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def needs(self, length: int) -> tuple[int, ...]:
+        """Bytes on each node that a sequence of `length` positions takes at most: whole pages."""
+        n_pages = -(-length // PAGE)
+        found = self._by_pages.get(n_pages)
+        if found is None:
+            found = self._by_pages[n_pages] = tuple(node.n_bytes(length) for node in self.nodes)
+        return found
+
+    def holds(self, n_bytes: Sequence[int]) -> bool:
+        """Whether every node can hold its share of `n_bytes`."""
+        return all(n <= node.limit_bytes for n, node in zip(n_bytes, self.nodes, strict=True))
+
+    def refusal(self, length: int) -> str | None:
+        """Why a sequence of `length` positions can never enter; None if it can."""
+        for node, needed in zip(self.nodes, self.needs(length), strict=True):
+            if needed > node.limit_bytes:
+                return (
+                    f"a sequence of up to {length} tokens needs {size(needed)} of cache on {node.name}, which has "
+                    f"{size(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
+                    "per token (--kv-dtype bf16), or give it fewer blocks (--layers)"
+                )
+        return None
+
+    def n_sequences(self, length: int) -> int | None:
+        """How many sequences of `length` positions fit at once; None if any number does."""
+        fits = [node.limit_bytes // n for node, n in zip(self.nodes, self.needs(length), strict=True) if n]
+        return min(fits) if fits else None
 
 
 @dataclass(frozen=True)

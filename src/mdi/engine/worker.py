@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS, SentRows
+from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.errors import RingEndedError, WireError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame
@@ -32,7 +32,7 @@ class FrameStage(Protocol):
 
 
 class FrameRows(Protocol):
-    """How a stage's rows come from frames and into them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
+    """How a stage's rows come from frames and into them: engine.rows.ArrayRows, engine.rows.TensorRows."""
 
     def read(self, frame: Frame, n_cols: int) -> Any:
         """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""

@@ -10,14 +10,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.pace import PromptPace
-from mdi.engine.planned import Event, Plan
-from mdi.engine.requests import FAILED, UNMATCHED, Constraint, Ends, Events, Inbox, Request
+from mdi.engine.memory import CacheMemory
+from mdi.engine.replay import SentRows
 from mdi.engine.sampling import Row, log_probs, sample
-from mdi.engine.scheduler import Scheduler
-from mdi.engine.sent_rows import SentRows
-from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.scheduler import PromptPace, Scheduler
+from mdi.engine.sequence import (
+    FAILED,
+    UNMATCHED,
+    Constraint,
+    Ends,
+    Event,
+    Events,
+    Inbox,
+    Plan,
+    Request,
+    SamplingParams,
+    Sequence,
+)
 from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
