@@ -21,8 +21,8 @@ from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
-from mdi.engine.scheduler import Scheduler
 from mdi.engine.replay import SentRows
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from mdi.detokenize import TextStream
+from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
-from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.metrics import SampleMetrics
 from mdi.text import TextCodec
 
