@@ -53,8 +53,7 @@ print(*resident(os.getpid()))
 
 def wire_bytes() -> dict[str, int]:
     """Bytes of a frame beyond its payload."""
-    from mdi.net.codec import PLAIN
-    from mdi.net.wire import Frame, FrameType, Slice
+    from mdi.net.wire import PLAIN, Frame, FrameType, Slice
 
     def beyond(n_slices: int) -> int:
         slices = tuple(Slice(i, 100, 1, 1) for i in range(n_slices))

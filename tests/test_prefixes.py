@@ -6,9 +6,8 @@ import pytest
 
 from families import greedy, model_of, prompt
 from loopback import InProcessRing, Text, ring_of
-from mdi.engine import prefixes
-from mdi.engine.cache_memory import CacheMemory, NodeCaches
-from mdi.engine.prefixes import Kept, Prefixes
+from mdi.engine import memory
+from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
@@ -18,7 +17,7 @@ GREEDY = SamplingParams(n_tokens=12, temperature=0)
 
 @pytest.fixture(autouse=True)
 def all_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "KEPT_SHARE", 1.0)
+    monkeypatch.setattr(memory, "KEPT_SHARE", 1.0)
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
@@ -138,7 +137,7 @@ def test_windows_are_not_cut_beyond_what_they_kept() -> None:
 
 
 def test_no_more_is_kept_than_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "KEPT_SHARE", 0.5)
+    monkeypatch.setattr(memory, "KEPT_SHARE", 0.5)
     kept = Prefixes(memory_of(10))
     assert kept.add(Kept(1, "a", (1,) * PAGE, (2,))) == [] and kept.add(Kept(2, "a", (2,) * PAGE, (3,))) == []
     assert kept.add(Kept(3, "a", (3,) * PAGE, (1,))) == [1] and kept.add(Kept(4, "a", (4,) * PAGE, (6,))) == [2, 3, 4]

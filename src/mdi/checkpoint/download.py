@@ -61,7 +61,7 @@ def download(
 
 
 def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
-    """Which of a model's files are needed: one set of weights, safetensors if there are some, and the small ones.
+    """Choose the files of a model that are needed: one set of weights, safetensors if there are some, and the small ones.
 
     Raises:
         DownloadError: there are no weights among them.

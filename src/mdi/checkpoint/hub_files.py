@@ -73,7 +73,7 @@ def _bar(is_shown: bool) -> Any:
 
 
 def _missing_bytes(folder: Path, wanted: dict[str, int]) -> int:
-    """What is still to come; beginnings of files are kept from one call to the next."""
+    """Bytes that are still missing; beginnings of files are kept from one call to the next."""
     partial = folder / ".cache" / "huggingface" / "download"
     here = sum(path.stat().st_size for path in partial.rglob("*.incomplete")) if partial.is_dir() else 0
     return sum(size for name, size in wanted.items() if not has_file(folder, name, size)) - here
@@ -128,7 +128,7 @@ def _explained(
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library under huggingface_hub raises: httpx from 1.0 on, before that requests, with OSErrors."""
+    """Exceptions of the HTTP library under huggingface_hub: httpx from 1.0 on, before that requests, with OSErrors."""
     try:
         import httpx
     except ImportError:

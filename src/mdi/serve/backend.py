@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mdi.engine.requests import Constraint
+from mdi.engine.sequence import Constraint
 from mdi.errors import EngineError, MdiError, UsageError, WireError
 from mdi.serve.host import ModelHost
 from mdi.serve.process import Lines

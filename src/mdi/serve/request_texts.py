@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.detokenize import TextStream
-from mdi.engine.requests import UNMATCHED
-from mdi.engine.seeds import seed_of
+from mdi.engine.sequence import UNMATCHED, seed_of
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mdi.errors import AccessError, MdiError, NodeLostError, WireError
-from mdi.net.frame_io import read_frame, tune
 from mdi.net.handshake import CONNECT_S
 from mdi.net.hello import Hello
 from mdi.net.listener import Expectation, RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat
-from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, FrameType
+from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, FrameType, read_frame, tune
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group
 from mdi.tensor.mesh import Mesh
