@@ -1,4 +1,4 @@
-"""The present and last runs of a secondary by their ids, and the rings of each by their numbers, which count from 1."""
+"""The present and last runs of a secondary by their ids, and the rings of each, whose epochs count."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
-_FIELD = "ring"  # of the extensions of a run
-_BESIDE = "beside"
+_BESIDE = "beside"  # of the extensions of a run
 
 
-def ring_number_extension(number: int, is_beside: bool = False) -> dict[str, int]:
-    """The extension of a node's request that says which ring of its run it is for: epochs are drawn, and say no order.
-
-    Args:
-        is_beside: the ring before goes on while this one is prepared; else it is ended.
-    """
-    return {_FIELD: number, **({_BESIDE: 1} if is_beside else {})}
-
-
-def ring_number_of(request: InitRequest) -> int:
-    """0 for a starter that does not count."""
-    number = request.extensions.get(_FIELD)
-    return number if type(number) is int else 0
+def beside_extension() -> dict[str, bool]:
+    """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
+    return {_BESIDE: True}
 
 
 class Runs:
@@ -108,13 +97,13 @@ class Runs:
         latest = self.find(request.run)
         if request.run in self._stopped:
             raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
-        if latest is not None and ring_number_of(latest.request) > ring_number_of(request):
+        if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
             raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
         beside: RingWorker | None = None
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False, None
-            if before.is_running and request.extensions.get(_BESIDE):
+            if before.is_running and request.extensions.get(_BESIDE) is True:
                 beside = before
                 continue
             before.replace()
