@@ -24,7 +24,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 
 DEADLINE_S = 60.0
 GREEDY = SamplingParams(n_tokens=40, temperature=0, top_k=None)
@@ -64,14 +65,17 @@ def cluster_of(families: list[tuple[str, WholeTextFamily]], folder: Path) -> Ite
 def generated(
     cluster: ClusterConfig, family: WholeTextFamily, ckpt: Path, prompts: list[list[int]], layers: str | None = None
 ) -> list[list[int]]:
-    node = StarterNode(cluster, StarterOptions(ckpt=ckpt, device="cpu", layers=layers), family)
+    node = Run(
+        GivenNodes(cluster),
+        StarterOptions(ckpt=ckpt, device="cpu", layers=layers),
+        max(map(len, prompts)) + GREEDY.n_tokens,
+        family=lambda: family,
+    )
     try:
         node.open()
-        node.prepare(max(map(len, prompts)) + GREEDY.n_tokens)
-        node.start()
         samples = [node.submit("", prompt, GREEDY) for prompt in prompts]
-        node.generate()
-        node.end()
+        node.read()
+        node.close()
         assert node.metrics().n_nodes == cluster.n_nodes
         return [sample.token_ids for sample in samples]
     finally:
