@@ -98,7 +98,7 @@ def test_an_output_that_is_gone_ends_the_chat(chat: Chat, monkeypatch: pytest.Mo
 def test_an_answer_can_be_interrupted(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mdi.node.sample import SampleReader
+    from mdi.run.texts import SampleReader
 
     read = SampleReader.read
     n_reads = 0

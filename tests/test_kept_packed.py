@@ -21,7 +21,8 @@ from mdi.config import ClusterConfig
 from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.node.options import StarterOptions
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from secondaries import cluster_of, secondary
 from test_node import generate
 from tiny_checkpoint import reference, write_checkpoint
@@ -167,7 +168,7 @@ def test_a_secondary_packs_what_it_was_sent_at_its_first_start(
 ) -> None:
     def ids(cluster: ClusterConfig) -> list[int]:
         options = StarterOptions(ckpt=checkpoint, layers="2,3", cache_dir=tmp_path / "starter")
-        return generate(StarterNode(cluster, options))
+        return generate(Run(GivenNodes(cluster), options, 60))
 
     for _ in range(2):
         with secondary(0, tmp_path / "cache") as node:

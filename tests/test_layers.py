@@ -152,7 +152,7 @@ def test_files_of_weights_need_no_torch() -> None:
 
 
 def test_nodes_without_torch_can_be_imported() -> None:
-    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.rows", "mdi.node.starter")
+    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.rows", "mdi.run.run")
     assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
 
 

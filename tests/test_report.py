@@ -10,7 +10,7 @@ import pytest
 
 from mdi.cli.output import report
 from mdi.metrics import NodeMetrics, RunMetrics, SampleMetrics
-from mdi.report import format_comparison
+from mdi.run.report import format_comparison
 
 
 def run_of(n_nodes: int, duration_s: float, ids: list[list[int]]) -> RunMetrics:

@@ -13,6 +13,7 @@ from typing import Any
 from mdi.engine.starter import StarterEngine
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.run.nodes import NodeSource
 from mdi.serve.api_state import ApiState
 from mdi.serve.backend import Backend
 from mdi.serve.catalog import Catalog
@@ -22,7 +23,6 @@ from mdi.serve.process import Lines
 from mdi.serve.questions import handlers
 from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
-from mdi.session.node_source import NodeSource
 from secondaries import cluster_of
 from tiny_checkpoint import encode, reference
 

@@ -41,7 +41,7 @@ class CheckedFiles:
         return entry is not None and tuple(entry[:-1]) == stamp and _is_recent(entry)
 
     def add(self, key: str, stamp: Stamp) -> None:
-        """What `key` names has just been hashed, and is as it should be."""
+        """Record that the file of `key` has just been hashed, and is as it should be."""
         self._change(key, [*stamp, int(time.time())])
 
     def follow(self, key: str, stamp: Stamp) -> None:
@@ -69,7 +69,7 @@ class CheckedFiles:
 
 
 def stamp_of(file: int | Path) -> Stamp:
-    """What a file looks like from outside: size, times, and which one it is. OSError if it is not there."""
+    """A file's size, times and identity. OSError if it is not there."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 

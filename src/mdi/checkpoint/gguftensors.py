@@ -40,7 +40,7 @@ def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
 
 
 def spec_of(tensor: GgufTensor) -> TensorSpec:
-    """What `read_tensor` gives."""
+    """Type and shape of what `read_tensor` returns."""
     return TensorSpec(tensor.type_name if tensor.type_name in PLAIN else _QUANTIZED, tensor.shape)
 
 

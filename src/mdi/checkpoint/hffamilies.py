@@ -49,7 +49,7 @@ def derive(hf: Json) -> Json:
 
 
 def _sizes(hf: Json) -> Json:
-    """What all architectures have, whatever litgpt's default is."""
+    """Settings that all architectures have, whatever litgpt's default is."""
     n_embd, n_head = hf["hidden_size"], hf["num_attention_heads"]
     sizes = {
         "n_layer": hf["num_hidden_layers"],

@@ -99,7 +99,7 @@ def _rope(config: Json) -> Json:
 
 
 def _own(model_type: str, config: Json) -> dict[str, Any]:
-    """What only this family has."""
+    """Settings that only this family has."""
     window = config["sliding_window_size"]
     gelu = "gelu_pytorch_tanh" if config["gelu_approximate"] == "tanh" else "gelu"
     layers = [

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_kept(path: Path, take: Callable[[Any], T], nothing: T) -> T:
-    """What `take` makes of the file; it may fail as reading from JSON does."""
+    """Read the file with `take`, which may fail as reading from JSON does."""
     try:
         return take(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -50,5 +50,5 @@ class PackedSource(DerivedSource):
 
 
 def packed_form(source: WeightSource, packing: Packing) -> str:
-    """What parts of a source are called where their hashes are kept, once they are packed."""
+    """Name of the packed form of a source's parts, under which their hashes are kept."""
     return f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"

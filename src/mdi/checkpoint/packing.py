@@ -50,7 +50,7 @@ class Packing:
         return self.blocks if part.startswith("block.") else self.head
 
     def metadata(self, part: str) -> dict[str, str]:
-        """What a file of this part says of itself, so that its hash tells formats and versions apart."""
+        """Metadata of this part's file, so that its hash tells formats and versions apart."""
         return {_FORMAT_KEY: self.of_part(part), _VERSION_KEY: str(LAYOUT_VERSION)}
 
     def format_of(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -58,7 +58,7 @@ class Packing:
         return self.of_part(part_of(name)) if is_packable(name, shape) else None
 
     def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """What a tensor of the model becomes in a file, by the names there.
+        """The stored tensors of a tensor of the model, by their names in the file.
 
         Args:
             spec: of the plain tensor.
@@ -152,7 +152,7 @@ def packing_of(metadata: Mapping[str, str], where: str) -> Packing | None:
 
 
 def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """What a file holds of a weight: (spec.shape) of the spec's type, with zeros behind the numbers."""
+    """A weight as stored in a file: (spec.shape) of the spec's type, with zeros behind the numbers."""
     values = (weight.data if isinstance(weight, Matrix) else weight).reshape(-1)
     if values.size == spec.shape[0]:
         return values

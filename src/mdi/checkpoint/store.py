@@ -101,7 +101,7 @@ class BlockStore:
     def have(
         self, shas: Collection[str], check: Callable[[], None] = lambda: None, on_part: Callable[[], None] = lambda: None
     ) -> set[str]:  # fmt: skip
-        """Those of some parts that are here, see `has`; a few are hashed at a time.
+        """The parts of a list that are here, see `has`; a few are hashed at a time.
 
         Args:
             on_part: called after each that was looked for.

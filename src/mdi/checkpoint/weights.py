@@ -106,7 +106,7 @@ class WeightSource(ABC):
         return serialize(self.part_specs(part), self.array, self.metadata(part))
 
     def metadata(self, part: str) -> dict[str, str]:
-        """What the file of a part says of itself; nothing if its weights are plain."""
+        """Metadata of the part's file; empty if its weights are plain."""
         return {} if self.packing is None else self.packing.metadata(part)
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:

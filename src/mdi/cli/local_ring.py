@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mdi.metrics import RunMetrics
     from mdi.node.local import LocalRing
     from mdi.node.model_family import ModelFamily
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
 
 logger = logging.getLogger("mdi")
 
@@ -97,7 +97,7 @@ def _compare(args: argparse.Namespace, ring: RunMetrics, family: Callable[[], Mo
     from mdi.cli.starter import generate_on
     from mdi.config import standalone
     from mdi.machine.neighbours import fair_threads
-    from mdi.report import format_comparison
+    from mdi.run.report import format_comparison
 
     for name in ("layers", "placement", "chunk", "frames"):  # these say how a ring is laid out
         setattr(args, name, None)

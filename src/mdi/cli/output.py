@@ -13,7 +13,7 @@ from mdi.terminal import show
 
 if TYPE_CHECKING:
     from mdi.metrics import RunMetrics
-    from mdi.node.starter import StarterNode
+    from mdi.run.run import Run
 
 logger = logging.getLogger("mdi")
 
@@ -36,7 +36,7 @@ def add_trace_flag(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def write_trace_of(node: StarterNode, path: Path) -> None:
+def write_trace_of(node: Run, path: Path) -> None:
     """The file of --trace, once the run has ended."""
     from mdi.tracing.trace import write_trace
 
@@ -46,9 +46,9 @@ def write_trace_of(node: StarterNode, path: Path) -> None:
         logger.info("wrote %s; `mdi explain %s` says what limited the run", path, path)
 
 
-def report(args: argparse.Namespace, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
+def report(args: argparse.Namespace, node: Run, failure: BaseException | None, was_streamed: bool) -> None:
     """All that a run leaves behind: texts, tables, files; of one that failed, what each sample had reached."""
-    from mdi.report import format_report
+    from mdi.run.report import format_report
 
     metrics = node.metrics()
     if args.json:
@@ -66,7 +66,7 @@ def report(args: argparse.Namespace, node: StarterNode, failure: BaseException |
     if failure is None:
         if not args.json:
             show("\n" + format_report(metrics))
-        _write_files(args, metrics, min(node.context_length, int(node.config.block_size)))
+        _write_files(args, metrics, min(node.model.context_length, int(node.model.config.block_size)))
         if getattr(args, "trace", None) is not None:
             write_trace_of(node, args.trace)
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mdi.node.starter import StarterNode
+    from mdi.run.nodes import NodeSource
+    from mdi.run.run import Run
     from mdi.serve.process import ApiProcess
     from mdi.serve.serve_settings import ServeSettings
-    from mdi.session.node_source import NodeSource
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -130,7 +130,7 @@ def _has_display() -> bool:
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def _after(args: argparse.Namespace) -> Callable[[StarterNode], None] | None:
+def _after(args: argparse.Namespace) -> Callable[[Run], None] | None:
     """What is done when a ring has ended: the last one's trace is what --trace leaves."""
     from mdi.cli.output import write_trace_of
 

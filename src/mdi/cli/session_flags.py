@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
     from mdi.node.options import StarterOptions
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
 
 logger = logging.getLogger("mdi")
 
@@ -26,7 +26,7 @@ def nodes_of(args: argparse.Namespace, find: Callable[[], ClusterConfig]) -> Nod
     from mdi.cli.access import with_keys
     from mdi.cli.checks import check_cut
     from mdi.cli.discover import arrivals
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
 
     latest: ClusterConfig | None = None
 
@@ -51,7 +51,7 @@ def processes_of(
         is_revived: see OwnProcesses.
     """
     from mdi.cli.access import KEY_VARIABLE, with_keys
-    from mdi.session.node_source import OwnProcesses
+    from mdi.run.nodes import OwnProcesses
 
     if args.key is not None:
         os.environ[KEY_VARIABLE] = str(args.key.expanduser().absolute())  # for the nodes, too

@@ -45,7 +45,7 @@ MOST_ROPE = 1024  # csrc/rotary.h
 
 
 def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
-    """What of a model (litgpt's Config as a plain dict) the kernels do not know; None if they compute all of its blocks."""
+    """Name the feature of a model (litgpt's Config as a dict) that the kernels lack; None if they compute all blocks."""
     try:
         return _unknown(config)
     except (TypeError, ValueError, AttributeError, OverflowError) as e:  # it may come from another node
@@ -98,7 +98,7 @@ _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
-    """What all blocks of a model share. The head's norm and linear layer take it as well."""
+    """Settings that all blocks of a model share. The head's norm and linear layer use them as well."""
     adjustments = config["rope_adjustments"] or {}
     scales = adjustments.get("mscale_all_dim") and adjustments.get("factor")
     mscale = yarn_mscale(adjustments["factor"], adjustments["mscale_all_dim"]) if scales else 1.0
@@ -223,7 +223,7 @@ class Blocks:
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
-        """What one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
+        """Compute what one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
 
         Returns:
             float32 (N, n_embd); `rows` stay as they are.

@@ -26,14 +26,12 @@ from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.node.options import StarterOptions
-from mdi.node.starter import StarterNode
-from mdi.node.starter_ports import StarterPorts
-from mdi.recovery.joins import Newcomers
+from mdi.run.nodes import Newcomers, NodeSource
+from mdi.run.ports import StarterPorts
+from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.process import Lines
-from mdi.session.node_source import NodeSource
-from mdi.session.run_session import Session
 
 _MOST_EVENTS = 4096  # in one message
 _END = Event(-1, (), "closed")
@@ -128,7 +126,7 @@ class Loaded:
     """A model whose ring is closed."""
 
     name: str
-    session: Session
+    session: Run
     outlet: Outlet
     directory: Path
     n_vocabulary: int
@@ -136,8 +134,8 @@ class Loaded:
     making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def node(self) -> StarterNode:
-        return self.session.starter
+    def node(self) -> Run:
+        return self.session
 
 
 class HostNodes(NodeSource):
@@ -181,7 +179,7 @@ class ModelHost:
 
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
-        on_end: Callable[[StarterNode], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[Run], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._source, self._looking = nodes, threading.Lock()
         self._cancel = Cancel()
@@ -234,7 +232,7 @@ class ModelHost:
         loaded = self._loaded_as(model)
         with loaded.making_grammars:
             if loaded.grammars is None:
-                loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
+                loaded.grammars = GrammarSource(loaded.directory, loaded.node.model.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
@@ -388,7 +386,7 @@ class ModelHost:
 
     def _load(self, name: str, nodes: NodeSource) -> None:
         self._n_loads += 1
-        session = Session(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
+        session = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)
@@ -400,7 +398,7 @@ class ModelHost:
         finally:
             logger.removeHandler(progress)
             listener.stop()
-        node = session.starter
+        node = session
         if self._cancel.is_cancelled:  # and `close` may not have waited
             session.close()
             self._cancel.check()
@@ -408,11 +406,11 @@ class ModelHost:
             session.close()
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         node.engine.pace = PromptPace()
-        directory, n_vocabulary = node.directory, int(node.config.padded_vocab_size)
-        outlet = Outlet(name, node.engine, node.codec.eos_ids, self._lines)
+        directory, n_vocabulary = node.model.directory, int(node.model.config.padded_vocab_size)
+        outlet = Outlet(name, node.engine, node.model.codec.eos_ids, self._lines)
         self.loaded[name] = Loaded(name, session, outlet, directory, n_vocabulary)
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
-        tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
+        tokenizer = {**node.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "ready", 1.0)
         self._on_ready(name)

@@ -15,14 +15,14 @@ from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 from mdi.machine.resources import device_free_bytes
 from mdi.metrics import NodeMetrics
-from mdi.node.run_trace import timer_of
+from mdi.run.trace import timer_of
 from mdi.tracing.clocks import Reading, settled
 from mdi.tracing.explain import BUSY
 from mdi.tracing.recorder import LIVE_SPANS, Span, unpack, ways_ns
 
 if TYPE_CHECKING:
     from mdi.control.client import ControlClient
-    from mdi.node.starter import StarterNode
+    from mdi.run.run import Run
     from mdi.serve.host import ModelHost
 
 Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and its timer compared with ours
@@ -60,7 +60,7 @@ class _Watch:
         self._tokens = (0.0, 0)
         self._delays = Delays()
 
-    def look(self, node: StarterNode, own: NodeMetrics) -> dict[str, Any]:
+    def look(self, node: Run, own: NodeMetrics) -> dict[str, Any]:
         statuses = _ask_all(node.clients, node.run_id)
         looks = [_own_look(node, own), *(_look_at(name, *found) for name, found in statuses.items())]
         for look in looks:
@@ -87,10 +87,10 @@ class _Watch:
         self._tokens = (now, n_tokens)
         return (n_tokens - before) / (now - before_s) if before_s and n_tokens >= before else 0.0
 
-    def _nodes(self, node: StarterNode, looks: list[NodeLook], statuses: dict[str, Any]) -> list[dict[str, Any]]:
+    def _nodes(self, node: Run, looks: list[NodeLook], statuses: dict[str, Any]) -> list[dict[str, Any]]:
         caches = {name: {"used": used, "limit": limit} for name, used, limit in node.engine.cache_use}
         found = []
-        for config, look, blocks in zip(node.cluster.nodes, looks, node.weights.blocks, strict=False):
+        for config, look, blocks in zip(node.cluster.nodes, looks, node.model.weights.blocks, strict=False):
             status = statuses[look.name][0] if look.name in statuses else _own_status(node)
             found.append(
                 {
@@ -130,16 +130,16 @@ class _Watch:
         return found
 
 
-def _own_look(node: StarterNode, own: NodeMetrics) -> NodeLook:
+def _own_look(node: Run, own: NodeMetrics) -> NodeLook:
     recorder = None if node.run_trace is None else node.run_trace.recorder
     spans = [] if recorder is None else recorder.buffer.last(LIVE_SPANS)
     now = time.perf_counter()
     return NodeLook(node.names[0], now, own.to_json(), spans, Reading(now, now, 0.0))
 
 
-def _own_status(node: StarterNode) -> dict[str, Any]:
-    memory = {"rss_bytes": psutil.Process().memory_info().rss, "available_bytes": device_free_bytes(node.device)}
-    return {"state": "RUNNING", "device": node.device, "memory": memory}
+def _own_status(node: Run) -> dict[str, Any]:
+    memory = {"rss_bytes": psutil.Process().memory_info().rss, "available_bytes": device_free_bytes(node.model.device)}
+    return {"state": "RUNNING", "device": node.model.device, "memory": memory}
 
 
 def _look_at(name: str, status: dict[str, Any] | None, reading: Reading | None) -> NodeLook:

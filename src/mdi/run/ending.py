@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
-from mdi.metrics import NodeMetrics
 
 METRICS_DEADLINE_S = 5.0
 
 logger = logging.getLogger("mdi")
-
-_ZERO = {"peak_rss_bytes": 0, "compute_s": 0.0, "wait_s": 0.0, "send_s": 0.0, "bytes_sent": 0, "frames": 0}
 
 
 def dismiss(clients: Sequence[ControlClient], run: str, leave: bool, patient: bool) -> list[dict[str, Any]]:
@@ -52,18 +49,3 @@ def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dic
             logger.warning("%s did not get the request to end: %s", client.node.name, e)
         logger.debug("dismissing %s: %s", client.node.name, e)
     return measured
-
-
-def metrics_of(
-    names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]]
-) -> list[NodeMetrics]:
-    """What secondaries said of themselves, in the run's report; what cannot be read counts as nothing."""
-    nodes = []
-    for name, layers, values in zip(names, blocks, measured, strict=True):
-        fields = {"name": name, "layers": list(layers)}
-        try:
-            nodes.append(NodeMetrics.from_json({**_ZERO, **values, **fields}))
-        except (ControlError, TypeError) as e:  # wrong metrics of a node must not spoil the run
-            logger.warning("the measurements of %s cannot be read: %s", name, e)
-            nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
-    return nodes

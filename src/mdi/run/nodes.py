@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from mdi.config import ClusterConfig
-from mdi.discovery.arrivals import Arrivals
-from mdi.node.local import LocalRing
-from mdi.recovery.joins import Newcomers, nobody
+from mdi.config import ClusterConfig, NodeConfig
+
+if TYPE_CHECKING:
+    from mdi.discovery.arrivals import Arrivals
+    from mdi.node.local import LocalRing
+
+# Nodes that were found during a run, by the numbers of their processes.
+Newcomers = Callable[[], Mapping[str, NodeConfig]]
+
+
+def nobody() -> Mapping[str, NodeConfig]:
+    return {}
 
 
 class NodeSource:
@@ -96,3 +105,24 @@ class OwnProcesses(NodeSource):
     def close(self) -> None:
         self._ring = None
         self._stack.close()
+
+
+class GivenNodes(NodeSource):
+    """A cluster that is known; this process keeps the threads that it has."""
+
+    def __init__(
+        self, cluster: ClusterConfig, newcomers: Newcomers = nobody, check: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(lambda: cluster)
+        self._check = check
+        self._found = newcomers
+
+    @property
+    def newcomers(self) -> Newcomers:
+        return self._found
+
+    def cluster(self) -> ClusterConfig:
+        return self._find()
+
+    def check(self) -> None:
+        self._check()

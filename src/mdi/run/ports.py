@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from mdi.config import ClusterConfig
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.cache_budget import SharedCaches
-from mdi.node.starter_report import StarterReport
+
+
+class RunStatus(Protocol):
+    """A run that can be asked for its status."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    def status(self, run: str | None) -> dict[str, Any]: ...
+
+    def check_echo(self) -> None: ...
 
 
 class StarterPorts(StatusOnly):
@@ -21,10 +31,10 @@ class StarterPorts(StatusOnly):
         self.caches = SharedCaches()
         self.control: ControlServer | None = None
         self.listener: RingListener | None = None
-        self._runs: list[StarterReport] = []
+        self._runs: list[RunStatus] = []
         self._opening = threading.Lock()
 
-    def add(self, run: StarterReport, cluster: ClusterConfig) -> None:
+    def add(self, run: RunStatus, cluster: ClusterConfig) -> None:
         """From now on, answer for this one, too. Raises UsageError if a port cannot be had."""
         node = cluster.starter
         with self._opening:
@@ -40,7 +50,7 @@ class StarterPorts(StatusOnly):
         assert self.listener is not None and self.control is not None
         return replace(cluster, starter=replace(cluster.starter, port=self.control.port, port_in=self.listener.port))
 
-    def remove(self, run: StarterReport) -> None:
+    def remove(self, run: RunStatus) -> None:
         """Harmless if repeated."""
         if run in self._runs:
             self._runs.remove(run)

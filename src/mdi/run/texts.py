@@ -1,14 +1,22 @@
-"""One sample for its reader: text that grows token by token, and the time of each token."""
+"""The texts of a run for their readers: submitted as words, read as they grow, with the time of each token."""
 
 from __future__ import annotations
 
+import itertools
 import queue
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mdi.detokenize import TextStream
-from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, wait_for_event
+from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
+from mdi.engine.starter import StarterEngine
+from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
+from mdi.text import TextCodec
 
 OnText = Callable[["Sample", str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.
@@ -152,3 +160,101 @@ def stops_at(stream: TextStream, before: Sequence[int] = ()) -> Ends:
         return stream.is_stopped
 
     return ends
+
+
+class RunTexts:
+    """See the module. Made when the run is ready: times count from here.
+
+    Attributes:
+        samples: all submitted samples.
+        reader: reads the samples without a reader of their own.
+    """
+
+    def __init__(self, engine: StarterEngine, codec: TextCodec, max_length: int) -> None:
+        self._engine, self._codec, self._max_length = engine, codec, max_length
+        self.samples: list[Sample] = []
+        self.reader = SampleReader()
+        self._indices = itertools.count()
+        self._begin, self._end = time.perf_counter(), 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """From the beginning to the last time that all texts had been read, or until now."""
+        return max((self._end or time.perf_counter()) - self._begin, 1e-9)
+
+    def submit(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str], on_text: OnText | None,
+        reader: SampleReader | None, before: Sequence[int], finish_reason: str | None,
+    ) -> Sample:  # fmt: skip
+        """Queue a sample; its own random numbers follow from params.seed and its number in this run. From any thread.
+
+        Args:
+            stop: strings that end the text and are not part of it.
+            reader: reads it in this thread; None leaves that to `read`.
+            before: its tokens from an earlier run, which also ended it if there is a `finish_reason`.
+
+        Raises:
+            UsageError: the nodes could never hold the text.
+            EngineError: the run is over.
+        """
+        reader = self.reader if reader is None else reader
+        index = next(self._indices)
+        params = replace(
+            params,
+            seed=seed_of(params.seed, index),
+            eos_ids=self._codec.eos_ids,
+            stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
+        )
+        # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
+        streams = [TextStream(self._codec, stop, self._codec.prompt_style is None) for _ in range(2)]
+        sample = Sample(index, prompt, prompt_ids, streams[0], self._begin, on_text)
+        ends = stops_at(streams[1], before) if stop else None
+        n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
+        if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
+            reader.add(sample, self._engine.submit(prompt_ids, params, ends, reader.events, before))
+        elif reader.record is not None:
+            reader.record(index, [], sample.finish_reason)
+        self.samples.append(sample)
+        return sample
+
+    def read(self) -> None:
+        """Read all samples that were submitted without a reader, until they have ended."""
+        try:
+            self.reader.read()
+        finally:
+            self._end = time.perf_counter()
+
+
+def context_length(config: Any, longest: int, wanted: int | None) -> int:
+    """Tokens that a sequence may have.
+
+    Args:
+        config: of the model; `longest` is what that allows.
+        wanted: by the user; None leaves it to the model.
+
+    Raises:
+        UsageError: it is more than the model was made for.
+    """
+    if wanted is None:
+        return longest
+    if not 1 <= wanted <= config.block_size:
+        raise UsageError(
+            f"--sequence-length {wanted}: {config.name or 'the model'} has a context of {config.block_size}"
+        )
+    return wanted
+
+
+def check_prompt(prompt_ids: Sequence[int], config: Any, n_context: int, directory: Path) -> None:
+    """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
+    if not prompt_ids:
+        raise UsageError("a prompt without any token cannot be continued: give it some text")
+    if len(prompt_ids) > n_context:
+        raise UsageError(
+            f"a prompt has {len(prompt_ids)} tokens, but the context holds {n_context}: shorten it, or choose a larger "
+            "--sequence-length if the model allows it"
+        )
+    if max(prompt_ids) >= config.padded_vocab_size:
+        raise UsageError(
+            f"a prompt has the token {max(prompt_ids)}, but the model knows {config.padded_vocab_size} tokens: the "
+            f"tokenizer in {directory} belongs to another model"
+        )

@@ -65,7 +65,7 @@ class Records:
     def replace(
         self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS, differs: Mapping[int, int] = NONE
     ) -> None:
-        """Which nodes have the blocks of a lost one."""
+        """Name the nodes that have the blocks of a lost one."""
         for one in self._open:
             if one.node == node:
                 one.replaced_by, one.restored_by = tuple(replaced_by), restored_by
@@ -76,13 +76,9 @@ class Records:
         self._closed += self._ended(first_s)
         self._open.clear()
 
-    def told(self, first_s: float | None) -> list[Recovery]:
+    def so_far(self, first_s: float | None) -> list[Recovery]:
         """All of them, where the first token after the open ones came at `first_s`."""
         return [*self._closed, *self._ended(first_s)]
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._open)
 
     def _ended(self, first_s: float | None) -> list[Recovery]:
         return [
