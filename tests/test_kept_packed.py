@@ -11,7 +11,7 @@ import pytest
 
 import mdi.stages.kept_packed as kept_packed
 from mdi.cancel import Cancel
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source

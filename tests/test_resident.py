@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mdi.checkpoint.mapping import map_bytes
+from mdi.checkpoint.weightfile import map_bytes
 from mdi.errors import CheckpointError
 from mdi.stages import loading
 from mdi.stages.loading import label_for_fault_reports, populate

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
