@@ -95,16 +95,16 @@ class Prefixes:
 
     Args:
         memory: of the ring that has them; says which windows there are.
+        share: of each node's memory, that they may take.
     """
 
-    def __init__(self, memory: CacheMemory) -> None:
+    def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE) -> None:
         windows = [c.window for node in memory.nodes for c in node.classes if c.window is not None]
         self._window = min(windows, default=None)
         self._kept: dict[int, Kept] = {}
-        self._by_pages: dict[
-            tuple[str, int], list[int]
-        ] = {}  # (owner, hash of the first pages' ids) -> those that begin so
-        self._limits = [KEPT_SHARE * node.limit_bytes for node in memory.nodes]
+        # (owner, hash of the first pages' ids) -> those that begin so
+        self._by_pages: dict[tuple[str, int], list[int]] = {}
+        self._limits = [share * node.limit_bytes for node in memory.nodes]
         self.total = [0] * len(memory.nodes)
 
     def __len__(self) -> int:

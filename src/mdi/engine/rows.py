@@ -13,7 +13,7 @@ import numpy as np
 from mdi.errors import WireError
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 from mdi.net.wire import BLOCK_INT8, ROW_FLOAT16, Frame, PayloadType
-from mdi.slices import Slices
+from mdi.slices import Slices, SliceTable
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +253,8 @@ def bytes_of(x: np.ndarray) -> memoryview:
 
 def logit_rows(slices: Slices) -> list[int] | None:
     """The rows of a frame that need logits; the last stage sends no others. None if all do."""
-    if all(s.n_logits == s.n_rows for s in slices):
+    table = SliceTable.of(slices)
+    if table.n_logits == table.n_rows:
         return None
     kept: list[int] = []
     row = 0

@@ -49,7 +49,7 @@ def sample(logits: Any, rows: Sequence[Row | tuple[SamplingParams, int]]) -> lis
         logits: (M, vocabulary).
         rows: M of them.
     """
-    asked = [Row(*row) for row in rows]
+    asked = [row if type(row) is Row else Row(*row) for row in rows]
     logits = adjusted(logits, asked)
     tokens = [0] * len(asked)
     groups: dict[int | None, list[int]] = {}

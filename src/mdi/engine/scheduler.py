@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
-from mdi.engine.memory import CacheMemory, Kept, Prefixes
+from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
@@ -45,6 +45,7 @@ class Scheduler:
         chunk_rows: prompt rows that one frame takes at most.
         memory: the nodes' memory for caches; None is unlimited.
         decode_rows: decoding sequences in a frame at most.
+        kept_share: of each node's memory for caches, for those of ended sequences.
     """
 
     n_frames: int
@@ -54,11 +55,12 @@ class Scheduler:
 
     def __init__(
         self, n_frames: int = 1, chunk_rows: int = CHUNK_ROWS, memory: CacheMemory | None = None,
-        decode_rows: int = DECODE_ROWS,
+        decode_rows: int = DECODE_ROWS, kept_share: float = KEPT_SHARE,
     ) -> None:  # fmt: skip
         self.chunk_rows = chunk_rows
         self.doubling_rows: float | None = None  # see PromptPace; None lets prompts in as fast as they can
         self.decode_rows = decode_rows
+        self._kept_share = kept_share
         self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
         self._running: dict[int, Sequence] = {}
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
@@ -68,6 +70,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
+        self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
@@ -203,9 +206,12 @@ class Scheduler:
         """The next frame, or None if enough are in flight or nothing is ready."""
         if self.n_in_flight >= self.n_frames:
             return None
-        while not self._holds(self._use.total):
-            self._preempt(next(reversed(self._running.values())))
-        self._admit()
+        if self._has_grown:
+            while not self._holds(self._use.total):
+                self._preempt(next(reversed(self._running.values())))
+            self._has_grown = False
+        if self._waiting:
+            self._admit()
         slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
         self._has_replayed = is_replay = not slices and bool(self._replays)
         slices = self._replay_slices() if is_replay else slices
@@ -245,7 +251,7 @@ class Scheduler:
             if sequence.finish_reason:
                 self._leave(sequence)
             else:
-                self._use.count(sequence)
+                self._count(sequence)
                 self._ready.append(sequence)
         return events
 
@@ -253,9 +259,9 @@ class Scheduler:
         self.n_frames = n_frames
         self.memory = memory
         self._use = CacheUse(memory)
-        self._prefixes = None if memory is None else Prefixes(memory)
+        self._prefixes = None if memory is None else Prefixes(memory, self._kept_share)
         for sequence in self._running.values():
-            self._use.count(sequence)
+            self._count(sequence)
 
     def _admit(self) -> None:
         """Admit sequences that fit; stop after one that continues from a kept cache, whose memory another might need."""
@@ -268,7 +274,7 @@ class Scheduler:
             self._waiting.popleft()
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
-            self._use.count(sequence)
+            self._count(sequence)
             self._reuse(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -279,6 +285,9 @@ class Scheduler:
             source, n = found
             self._copies.append((source, sequence.seq_id))
             self.n_reused += sequence.begin_behind(n)
+
+    def _count(self, sequence: Sequence) -> None:
+        self._has_grown |= self._use.count(sequence)
 
     def _holds(self, n_bytes: list[int]) -> bool:
         """Whether all nodes can hold so much for the running sequences; kept caches of ended ones are dropped for it."""
@@ -318,16 +327,22 @@ class Scheduler:
         return sequence is not None and sequence.life == part.life
 
     def _decode_slices(self) -> list[PlannedSlice]:
+        if not self._ready:
+            return []
         n_slices = min(self._share(), len(self._ready))
         return [next_slice(self._ready.popleft(), 1) for _ in range(n_slices)]
 
     def _share(self) -> int:
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
         # The sequences of each frame that continue when it is back.
-        flying = [sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices) for plan in self._in_flight]
+        flying = [
+            sum([part.n_logits > 0 and self._is_current(part) for part in plan.slices]) for plan in self._in_flight
+        ]
         return min(next_share(n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
 
     def _prefill_slices(self) -> list[PlannedSlice]:
+        if not self._prefilling:
+            return []
         slices: list[PlannedSlice] = []
         budget, n_prompts = self.chunk_rows, len(self._prefilling)
         if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts):
@@ -397,16 +412,17 @@ class CacheUse:
         """Bytes on each node that a sequence of `length` positions takes."""
         return () if self._memory is None else self._memory.needs(length)
 
-    def count(self, sequence: Sequence) -> None:
-        """Count all known tokens: they are sent before the sequence can get new ones."""
+    def count(self, sequence: Sequence) -> bool:
+        """Count all known tokens: they are sent before the sequence can get new ones. Returns whether it takes more now."""
         if self._memory is None:
-            return
+            return False
         before, now = self._used.get(sequence.seq_id), self._memory.needs(sequence.n_cached)
         if before != now:
             if before is not None:
                 self._add(before, -1)
             self._add(now, 1)
             self._used[sequence.seq_id] = now
+        return before != now
 
     def drop(self, sequence: Sequence) -> None:
         if self._memory is not None:

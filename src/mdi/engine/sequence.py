@@ -83,6 +83,7 @@ class Sequence:
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
+        n_positions: cache positions that it can need at most: the last token is never sent.
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
     """
 
@@ -98,13 +99,14 @@ class Sequence:
     finish_reason: str | None = None
     owner: str | None = None
 
+    n_prompt: int = field(init=False)
+    n_positions: int = field(init=False)
+
     def __post_init__(self) -> None:
         if not self.ids:
             self.ids = list(self.prompt_ids)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.prompt_ids)
+        self.n_prompt = len(self.prompt_ids)
+        self.n_positions = min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
     @property
     def generated(self) -> list[int]:
@@ -118,11 +120,6 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether rows of tokens that are known are still to be sent; a rewound text is a prompt as a whole."""
         return self.n_sent < len(self.ids)
-
-    @property
-    def n_positions(self) -> int:
-        """Most cache positions that it can need: the last token is never sent."""
-        return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
     @property
     def n_cached(self) -> int:
@@ -161,14 +158,14 @@ class Sequence:
             return self.end("eos")
         self.ids.append(token)
         self.n_held += 1
-        n_stop = self._n_stop(complete=True)
-        if n_stop:
+        stops = self.params.stop_sequences
+        if stops and (n_stop := self._n_stop(complete=True)):
             del self.ids[-n_stop:]
             self.n_held -= n_stop
             return self.end("stop")
         if len(self.ids) - self.n_prompt >= self.params.n_tokens or len(self.ids) >= self.max_length:
             return self.end("length")
-        return self._give_out(self._n_stop(complete=False))
+        return self._give_out(self._n_stop(complete=False) if stops else 0)
 
     def end(self, reason: str) -> tuple[int, ...]:
         """Set `finish_reason`; returns the tokens that were held back."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
-from mdi.engine.sampling import Row, log_probs, sample
+from mdi.engine.sampling import Row, log_probs, on_host, sample
 from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import (
     FAILED,
@@ -31,9 +31,10 @@ from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
-from mdi.slices import Slice
+from mdi.slices import Slice, Slices, SliceTable
 
-_DROPPED = Row(SamplingParams(temperature=0), 0)
+# Rows whose tokens are dropped: of a sequence that has ended, and of one that ends because its constraint failed.
+_DROPPED, _UNMATCHED = Row(SamplingParams(temperature=0), 0), Row(SamplingParams(temperature=0), 0)
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ class StarterEngine:
             self.stage.caches.free(seq_id)
         for seq_id, new_id in plan.copies:
             self.stage.caches.copy(seq_id, new_id)
-        slices = tuple(Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices)
+        slices = SliceTable([Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices])
         if plan.is_replay:
             return self._replay(plan, slices, ring)
         ids = [token for s in plan.slices for token in s.ids]
@@ -261,37 +262,48 @@ class StarterEngine:
         self.compute_s += time.perf_counter() - begin
         return frame
 
-    def _replay(self, plan: Plan, slices: tuple[Slice, ...], ring: Ring) -> Frame:
+    def _replay(self, plan: Plan, slices: SliceTable, ring: Ring) -> Frame:
         """The frame of a replay, with its rows if the next node is to have them."""
         frame = Frame(FrameType.BATCH, ring.epoch, plan.number, slices=slices, freed=plan.freed, is_replay=True)
         self.sent.add(frame)
         if not self.fills_replays:
             return frame
         dtype, n_cols, payload = self.sent.fill(slices)
-        return replace(frame, dtype=dtype, n_rows=sum(s.n_rows for s in slices), n_cols=n_cols, payload=payload)
+        return replace(frame, dtype=dtype, n_rows=slices.n_rows, n_cols=n_cols, payload=payload)
 
     def _draw(self, frame: Frame, ring: Ring) -> dict[int, list[int]]:
         """Final norm, head and sampling for the rows that came back: new tokens by seq_id."""
         begin = time.perf_counter()
-        wanting = [s.seq_id for s in frame.slices for _ in range(s.n_logits)]
         tokens: dict[int, list[int]] = {}
-        if wanting:
+        if n_wanting := frame.slices.n_logits:
             x = self._rows.read(frame, self.stage.returned_width)
-            if len(x) != len(wanting):
-                raise EngineError(f"{len(x)} rows came back for {len(wanting)} sequences")
+            if len(x) != n_wanting:
+                raise EngineError(f"{len(x)} rows came back for {n_wanting} sequences")
             check_finite(self._rows, x, "the blocks returned numbers")
             logits = self.stage.head(x)
             check_finite(self._rows, logits, "the head gave logits")
-            drawn = sample(logits, [self._row_of(seq_id) for seq_id in wanting])
-            self._keep_logprobs(logits, wanting, drawn)
-            for seq_id, token in zip(wanting, drawn, strict=True):
-                tokens.setdefault(seq_id, []).append(token)
+            tokens = self._sampled(logits, frame.slices)
         ring.release(frame)
         self.compute_s += time.perf_counter() - begin
         return tokens
 
-    def _row_of(self, seq_id: int) -> Row:
-        """How the next token is drawn; one that was cancelled on the way is drawn greedily, and the token dropped."""
+    def _sampled(self, logits: Any, slices: Slices) -> dict[int, list[int]]:
+        """New tokens by seq_id, one for each row of logits. A sequence whose constraint fails ends here."""
+        wanting = [(s.seq_id, s.start + s.n_rows - s.n_logits + i) for s in slices for i in range(s.n_logits)]
+        rows = [self._row_of(seq_id, position) for seq_id, position in wanting]
+        if any([row.params.n_logprobs is not None for row in rows]):
+            logits = on_host(logits)  # once for both
+        tokens: dict[int, list[int]] = {}
+        for i, ((seq_id, _), row, token) in enumerate(zip(wanting, rows, sample(logits, rows), strict=True)):
+            tokens.setdefault(seq_id, []).append(token)
+            if row.params.n_logprobs is not None:
+                self._live[seq_id].keep_logprobs(row.n_drawn, log_probs(logits[i], token, row.params.n_logprobs))
+        for seq_id in [seq_id for (seq_id, _), row in zip(wanting, rows, strict=True) if row is _UNMATCHED]:
+            self._end(seq_id, UNMATCHED)
+        return tokens
+
+    def _row_of(self, seq_id: int, position: int) -> Row:
+        """How the row of a position is drawn; one of a sequence that has ended is drawn greedily, and dropped."""
         request = self._live.get(seq_id)
         if request is None:
             return _DROPPED
@@ -301,17 +313,8 @@ class StarterEngine:
                 allowed = request.constraint.allowed()
             except Exception:  # of a grammar: its own sequence ends, and no other
                 logger.exception("a sequence is ended, because its grammar failed")
-                self._end(seq_id, UNMATCHED)
-                return _DROPPED
-        return Row(sequence.params, len(sequence.ids) - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
-
-    def _keep_logprobs(self, logits: Any, wanting: list[int], drawn: list[int]) -> None:
-        for i, (seq_id, token) in enumerate(zip(wanting, drawn, strict=True)):
-            request = self._live.get(seq_id)
-            if request is None or (n_best := request.sequence.params.n_logprobs) is None:
-                continue
-            number = len(request.sequence.ids) - request.sequence.n_prompt
-            request.keep_logprobs(number, log_probs(logits[i], token, n_best))
+                return _UNMATCHED
+        return Row(sequence.params, position + 1 - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
 
     # Commands
 
@@ -325,21 +328,20 @@ class StarterEngine:
             self._tell([event])
 
     def _tell(self, events: list[Event]) -> None:
+        """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
         now = time.perf_counter()
-        if any(event.tokens for event in events):
-            self.last_token_s = now
-            self.first_token_s = self.first_token_s or now
-        for event in events:
-            request = self._live[event.seq_id]
-            reason = event.finish_reason or self._own_end(request, event.tokens)
+        for seq_id, tokens, reason in [(event.seq_id, event.tokens, event.finish_reason) for event in events]:
+            request = self._live[seq_id]
+            if tokens:
+                self.n_tokens += len(tokens)
+                self.last_token_s = now
+                self.first_token_s = self.first_token_s or now
+            if reason is None and (reason := self._own_end(request, tokens)) is not None:
+                self.scheduler.cancel(seq_id, reason)
             if reason is not None:
-                self.scheduler.cancel(event.seq_id, reason)  # unless it has ended already
-                del self._live[event.seq_id]
-            self.n_tokens += len(event.tokens)
-            event = replace(event, finish_reason=reason, time_s=now)
-            if request.sequence.params.n_logprobs is not None:
-                event = replace(event, logprobs=request.logprobs_of_next(len(event.tokens)))
-            request.events.put(event)
+                del self._live[seq_id]
+            logprobs = () if request.sequence.params.n_logprobs is None else request.logprobs_of_next(len(tokens))
+            request.events.put(Event(seq_id, tokens, reason, now, logprobs))
 
     @staticmethod
     def _own_end(request: Request, tokens: tuple[int, ...]) -> str | None:

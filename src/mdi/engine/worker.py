@@ -107,7 +107,7 @@ class SecondaryLoop:
             self._stage.caches.copy(seq_id, new_id)
         if frame.is_replay and not frame.n_rows:
             return self._without_rows(frame)
-        if frame.n_rows != sum(s.n_rows for s in frame.slices):
+        if frame.n_rows != frame.slices.n_rows:
             raise WireError(f"a frame of {frame.n_rows} rows lacks rows of its slices")
         x = self._rows.read(frame, self._stage.n_embd)
         if frame.n_rows:
@@ -128,4 +128,4 @@ class SecondaryLoop:
         if self._replay != FILL:
             return frame
         dtype, n_cols, payload = self._sent.fill(frame.slices)
-        return replace(frame, dtype=dtype, n_rows=sum(s.n_rows for s in frame.slices), n_cols=n_cols, payload=payload)
+        return replace(frame, dtype=dtype, n_rows=frame.slices.n_rows, n_cols=n_cols, payload=payload)

@@ -43,6 +43,7 @@ from typing import Any
 
 from mdi.errors import WireError
 from mdi.security.session import TAG_BYTES, SealedSession
+from mdi.slices import NO_SLICES, RECORD, SliceTable
 from mdi.slices import Slice as Slice
 
 SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
@@ -140,11 +141,15 @@ class Frame:
     dtype: str = "bytes"
     n_rows: int = 0
     n_cols: int = 0
-    slices: tuple[Slice, ...] = ()
+    slices: SliceTable = NO_SLICES
     freed: tuple[int, ...] = ()
     payload: bytes | bytearray | memoryview = field(default=b"", repr=False)
     copies: tuple[tuple[int, int], ...] = ()
     is_replay: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.slices) is not SliceTable:
+            object.__setattr__(self, "slices", SliceTable(self.slices))
 
     @classmethod
     def message(cls, frame_type: FrameType, epoch: int, data: bytes = b"") -> Frame:
@@ -155,7 +160,6 @@ class Frame:
 MAGIC = b"MDIr"
 VERSION = 2
 _FIELDS = struct.Struct("<4sBBBBQQIIIIIIQ")
-_SLICE = struct.Struct("<QIII")
 _SEQ_ID = struct.Struct("<Q")
 _COPY = struct.Struct("<QQ")
 CHECK_BYTES = 16
@@ -186,7 +190,7 @@ class Header:
 
     @property
     def tables_bytes(self) -> int:
-        return self.n_slices * _SLICE.size + self.n_freed * _SEQ_ID.size + self.n_copies * _COPY.size
+        return self.n_slices * RECORD.size + self.n_freed * _SEQ_ID.size + self.n_copies * _COPY.size
 
 
 class FrameCodec:
@@ -332,9 +336,10 @@ def _fields_of(frame: Frame) -> bytes:
 
 
 def _tables_of(frame: Frame) -> bytes:
-    tables = b"".join(_SLICE.pack(*s) for s in frame.slices)
-    tables += b"".join(map(_SEQ_ID.pack, frame.freed))
-    return tables + b"".join(_COPY.pack(*pair) for pair in frame.copies)
+    if not (frame.freed or frame.copies):
+        return frame.slices.records
+    freed, copies = map(_SEQ_ID.pack, frame.freed), [_COPY.pack(*pair) for pair in frame.copies]
+    return b"".join((frame.slices.records, *freed, *copies))
 
 
 def _check_of(fields: bytes, tables: Buffer, payload: Buffer) -> bytes:
@@ -345,8 +350,8 @@ def _check_of(fields: bytes, tables: Buffer, payload: Buffer) -> bytes:
 def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) -> Frame:
     """The frame; WireError if the tables contradict each other or the rows."""
     view = memoryview(tables)
-    n_slices, n_freed = header.n_slices * _SLICE.size, header.n_freed * _SEQ_ID.size
-    slices = tuple(Slice(*one) for one in _SLICE.iter_unpack(view[:n_slices]))
+    n_slices, n_freed = header.n_slices * RECORD.size, header.n_freed * _SEQ_ID.size
+    slices = SliceTable.read(bytes(view[:n_slices]))
     freed = tuple(seq_id for (seq_id,) in _SEQ_ID.iter_unpack(view[n_slices : n_slices + n_freed]))
     copies = tuple(_COPY.iter_unpack(view[n_slices + n_freed :]))
     if header.type is FrameType.BATCH:
@@ -358,13 +363,12 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview) 
     )  # fmt: skip
 
 
-def _check_slices(slices: Sequence[Slice], n_rows: int) -> None:
-    rows = sum(s.n_rows for s in slices)
-    logits = sum(s.n_logits for s in slices)
+def _check_slices(slices: SliceTable, n_rows: int) -> None:
+    rows, logits = slices.n_rows, slices.n_logits
     # The last stage returns only the rows that need logits; every other frame has all rows.
     if n_rows not in (rows, logits):
         raise WireError(f"a payload of {n_rows} rows for slices of {rows} rows, {logits} of them for logits")
-    if any(s.n_logits > s.n_rows for s in slices):
+    if any([s.n_logits > s.n_rows for s in slices]):
         raise WireError("a slice needs more logits than it has rows")
     if len({s.seq_id for s in slices}) != len(slices):
         raise WireError("a frame has two slices of one sequence")
