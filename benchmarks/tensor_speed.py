@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 
 from link_speed import agree_on_speed  # noqa: E402
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.kernels.kernel_stage import KernelStarterStage
 from mdi.kernels.library import instruction_set
 from mdi.measure.model_shape import model_shape

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mdi.checkpoint.kept_packed as kept_packed
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
-from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source

@@ -18,8 +18,7 @@ import torch
 import mdi.model.stage
 import mdi.net.link
 import mdi.node.job
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk, write_chunks
+from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec

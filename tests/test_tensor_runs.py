@@ -17,10 +17,9 @@ import pytest
 import mdi.checkpoint.shapes
 import mdi.checkpoint.weights
 from cluster_keys import key_file
-from mdi.checkpoint.chunks import write_chunks
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.chunks import PartFile, write_chunks
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from windows import LENGTH, NO_LIMIT, chunks
 
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig

@@ -215,7 +215,7 @@ def _open_gguf(args: argparse.Namespace) -> None:
     """--ckpt may be a GGUF file: replace it by the directory that is made for it."""
     path = getattr(args, "ckpt", None)
     if isinstance(path, Path) and path.suffix == ".gguf":
-        from mdi.checkpoint.ggufdirectory import gguf_directory
+        from mdi.checkpoint.ggufsource import gguf_directory
 
         args.ckpt = gguf_directory(path.expanduser(), default_ckpt_folder())
 

@@ -1,7 +1,10 @@
-"""The header of a GGUF file: metadata and positions of tensors. Reads no weights and executes nothing.
+"""A GGUF file: its header, its tensors, and those that the kernels can use without a second rounding. Executes nothing.
 
 The gguf package's own reader believes the counts in a file, and does not come to an end with some; here every count is
 checked against the bytes that are there before anything is made of it.
+
+Q4_0 is int4: 32 weights share a scale in half precision, and a half byte h stands for (h - 8) * scale. Q8_0 is not int8:
+its scales are for 32 weights, the kernels' for 64.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 from mdi.json_fields import shown
+from mdi.kernels.layout import Matrix, aligned_bytes, int4_bytes, matrix_bytes
+from mdi.kernels.weight_range import check_range, largest_of
+from mdi.weight_formats import LAYOUTS, PANEL
 
 HEADER_LIMIT_BYTES = 256_000_000
 NAME_LIMIT_BYTES = 1 << 16
@@ -197,3 +204,90 @@ class _Parser:
             raise ValueError(f"its head is cut short, or damaged, at byte {self._at}")
         self._at += n_bytes
         return bytes(self._data[self._at - n_bytes : self._at])
+
+
+PLAIN = ("F32", "F16", "BF16")
+_QUANTIZED = "F16"  # a scale of 11 bits times a few: what half precision rounds off is far below the format's own error
+
+
+def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
+    """The numbers of a tensor, as `spec_of` says: plain ones unchanged, others in half precision.
+
+    Args:
+        name: of the tensor, for errors.
+
+    Raises:
+        CheckpointError: the format cannot be read, the file has changed, or a number is not finite or beyond half precision.
+    """
+    rows = read_rows(tensor)
+    spec = spec_of(tensor)
+    if tensor.type_name in PLAIN:
+        return rows.view(TYPES[spec.dtype].numpy).reshape(tensor.shape)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        plain = dequantize(rows, GGMLQuantizationType[tensor.type_name])
+    except NotImplementedError:
+        raise CheckpointError(
+            f"{tensor.path}: weights of the type {tensor.type_name} cannot be read; use a file in Q8_0, a K format, or F16"
+        ) from None
+    check_range("fp16", largest_of(plain), f"{tensor.path}: {name}", clips=False)
+    return plain.astype(np.float16).reshape(tensor.shape)
+
+
+def spec_of(tensor: GgufTensor) -> TensorSpec:
+    """Type and shape of what `read_tensor` returns."""
+    return TensorSpec(tensor.type_name if tensor.type_name in PLAIN else _QUANTIZED, tensor.shape)
+
+
+def read_rows(tensor: GgufTensor) -> np.ndarray:
+    """uint8 (rows, bytes of a row), of our own"""
+    n_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    try:
+        data = np.fromfile(tensor.path, dtype=np.uint8, count=tensor.n_bytes, offset=tensor.offset)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {tensor.path}: {e.strerror or e}") from None
+    if data.size != tensor.n_bytes:
+        raise CheckpointError(f"{tensor.path} became shorter while it was read")
+    return data.reshape(n_rows, -1)
+
+
+def slice_tensor(tensor: GgufTensor, start: int, stop: int, shape: tuple[int, ...]) -> GgufTensor:
+    """Some of a tensor along its first dimension."""
+    step = tensor.n_bytes // tensor.shape[0]
+    return GgufTensor(tensor.path, tensor.type_name, shape, tensor.offset + start * step, (stop - start) * step)
+
+
+CARRIED_OVER = {"Q4_0": "int4"}  # ggml's name -> the kernels'
+
+_BLOCK = 32  # weights of a block
+_BLOCK_BYTES = 18  # a scale, then 16 bytes: the low halves are the first 16 weights, the high ones the others
+_ROWS_AT_ONCE = 16 * PANEL
+
+
+def carry_over(rows: np.ndarray, n_in: int, name: str) -> Matrix:
+    """A weight in Q4_0 as a packed one in int4.
+
+    Args:
+        rows: uint8 (n_out, bytes of a row).
+        name: of the tensor, for errors.
+
+    Raises:
+        CheckpointError: a scale is not finite.
+    """
+    n_out, layout = len(rows), LAYOUTS["int4"]
+    data = aligned_bytes(matrix_bytes("int4", n_out, n_in))
+    panels = data.reshape(-(-n_out // PANEL), -1)
+    width = -(-n_in // layout.record_inputs) * layout.record_inputs
+    for first in range(0, n_out, _ROWS_AT_ONCE):
+        some = rows[first : first + _ROWS_AT_ONCE].reshape(-1, n_in // _BLOCK, _BLOCK_BYTES)
+        n_rows = -(-len(some) // PANEL) * PANEL
+        scale = np.zeros((n_rows, width // _BLOCK), dtype=np.float16)
+        scale[: len(some), : n_in // _BLOCK] = np.ascontiguousarray(some[..., :2]).view(np.float16)[..., 0]
+        check_range("fp16", largest_of(scale), name, clips=False)
+        halves = np.full((n_rows, width), 8, dtype=np.uint8)
+        both = some[..., 2:]
+        halves[: len(some), :n_in] = np.concatenate((both & 15, both >> 4), axis=2).reshape(len(some), n_in)
+        panels[first // PANEL : (first + n_rows) // PANEL] = int4_bytes(scale, halves).reshape(n_rows // PANEL, -1)
+    return Matrix("int4", n_out, n_in, data)
