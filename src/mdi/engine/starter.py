@@ -27,7 +27,7 @@ from mdi.engine.sequence import (
     SamplingParams,
     Sequence,
 )
-from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
+from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
@@ -355,3 +355,12 @@ class StarterEngine:
         ring = self._ring
         if ring is not None:
             ring.wake()
+
+
+def check_finite(rows: StarterRows, x: Any, what: str) -> None:
+    """Raises EngineError: a number is not finite. `what` says where `x` comes from."""
+    if not rows.are_finite(x):
+        raise EngineError(
+            f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or "
+            "weights are damaged"
+        )
