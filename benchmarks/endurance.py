@@ -93,8 +93,8 @@ class Nodes:
         self._checkpoint = checkpoint
 
     def starter(self) -> Any:
-        from mdi.node.options import StarterOptions
         from mdi.node.starter import StarterNode
+        from mdi.spec.options import StarterOptions
 
         options = StarterOptions(
             ckpt=self._checkpoint, prompt_style="none", device="cpu", placement="even", wait_s=60.0

@@ -67,8 +67,8 @@ def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     from mdi.config import standalone
     from mdi.engine.seeds import seed_of
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
+    from mdi.spec.options import StarterOptions
 
     node = StarterNode(standalone(), StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu"))
     found: list[tuple[dict[str, Any], str]] = []

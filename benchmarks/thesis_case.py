@@ -41,8 +41,8 @@ def run_case(case: Case) -> dict[str, Any]:
     from mdi.metrics import tokens_over_time
     from mdi.node.local import LocalRing
     from mdi.node.model_family import ModelFamily
-    from mdi.node.options import StarterOptions
     from mdi.node.starter import StarterNode
+    from mdi.spec.options import StarterOptions
 
     model = BY_KEY[case.key]
     families: dict[str, tuple[type[LocalRing], ModelFamily]] = {

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
-from mdi.control.requested import Requested
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
+from mdi.spec.options import Requested, StarterOptions
 from tiny_checkpoint import encode
 
 library.load()  # in a new cache folder the first node would compile, and say so, instead of what a test expects

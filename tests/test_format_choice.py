@@ -13,8 +13,8 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import PlacementError
 from mdi.kernels import library
 from mdi.node.format_choice import first_that_fits, formats_to_try
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.spec.options import StarterOptions
 
 NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"
 

@@ -20,8 +20,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondary
 from test_node import generate
 from tiny_checkpoint import reference, write_checkpoint

@@ -33,12 +33,12 @@ from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
 from mdi.node.cache_budget import check_capacity
 from mdi.node.local import LocalRing, free_ports
-from mdi.node.options import StarterOptions
 from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
+from mdi.spec.options import StarterOptions
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 

@@ -23,12 +23,12 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.node import part_sending
 from mdi.node.job import Job
-from mdi.node.options import StarterOptions
 from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.recovery.replacement import Next, Stage
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint
 from waiting import until

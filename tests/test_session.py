@@ -12,10 +12,10 @@ from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
 from mdi.node.local import LocalRing
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from mdi.session.node_source import NodeSource, OwnProcesses
 from mdi.session.run_session import Session
+from mdi.spec.options import StarterOptions
 from tiny_checkpoint import reference, write_checkpoint
 
 GREEDY = SamplingParams(6, temperature=0)

@@ -10,8 +10,8 @@ import pytest
 
 from mdi.config import ClusterConfig, standalone
 from mdi.engine.sequence import SamplingParams
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

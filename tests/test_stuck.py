@@ -19,9 +19,9 @@ from mdi.kernels.kernel_stage import KernelStage
 from mdi.net.codec import PLAIN
 from mdi.net.pings import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Slice
-from mdi.node.options import StarterOptions
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.starter import StarterNode
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 from waiting import until

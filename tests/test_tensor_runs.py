@@ -29,10 +29,10 @@ from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.metrics import RunMetrics
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.report import format_report
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.tensor.group import group_of
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_source import ShardFile, ShardSource

@@ -13,7 +13,7 @@ import mdi.node.group_member
 from cluster_keys import key_file
 from mdi.errors import RingError, UsageError
 from mdi.kernels import library
-from mdi.node.options import ParallelOptions
+from mdi.spec.options import ParallelOptions
 from mdi.tensor.torch_sums import TorchSums
 from secondaries import cluster_of, secondaries
 from tensor_groups import meshes, on_all

@@ -22,9 +22,9 @@ from mdi.config import ClusterConfig, load_cluster
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import MdiError
 from mdi.node.local import free_ports
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from mdi.recovery.keeper import BROUGHT_DOWN
+from mdi.spec.options import StarterOptions
 from processes import Process, Reader, is_running
 
 DEADLINE_S = 120.0

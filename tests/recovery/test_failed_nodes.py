@@ -19,11 +19,11 @@ from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
-from mdi.node.options import StarterOptions
 from mdi.node.runs import ring_number_of
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter import StarterNode
 from mdi.recovery.keeper import RingKeeper
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 from waiting import until

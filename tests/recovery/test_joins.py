@@ -19,13 +19,13 @@ from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import UsageError
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from mdi.partition.model import Workload
 from mdi.recovery.joins import Joins
 from mdi.recovery.moving import MovingCut
 from mdi.recovery.replacement import Stage
 from mdi.recovery.roll_call import Answer, Roll
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

@@ -16,8 +16,8 @@ from mdi.checkpoint.convert import convert
 from mdi.config import ClusterConfig, standalone
 from mdi.engine.planned import Event
 from mdi.engine.sequence import SamplingParams
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.spec.options import StarterOptions
 from references.write_models import FAMILIES, version
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tokenizer

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mdi.engine.starter_engine import StarterEngine
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_state import ApiState
 from mdi.serve.backend import Backend
@@ -23,6 +22,7 @@ from mdi.serve.questions import handlers
 from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
 from mdi.session.node_source import NodeSource
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of
 from tiny_checkpoint import encode, reference
 

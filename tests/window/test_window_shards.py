@@ -15,8 +15,8 @@ from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.starter import StarterNode
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shard_stage import ShardStage

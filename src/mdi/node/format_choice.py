@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
-from mdi.control.requested import Requested
 from mdi.errors import PlacementError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.torch_use import load_torch
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
+from mdi.spec.options import Requested, StarterOptions
 from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 
 logger = logging.getLogger("mdi")

@@ -21,11 +21,11 @@ from mdi.node.cache_budget import check_capacity
 from mdi.node.group_member import may_look_busily, run_check, share_metrics
 from mdi.node.loading import kernel_weights
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import RunLimits
 from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.windowed import with_window
+from mdi.spec.options import StarterOptions
 from mdi.tensor.group import Group
 from mdi.tensor.group_ring import LeaderRing
 from mdi.tensor.joining import GroupLinks

@@ -23,11 +23,11 @@ from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.cache_budget import CacheReport, SharedCaches, check_capacity
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.part_sending import PartSource
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.windowed import refuse_torch, with_window
 from mdi.periodic import Periodic
+from mdi.spec.options import StarterOptions
 from mdi.units import duration, size
 from mdi.weight_formats import held_bytes
 from mdi.window.window_options import window_of

@@ -11,9 +11,9 @@ from mdi.config import ClusterConfig
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.node.group_member import check_torch_sums
-from mdi.node.options import StarterOptions
 from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice
 from mdi.partition.sum_cost import TORCH_SUMS
+from mdi.spec.options import StarterOptions
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out

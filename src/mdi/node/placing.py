@@ -12,7 +12,6 @@ from mdi.errors import ABSENT, NodeLostError
 from mdi.machine.computing import Computing
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster
-from mdi.node.options import StarterOptions
 from mdi.node.sharing_out import Division, division_by_hand
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.cost import CostModel
@@ -24,6 +23,7 @@ from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile
 from mdi.partition.tensor_plan import plan_tensor
 from mdi.recovery.roll_call import free_nodes
+from mdi.spec.options import StarterOptions
 from mdi.tensor.ring_stages import RingStage
 from mdi.units import duration
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.requested import Requested
 from mdi.engine.cache_memory import CacheMemory
 from mdi.engine.sent_rows import COMPUTE
 from mdi.engine.starter_part import StarterFrameStage
@@ -20,7 +19,6 @@ from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing
 from mdi.node.cache_budget import share_extensions, share_out
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
 from mdi.node.runs import ring_number_extension
@@ -28,6 +26,7 @@ from mdi.node.setup import SecondarySetup
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
+from mdi.spec.options import Requested, StarterOptions
 from mdi.tracing.recorder import extensions_of
 from mdi.window.window_options import extensions_of as window_extensions
 

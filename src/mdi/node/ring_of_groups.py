@@ -10,10 +10,10 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.setup import PartSource
 from mdi.node.starter_weights import StarterWeights
+from mdi.spec.options import StarterOptions
 from mdi.tensor.group import EXTENSION, Group
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share

@@ -26,13 +26,13 @@ from mdi.node.cache_budget import SharedCaches
 from mdi.node.forming import form_ring
 from mdi.node.identity import numbers_of
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
 from mdi.node.placing import model_of
 from mdi.node.preparation import Preparation
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import dismiss
+from mdi.spec.options import StarterOptions
 
 REACH_S = 2.0  # a node that takes another's place has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.

@@ -22,7 +22,6 @@ from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
-from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError
 from mdi.kernels import library
@@ -43,6 +42,7 @@ from mdi.node.service import Service
 from mdi.node.stage_holder import StageHolder
 from mdi.node.stage_slots import StageSlots
 from mdi.security.keys import KeyFile
+from mdi.spec.options import ANYTHING, Requested
 
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0

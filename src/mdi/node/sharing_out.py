@@ -12,11 +12,11 @@ from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.node.group_leader import GroupLeader
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.split import default_split, ranges
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.tensor.group import Group, Member
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shares import Shares, share_out

@@ -18,7 +18,6 @@ from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
-from mdi.control.requested import Requested
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.head import Weights
 from mdi.kernels.kernel_stage import KernelStage
@@ -30,6 +29,7 @@ from mdi.node.group_member import group_in, own_shards, sent_shard, share_stage
 from mdi.node.loading import kernel_weights, torch_weights
 from mdi.node.model_family import ModelFamily
 from mdi.node.windowed import refuse_torch, with_window
+from mdi.spec.options import Requested
 from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.window_shards import WindowShardStage
 from mdi.units import size

@@ -19,7 +19,6 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter_engine import StarterEngine
 from mdi.node.driver import EngineThread
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.parallel_choice import nodes_of_chunks
 from mdi.node.prompt_limits import check_prompt
 from mdi.node.ring_recovery import RingRecovery
@@ -32,6 +31,7 @@ from mdi.node.starter_report import OpenModel
 from mdi.node.teardown import dismiss
 from mdi.node.windowed import prompt_rows
 from mdi.recovery.joins import Newcomers, nobody
+from mdi.spec.options import StarterOptions
 
 logger = logging.getLogger("mdi")
 

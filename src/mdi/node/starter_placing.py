@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import N_TEXTS
-from mdi.control.requested import Requested
 from mdi.errors import NodeLostError
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.measure.planning import told_blocks
 from mdi.measure.window_plan import without_limits
 from mdi.node.format_choice import first_that_fits, fits_here, formats_to_try, starter_computing, with_format
 from mdi.node.model_family import ModelFamily
-from mdi.node.options import StarterOptions
 from mdi.node.parallel_choice import chosen_stages
 from mdi.node.placing import divide, faster_way, measured_cluster, planned_ring, without
 from mdi.node.prompt_limits import context_length
@@ -24,6 +22,7 @@ from mdi.node.starter_ports import StarterPorts
 from mdi.node.starter_report import StarterReport
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile
+from mdi.spec.options import Requested, StarterOptions
 from mdi.tensor.ring_stages import RingStage
 from mdi.weight_formats import AUTO
 from mdi.window.window_options import window_of

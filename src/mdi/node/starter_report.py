@@ -21,7 +21,6 @@ from mdi.machine.computing import Computing
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.node.driver import EngineThread
 from mdi.node.identity import identity_of
-from mdi.node.options import StarterOptions
 from mdi.node.ring_recovery import RingRecovery
 from mdi.node.run_rings import RunRings
 from mdi.node.run_texts import RunTexts
@@ -29,6 +28,7 @@ from mdi.node.run_trace import RunTrace
 from mdi.node.sample import Sample
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.teardown import metrics_of
+from mdi.spec.options import StarterOptions
 from mdi.text import TextCodec
 from mdi.tracing.trace import Trace
 

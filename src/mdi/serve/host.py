@@ -17,7 +17,6 @@ from typing import Any
 from mdi.engine.pace import PromptPace
 from mdi.engine.requests import Constraint
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
-from mdi.node.options import StarterOptions
 from mdi.node.starter import StarterNode
 from mdi.node.starter_ports import StarterPorts
 from mdi.serve.catalog import Catalog
@@ -26,6 +25,7 @@ from mdi.serve.lines import Lines
 from mdi.serve.outlet import Outlet
 from mdi.session.node_source import NodeSource
 from mdi.session.run_session import Session
+from mdi.spec.options import StarterOptions
 
 LOOK_S = 0.2
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again

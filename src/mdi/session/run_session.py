@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mdi.errors import NodeLostError, UsageError
-from mdi.node.options import StarterOptions
 from mdi.session.node_source import NodeSource
+from mdi.spec.options import StarterOptions
 
 if TYPE_CHECKING:
     from mdi.engine.sequence import SamplingParams
