@@ -241,7 +241,7 @@ def sums_by_delay() -> Any:
     """A line for each way to sum, an axis for each number of nodes."""
     measured = json.loads((ROOT / "benchmarks" / "results" / "tensor_sums.json").read_text(encoding="utf-8"))["sums"]
     counts = sorted({one["nodes"] for one in measured})
-    colors = dict(zip(("star", "exchange", "scatter", "ring", "tree"), (INK, *SAMPLES[1:], WIRE, CONTROL), strict=True))
+    colors = dict(zip(("star", "exchange", "ring", "tree"), (INK, *SAMPLES[1:], WIRE), strict=True))
     figure, axes = plt.subplots(1, len(counts), figsize=(11, 3.4), layout="constrained", sharey=True)
     for ax, n_nodes in zip(axes, counts, strict=True):
         for algorithm, color in colors.items():

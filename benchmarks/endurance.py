@@ -93,13 +93,14 @@ class Nodes:
         self._checkpoint = checkpoint
 
     def starter(self) -> Any:
-        from mdi.node.starter import StarterNode
+        from mdi.run.nodes import GivenNodes
+        from mdi.run.run import Run
         from mdi.spec.options import StarterOptions
 
         options = StarterOptions(
             ckpt=self._checkpoint, prompt_style="none", device="cpu", placement="even", wait_s=60.0
         )
-        return StarterNode(self._ring.cluster, options)
+        return Run(GivenNodes(self._ring.cluster), options, 40)
 
     def held(self) -> list[Held]:
         gc.collect()
@@ -118,11 +119,9 @@ def short_runs(nodes: Nodes, n_runs: int) -> tuple[list[list[Held]], int]:
         node = nodes.starter()
         try:
             node.open()
-            node.prepare(40)
-            node.start()
-            text = node.submit("The ring", node.codec.encode_prompt("The ring"), SamplingParams(6, 0.0))
-            node.generate()
-            node.end()
+            text = node.submit("The ring", node.model.codec.encode_prompt("The ring"), SamplingParams(6, 0.0))
+            node.read()
+            node.close()
         finally:
             node.close()
         first = text.token_ids if first is None else first
@@ -135,7 +134,7 @@ def short_runs(nodes: Nodes, n_runs: int) -> tuple[list[list[Held]], int]:
 def busy_texts(nodes: Nodes, n_texts: int, seed: int) -> list[list[Held]]:
     """One long run in which texts come and are cancelled, most of them before they end."""
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.sample import SampleReader
+    from mdi.run.texts import SampleReader
 
     chance = random.Random(seed)
     samples: list[list[Held]] = []
@@ -143,9 +142,7 @@ def busy_texts(nodes: Nodes, n_texts: int, seed: int) -> list[list[Held]]:
     node = nodes.starter()
     try:
         node.open()
-        node.prepare(200)
-        node.start()
-        prompt = node.codec.encode_prompt("Every node keeps a cache for each sequence.")
+        prompt = node.model.codec.encode_prompt("Every node keeps a cache for each sequence.")
         for n in range(0, n_texts, 10):
             reader = SampleReader()
             texts = [
@@ -158,7 +155,7 @@ def busy_texts(nodes: Nodes, n_texts: int, seed: int) -> list[list[Held]]:
             node.samples.clear()  # what a report would show of them
             if n % every < 10:
                 samples.append(nodes.held())
-        node.end()
+        node.close()
     finally:
         node.close()
     return samples

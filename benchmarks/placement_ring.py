@@ -114,7 +114,8 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
     from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
     from mdi.machine.threads import choose_threads
-    from mdi.node.starter import StarterNode
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
     from mdi.spec.options import StarterOptions
 
     choose_threads(1)
@@ -124,19 +125,18 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
         job = json.loads(line)
         chosen = tuple(cluster.secondaries[i] for i in job["secondaries"])
         layers = ",".join(map(str, job["counts"]))
-        node = StarterNode(
-            ClusterConfig(cluster.starter, chosen),
+        node = Run(
+            GivenNodes(ClusterConfig(cluster.starter, chosen)),
             StarterOptions(ckpt=ckpt, layers=layers, dtype="float32", prompt_style="none", wait_s=120),
+            PROMPT_IDS + job["n_tokens"],
         )
         try:
             node.open()
-            node.prepare(PROMPT_IDS + job["n_tokens"])
-            node.start()
             params = SamplingParams(n_tokens=job["n_tokens"], temperature=0.0, top_k=None, top_p=1.0, seed=1)
             for i in range(job["sequences"]):
                 node.submit("", [i + 1] * PROMPT_IDS, params)
-            node.generate()
-            node.end()
+            node.read()
+            node.close()
             metrics = node.metrics()
         finally:
             node.close()

@@ -14,6 +14,7 @@ import statistics
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,23 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
     """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
     from mdi.cache_dir import default_cache_dir
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.starter import StarterNode
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
     from mdi.spec.options import StarterOptions
 
     options = StarterOptions(
         ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,
         cache_dir=default_cache_dir(), threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
     )  # fmt: skip
-    node = StarterNode(ring.cluster, options)
+    node = Run(
+        GivenNodes(ring.cluster, check=ring.check), options, args.n_prompt + args.n_tokens, n_texts=args.n_samples
+    )
     times = {"lost": 0.0, "formed": 0.0, "first": 0.0}
     result: dict[str, Any] = {}
     try:
-        node.open()
-        node.place(args.n_samples, args.n_prompt + args.n_tokens)
         if args.predict and lose is not None:
-            result["predicted_s"] = predicted_s(node, args, ring.check)
-        node.prepare(args.n_prompt + args.n_tokens, ring.check)
-        node.start()
+            result["predicted_s"] = predicted_s(ring, options, args)
+        node.open()
         note_forming(node, times)
         for i in range(args.n_samples):
             prompt = [1 + (7 * i + k) % 200 for k in range(args.n_prompt)]
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
         thread = threading.Thread(target=disturb, args=(node, lose, times))
         if lose is not None:
             thread.start()
-        node.generate()
+        node.read()
         if lose is not None:
             thread.join()
             (recovery,) = node.metrics().recoveries
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
             result["prompts_s"] = max(sample.token_times_s[0] for sample in node.samples)
             result |= {"from_loss_s": times["first"] - lost_s, "formed_s": times["formed"] - lost_s,
                        "all_s": max(next_s) - lost_s, "n_texts": len(next_s), **recovery}  # fmt: skip
-        node.end()
+        node.close()
         return [list(sample.token_ids) for sample in node.samples], result
     finally:
         node.close()
@@ -116,28 +117,34 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
 
 def note_forming(node: Any, times: dict[str, float]) -> None:
     """Note when another ring is formed."""
-    keeper = node.recovery.keeper
-    after_loss = keeper.after_loss
+    policy = node.loop.policy
+    formed = policy.formed
 
-    def noted(error: Any) -> Any:
-        ring = after_loss(error)
+    def noted(*args: Any) -> Any:
         times["formed"] = time.perf_counter()
-        return ring
+        return formed(*args)
 
-    keeper.after_loss = noted
+    policy.formed = noted
 
 
-def predicted_s(node: Any, args: argparse.Namespace, check: Any) -> float:
+def predicted_s(ring: Any, options: Any, args: argparse.Namespace) -> float:
     """How long the node in the lost one's place takes for the rows of all texts, and the caches that they look at."""
     from mdi.engine.scheduler import CHUNK_ROWS
     from mdi.measure.model_shape import model_shape
     from mdi.partition.cost import CostModel
     from mdi.partition.model import Workload
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
 
+    nodes = GivenNodes(ring.cluster, check=ring.check)
+    with Run(
+        nodes, replace(options, placement="throughput"), args.n_prompt + args.n_tokens, n_texts=args.n_samples
+    ) as run:
+        model = run.model
     length = args.n_prompt + N_TOKENS_BEFORE
-    shape = model_shape(node.weights.config, node.computing.format, node.computing.kv_dtype)
-    cost = CostModel(node._profiled(check), shape, Workload(args.n_samples, args.n_prompt + args.n_tokens))
-    start, stop = node.weights.blocks[1]
+    shape = model_shape(model.weights.config, model.computing.format, model.computing.kv_dtype)
+    cost = CostModel(model.profile, shape, Workload(args.n_samples, args.n_prompt + args.n_tokens))
+    start, stop = model.weights.blocks[1]
     n_chunks = args.n_samples * length / CHUNK_ROWS
     read_s = cost.cache_read_s(1, 1) * shape.reference.read_bytes(length // 2)
     # Texts that go on have a frame after each piece: half of them, on average.

@@ -2,7 +2,7 @@
 """What failures at a given rate leave of the speed of one text: table 1 of Petals (Borzunov et al. 2023), on a ring of three.
 
 With probability p, each time that rows are sent to the next stage, that stage drops its caches and connections; its process
-lives. "replay" and "tokens" go on from what the nodes have (mdi.recovery); "restart" begins the text again after each failure;
+lives. "replay" and "tokens" go on from what the nodes have (mdi.run); "restart" begins the text again after each failure;
 "no cache" computes the whole text again for each token. All in one process over loopback, one thread, in the same run: the
 rates take turns. A node that failed often would have to wait before it is used again: here it need not.
 
@@ -100,7 +100,8 @@ class Ring:
         self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int, places: Sequence[Any], n_texts: int = 1
     ) -> None:
         from mdi.config import ClusterConfig, NodeConfig
-        from mdi.node.starter import StarterNode
+        from mdi.run.nodes import GivenNodes
+        from mdi.run.run import Run
         from mdi.spec.options import StarterOptions
 
         self._nodes = nodes
@@ -108,18 +109,20 @@ class Ring:
             ckpt=args.ckpt, device="cpu", placement="even", prompt_style="none", replay_memory=replay_bytes,
             quantize=args.quantize, quantize_head=args.quantize,
         )  # fmt: skip
-        self.starter = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(places)), options)
+        self.starter = Run(
+            GivenNodes(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(places))),
+            options,
+            len(PROMPT) + args.tokens,
+            n_texts=n_texts,
+        )
         self.starter.open()
-        self.starter.place(n_texts, len(PROMPT) + args.tokens)
-        self.starter.prepare(len(PROMPT) + args.tokens)
-        self.starter.start()
-        self.starter.recovery.keeper._absences._step_s = 0.0  # here nodes fail on purpose: they need not wait
+        self.starter.loop.policy.absences.step_s = 0.0  # here nodes fail on purpose: they need not wait
         self._random = random.Random()
         self._rate = 0.0
         self.n_failures = 0
 
     def close(self) -> None:
-        self.starter.end()
+        self.starter.close()
         self.starter.close()
 
     def may_fail(self, rate: float, seed: int) -> None:
@@ -129,7 +132,7 @@ class Ring:
 
     def generate(self, ids: list[int], n_tokens: int, on_token: Callable[[], object] = lambda: None) -> list[int]:
         sample = self.submit(ids, n_tokens, on_token)
-        self.starter.generate()
+        self.starter.read()
         return list(sample.token_ids)
 
     def submit(self, ids: list[int], n_tokens: int, on_token: Callable[[], object]) -> Any:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,14 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     """The other process: sends everything back, on two bare connections and as node 1 of a ring."""
     import torch
 
-    from mdi.engine.tensors import frame_of, rows_of
+    from mdi.engine.rows import TensorRows
     from mdi.errors import RingEndedError
     from mdi.machine.threads import choose_threads
-    from mdi.net.codec import PLAIN
-    from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import join_ring
-    from mdi.net.wire import Limits
+    from mdi.net.wire import PLAIN, Limits, read_frame, send_frame, tune
 
     choose_threads(1)
+    rows = TensorRows(torch.device("cpu"), torch.float32)
     listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
     expectation = listener.expect(epoch, seat.prev_hello)
     raw, pickled, framed = (socket.create_connection((HOST, port)) for _ in range(3))
@@ -111,9 +111,9 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
         except RingEndedError:
             break
         if frame is not None:
-            x = rows_of(frame, N_COLS, torch.device("cpu"), torch.float32).clone()
+            x = rows.read(frame, N_COLS).clone()
             ring.release(frame)
-            ring.send(frame_of(x, epoch, frame.number, frame.slices, frame.freed))
+            ring.send(replace(frame, payload=rows.payload(x, "auto")[1]))
     ring.close()
     listener.close()
 
@@ -122,12 +122,10 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     """Microseconds there and back, by way of transport."""
     import torch
 
-    from mdi.engine.tensors import frame_of, rows_of
+    from mdi.engine.rows import TensorRows
     from mdi.machine.threads import choose_threads
-    from mdi.net.codec import PLAIN
-    from mdi.net.frame_io import read_frame, send_frame, tune
     from mdi.net.handshake import close_starter_ring
-    from mdi.net.wire import Limits, Slice
+    from mdi.net.wire import PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame, tune
 
     choose_threads(1)
     x = torch.randn(1, N_COLS)
@@ -142,7 +140,11 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     head = bytearray(16)
     read_exactly(raw, memoryview(head))
     ring = close_starter_ring(listener, seat_of(0, epoch, int(head)), 2, Limits(max_cols=N_COLS))
-    slices = (Slice(0, 0, 1, 1),)
+    rows = TensorRows(torch.device("cpu"), torch.float32)
+
+    def frame() -> Frame:
+        dtype, payload = rows.payload(x, "auto")
+        return Frame(FrameType.BATCH, epoch, 0, dtype, 1, N_COLS, (Slice(0, 0, 1, 1),), payload=payload)
 
     def over_socket() -> None:
         raw.sendall(bare)
@@ -153,14 +155,14 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
         recv_pickled(pickled)
 
     def over_frames() -> None:
-        send_frame(framed, frame_of(x, epoch, 0, slices, ()))
+        send_frame(framed, frame())
         read_frame(framed, PLAIN)
 
     def over_links() -> None:
-        ring.send(frame_of(x, epoch, 0, slices, ()))
-        frame = ring.recv()
-        rows_of(frame, N_COLS, torch.device("cpu"), torch.float32)
-        ring.release(frame)
+        ring.send(frame())
+        back = ring.recv()
+        rows.read(back, N_COLS)
+        ring.release(back)
 
     ways = {
         "bare socket": over_socket,

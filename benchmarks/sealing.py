@@ -20,8 +20,7 @@ from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.signing import body_hash, key_of_request, sign_request
 from mdi.errors import ControlError, MdiError
 from mdi.json_fields import parse_object
-from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
-from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice
 from mdi.security.challenge import Caller, answer_to
 from mdi.security.keys import new_secret
 from mdi.security.session import SealedSession

@@ -65,22 +65,20 @@ class Tally:
 def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     """Requests with the texts that one node alone gives; second turns and a long prompt among them."""
     from mdi.config import standalone
-    from mdi.engine.seeds import seed_of
-    from mdi.engine.sequence import SamplingParams
-    from mdi.node.starter import StarterNode
+    from mdi.engine.sequence import SamplingParams, seed_of
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
     from mdi.spec.options import StarterOptions
 
-    node = StarterNode(standalone(), StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu"))
+    node = Run(GivenNodes(standalone()), StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu"), 1000)
     found: list[tuple[dict[str, Any], str]] = []
     try:
         node.open()
-        node.prepare(1000)
-        node.start()
 
         def add(prompt: str, settings: dict[str, Any], seed: int) -> str:
-            params = SamplingParams(n_tokens, seed=seed_of(seed, 0), eos_ids=node.codec.eos_ids, **settings)
-            events = node.engine.submit(node.codec.encode(prompt), params)
-            text = node.codec.decode([token for event in events for token in event.tokens], continues=True)
+            params = SamplingParams(n_tokens, seed=seed_of(seed, 0), eos_ids=node.model.codec.eos_ids, **settings)
+            events = node.engine.submit(node.model.codec.encode(prompt), params)
+            text = node.model.codec.decode([token for event in events for token in event.tokens], continues=True)
             found.append(({"prompt": prompt, "max_tokens": n_tokens, "seed": seed, **settings}, text))
             return text
 
@@ -88,7 +86,7 @@ def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
             for settings in SETTINGS:
                 add(prompt + add(prompt, settings, seed) + "\n", settings, seed)
         add(" ".join(f"{i}. {PROMPTS[i % len(PROMPTS)]}" for i in range(60)), SETTINGS[0], 0)
-        node.end()
+        node.close()
     finally:
         node.close()
     return found

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 
-from mdi.checkpoint.chunkfile import ChunkFile
+from link_speed import agree_on_speed  # noqa: E402
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.kernels.kernel_stage import KernelStarterStage
 from mdi.kernels.library import instruction_set
 from mdi.measure.model_shape import model_shape
@@ -38,7 +39,6 @@ from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.partition.tensor_plan import plan_tensor
 from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.joining import agree_on_speed
 from mdi.tensor.mesh import Mesh, Tally
 from mdi.tensor.numbers import Numbers
 from mdi.tensor.shard_source import ShardSource
@@ -69,7 +69,7 @@ class Node:
             rank, addresses(n, hosts), is_busy=args.quota is None and n + (hosts is not None) <= args.cores
         )
         self.speed = agree_on_speed(self.mesh)
-        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype), self.speed)
+        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype))
         self.stage.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
         self.first = None

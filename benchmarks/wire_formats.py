@@ -27,7 +27,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from tokenizers import Tokenizer
 
-from mdi.engine.encoding import ENCODERS, Encoder
+from mdi.engine.rows import ENCODERS, Encoder
 
 N_WINDOWS = 20
 N_REPEATS = 15

@@ -15,14 +15,12 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from families import CONTEXT
-from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.planned import Event
-from mdi.engine.requests import Request, TokenLogprobs
+from mdi.engine.memory import CacheMemory
+from mdi.engine.rows import TensorRows
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
-from mdi.engine.secondary_loop import SecondaryLoop
-from mdi.engine.sequence import SamplingParams
-from mdi.engine.starter_engine import StarterEngine
-from mdi.engine.tensors import TensorRows
+from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs
+from mdi.engine.starter import StarterEngine
+from mdi.engine.worker import SecondaryLoop
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault

@@ -13,7 +13,8 @@ from mdi.config import ClusterConfig, NodeConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import Requested, StarterOptions
 from tiny_checkpoint import encode
 
@@ -54,14 +55,10 @@ def text_of(cluster: ClusterConfig, checkpoint: Path, n_tokens: int = 6, **optio
     fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", **options}
     if is_placed:
         fields.setdefault("placement", "even")
-    with StarterNode(cluster, StarterOptions(**fields)) as starter:
-        if is_placed:
-            starter.place(1, 60)
-        starter.prepare(60)
-        starter.start()
+    with Run(GivenNodes(cluster), StarterOptions(**fields), 60, n_texts=1 if is_placed else None) as starter:
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
     return list(sample.token_ids)
 
 

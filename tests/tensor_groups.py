@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mdi.partition.sum_cost import LinkSpeed
 from mdi.security.session import KEY_BYTES, SealedSession
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Mesh
@@ -17,7 +16,6 @@ from mdi.tensor.peer import Peer
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
-SPEED = LinkSpeed(1e-4, 1e9)
 
 
 @contextlib.contextmanager
@@ -40,7 +38,7 @@ def meshes(n: int, is_sealed: bool = False) -> Iterator[list[Mesh]]:
 
 
 def sums(found: list[Mesh], algorithm: str = "auto", reduce_dtype: str = "float32") -> list[AllReduce]:
-    return [AllReduce(mesh, algorithm, Numbers(reduce_dtype), SPEED) for mesh in found]
+    return [AllReduce(mesh, algorithm, Numbers(reduce_dtype)) for mesh in found]
 
 
 def on_all(n: int, work: Callable[[int], T]) -> list[T]:

@@ -9,7 +9,7 @@ import pytest
 
 from mdi.block_ranges import block_span, span
 from mdi.metrics import NodeMetrics, RunMetrics
-from mdi.report import format_report
+from mdi.run.report import format_report
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopback import CPU
-from mdi.engine.cache_memory import CacheMemory, NodeCaches
+from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, CacheClass
 from mdi.model import cache as cache_module

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mdi.net.channel import Channel
+from mdi.net.link import Channel
 
 DEADLINE_S = 30.0
 

@@ -73,7 +73,7 @@ def test_an_engine_that_fails_ends_the_chat(
     def sample(*_: object) -> list[int]:
         raise RuntimeError("no more memory")
 
-    monkeypatch.setattr("mdi.engine.starter_engine.sample", sample)
+    monkeypatch.setattr("mdi.engine.starter.sample", sample)
     assert chat("The ring\nThe ring\n") == 1
     assert "starter failed: RuntimeError: no more memory" in capsys.readouterr().err
 
@@ -98,7 +98,7 @@ def test_an_output_that_is_gone_ends_the_chat(chat: Chat, monkeypatch: pytest.Mo
 def test_an_answer_can_be_interrupted(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mdi.node.sample import SampleReader
+    from mdi.run.texts import SampleReader
 
     read = SampleReader.read
     n_reads = 0

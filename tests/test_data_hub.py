@@ -93,19 +93,20 @@ def test_rows_are_texts_of_their_own(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "code"),
     [
-        (("org/unknown",), "there is no data set org/unknown on"),
-        (("org/model",), "there is no data set org/model on"),
-        (("org/gated",), "org/gated is gated"),
-        (("org/none",), "org/none has no file that is one of .*; it has LICENSE.txt, README.md, picture.png"),
-        (("org/plain", "--files", "*.jsonl"), r"no file that matches '\*.jsonl'; it has LICENSE.txt, README.md"),
-        (("org/plain", "--revision", "v9"), "no revision 'v9'"),
+        (("org/unknown",), "unknown"),
+        (("org/model",), "unknown"),
+        (("org/gated",), "gated"),
+        (("org/none",), "no_files"),
+        (("org/plain", "--files", "*.jsonl"), "no_files"),
+        (("org/plain", "--revision", "v9"), "revision"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(hub: HubServer, argv: tuple[str, ...], words: str) -> None:
-    with pytest.raises(DownloadError, match=words) as caught:
+def test_what_the_hub_refuses_is_one_line(hub: HubServer, argv: tuple[str, ...], code: str) -> None:
+    with pytest.raises(DownloadError) as caught:
         prepare(*argv, "--vocab-size", 300, "--out", "out")
+    assert caught.value.code == code
     assert "\n" not in str(caught.value) and not Path("out/meta.json").exists()
 
 
@@ -133,8 +134,9 @@ def test_no_hub(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_no_space(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(DownloadError, match="org/plain needs .* in .*, but only .* are free"):
+    with pytest.raises(DownloadError) as caught:
         download_texts("org/plain", Path("raw"))
+    assert caught.value.code == "disk"
 
 
 def test_which_files_are_taken() -> None:
@@ -157,30 +159,32 @@ def test_every_type_of_rows(tmp_path: Path, name: str) -> None:
         content = json_lines(rows, "body") + b'\n{"body": null}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert list(read_texts(find_texts(tmp_path), "body")) == [rows[0], rows[2]]
-    with pytest.raises(UsageError, match="has no 'text'; it has .*body.*: choose one with --column"):
+    with pytest.raises(UsageError) as caught:
         list(read_texts(find_texts(tmp_path), "text"))
+    assert caught.value.code == "column"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "code"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'["x"]\n', "line 1 has no 'text'; it has list"),
-        ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is not text but int"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl cannot be read"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read"),
-        ("a.jsonl.gz", gzip.compress(json_lines(["x"] * 100), mtime=0)[:-20], "a.jsonl.gz cannot be read"),
-        ("a.csv", b"text\n\xff\n", "a.csv cannot be read"),
-        ("a.txt", b"caf\xe9", "byte 0xe9 at offset 3"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "unreadable"),
+        ("a.jsonl", b'["x"]\n', "column"),
+        ("a.jsonl", b'{"text": 3}\n', "column"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "unreadable"),
+        ("a.jsonl.gz", b"no gzip", "unreadable"),
+        ("a.jsonl.gz", gzip.compress(json_lines(["x"] * 100), mtime=0)[:-20], "unreadable"),
+        ("a.csv", b"text\n\xff\n", "unreadable"),
+        ("a.txt", b"caf\xe9", "unreadable"),
     ],
 )
 def test_bad_rows_are_one_line_and_leave_nothing(
-    tmp_path: Path, name: str, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, content: bytes, code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also through the training of a tokenizer, which reads the texts inside a library."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=words) as caught:
+    with pytest.raises(UsageError) as caught:
         list(read_texts([tmp_path / name], "text"))
+    assert caught.value.code == code
     assert "\n" not in str(caught.value)
     assert launch("prepare-data", [str(tmp_path / name), "--vocab-size", "300", "--out", str(tmp_path / "out")]) == 2
     assert str(caught.value) in capsys.readouterr().err
@@ -193,13 +197,16 @@ def test_parquet(tmp_path: Path) -> None:
 
     parquet.write_table(pyarrow.table({"text": [*ROWS, None, ""], "n": range(62)}), tmp_path / "rows.parquet")
     assert list(read_texts(find_texts(tmp_path), "text")) == ROWS
-    with pytest.raises(UsageError, match="has no column 'body'; it has text, n"):
+    with pytest.raises(UsageError) as caught:
         list(read_texts(find_texts(tmp_path), "body"))
-    with pytest.raises(UsageError, match="'n' is not text but int"):
+    assert caught.value.code == "column"
+    with pytest.raises(UsageError) as caught:
         list(read_texts(find_texts(tmp_path), "n"))
+    assert caught.value.code == "column"
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(UsageError, match="rows.parquet is not a readable Parquet file"):
+    with pytest.raises(UsageError) as caught:
         list(read_texts(find_texts(tmp_path), "text"))
+    assert caught.value.code == "unreadable"
 
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +215,9 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UsageError, match="pip install pyarrow"):
+    with pytest.raises(UsageError) as caught:
         list(read_texts([tmp_path / "rows.parquet"], "text"))
+    assert caught.value.code == "library"
 
 
 @pytest.mark.parametrize(("fraction", "n_val"), [("0.1", 100), ("0.25", 250), ("1/3", 334), ("0.001", 1)])
@@ -222,8 +230,9 @@ def test_how_much_is_held_out(tmp_path: Path, fraction: str, n_val: int) -> None
     assert prepare(*argv) == 0
     assert len(load_data_set(tmp_path).val) == n_val
     for bad in ("0", "1", "-0.1", "x", "1/0"):
-        with pytest.raises(UsageError, match="--val-fraction .*: expected more than 0"):
+        with pytest.raises(UsageError) as caught:
             prepare(*argv, "--val-fraction", bad)
+        assert caught.value.code == "value" and "--val-fraction" in str(caught.value)
 
 
 def test_a_full_disk_while_encoding_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +250,7 @@ def test_a_full_disk_while_encoding_is_one_line(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(cli_data, "unnamed_file_near", lambda folder: Full())
     (tmp_path / "text.txt").write_text(grammar_text(100))
-    with pytest.raises(UsageError, match="cannot write the encoded text: No space left"):
+    with pytest.raises(UsageError) as caught:
         prepare(tmp_path / "text.txt", "--vocab-size", 300, "--out", tmp_path / "out")
+    assert caught.value.code == "unwritable"
     assert not (tmp_path / "out").exists() and threading.active_count() < 20

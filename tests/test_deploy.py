@@ -44,10 +44,6 @@ def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
     assert unit["Install"]["WantedBy"] == "multi-user.target"
 
 
-def test_there_is_a_unit_for_each_part() -> None:
-    assert [path.name for path in UNITS] == ["mdi-secondary.service", "mdi-serve.service"]
-
-
 @pytest.mark.parametrize("name", ["starter", "secondary0", "secondary1"])
 def test_a_container_starts_a_command_that_there_is(name: str) -> None:
     assert parse(shlex.split(services()[name]["command"]))

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopback import CPU
-from mdi.engine.encoding import ENCODERS
-from mdi.engine.tensors import frame_of, rows_of
+from mdi.engine.rows import ENCODERS
 from mdi.errors import WireError
-from mdi.net.frame_io import BufferPool
-from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, Frame, FrameType, Slice
+from mdi.net.wire import BLOCK_INT8, DTYPE_CODES, DTYPES, ROW_FLOAT16, BufferPool, Frame, FrameType, Slice
+from tensor_frames import frame_of, rows_of
 
 WIDTHS = [1, 63, 64, 65, 100, 2048]
 
@@ -165,7 +164,7 @@ def test_rows_of_another_width_are_refused(kind: object) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wire", ["auto", "fp16", "int8"])
 def test_from_one_gpu_to_the_next(wire: str) -> None:
-    from mdi.engine.tensors import pinned_buffer
+    from mdi.engine.rows import pinned_buffer
 
     x = rows(5, 100)
     gpu = torch.device("cuda")

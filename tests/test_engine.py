@@ -14,18 +14,17 @@ from litgpt.model import GPT
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
 from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
-from mdi.engine.arrays import ArrayRows
-from mdi.engine.cache_memory import CacheMemory, NodeCaches
-from mdi.engine.requests import FAILED
+from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.rows import ArrayRows, TensorRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.secondary_loop import SecondaryLoop
-from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.engine.starter_engine import StarterEngine
-from mdi.engine.tensors import TensorRows, frame_of, rows_of
+from mdi.engine.sequence import FAILED, SamplingParams, Sequence
+from mdi.engine.starter import StarterEngine
+from mdi.engine.worker import SecondaryLoop
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, Slice
+from tensor_frames import frame_of, rows_of
 from tolerance import assert_alike
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-import mdi.node.format_choice as format_choice
+import mdi.run.choice as format_choice
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import PlacementError
 from mdi.kernels import library
-from mdi.node.format_choice import first_that_fits, formats_to_try
-from mdi.node.starter import StarterNode
+from mdi.run.choice import first_that_fits, formats_to_try
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 
 NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"
@@ -55,11 +56,15 @@ def test_one_node_takes_what_its_memory_allows(
 ) -> None:
     monkeypatch.setattr(format_choice, "device_free_bytes", lambda device: free)
     node = NodeConfig("starter", "127.0.0.1", 0, 0)
-    starter = StarterNode(ClusterConfig(node, ()), StarterOptions(ckpt=NANO, quantize="auto", quantize_head="auto"))
+    starter = Run(
+        GivenNodes(ClusterConfig(node, ())),
+        StarterOptions(ckpt=NANO, quantize="auto", quantize_head="auto"),
+        20,
+        n_texts=1,
+    )
     try:
         starter.open()
-        starter.place(1, 20)
-        packing = starter.computing.packing
+        packing = starter.model.computing.packing
         assert packing is not None and packing.blocks in expected and packing.head == packing.blocks
     finally:
         starter.close()

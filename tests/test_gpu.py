@@ -16,7 +16,7 @@ import torch
 from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
-from mdi.engine.tensors import frame_of, pinned_buffer, rows_of
+from mdi.engine.rows import pinned_buffer
 from mdi.kernels.codes import codes_of
 from mdi.kernels.layout import pack
 from mdi.machine.computing import choose_computing
@@ -30,6 +30,7 @@ from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
 from mdi.spec.options import Requested
 from secondaries import cluster_of, secondaries, text_of
+from tensor_frames import frame_of, rows_of
 from test_packed_linear import weights_of
 from test_training_processes import torchrun
 from tiny_checkpoint import plain as plain_config

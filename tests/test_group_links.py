@@ -16,9 +16,9 @@ import pytest
 from cluster_keys import key_file
 from mdi.checkpoint.packing import Packing
 from mdi.errors import NodeLostError, RingEndedError, WireError
-from mdi.net.codec import FrameCodec
 from mdi.net.connection import Connection
 from mdi.net.listener import RingListener, open_socket
+from mdi.net.wire import FrameCodec
 from mdi.partition.sum_cost import ALGORITHMS
 from mdi.security.keys import KeyFile
 from mdi.tensor import joining

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import mdi.node.starter_placing
 import mdi.partition.example
+import mdi.run.choice
 from cluster_keys import key_file
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
@@ -96,7 +96,7 @@ def test_stages_by_what_nodes_measure(
                            for board, s in zip(boards.nodes, (0.1, 0.1, 0.6), strict=True))  # fmt: skip
     fast, slow = replace(fast, group="b"), replace(slow, group="b")
     measured = replace(boards, nodes=(starter, fast, slow))
-    monkeypatch.setattr(mdi.node.starter_placing, "measured_cluster", lambda *args: measured)
+    monkeypatch.setattr(mdi.run.choice, "measured_cluster", lambda *args: measured)
     with secondaries(2, tmp_path) as nodes:
         cluster = grouped(nodes, (None, "b", "b"))
         told = expect_texts(
@@ -117,7 +117,7 @@ def test_groups_that_nobody_named(checkpoint: Path, tmp_path: Path, monkeypatch:
     with contextlib.closing(open_source(checkpoint)) as source:
         of = source.model, source.config_hash, "float32"
     measured = ClusterProfile(tuple(replace(board, name=name) for name in names), ways, *of)
-    monkeypatch.setattr(mdi.node.starter_placing, "measured_cluster", lambda *args: measured)
+    monkeypatch.setattr(mdi.run.choice, "measured_cluster", lambda *args: measured)
     with secondaries(3, tmp_path) as nodes:
         told = expect_texts(
             *run(

@@ -14,9 +14,21 @@ import pytest
 
 from mdi.cli import launch
 from mdi.errors import UsageError
-from mdi.recovery import journal as journal_module
-from mdi.recovery.journal import Journal, JournalText, RunRecord, is_locked, read_record
-from mdi.recovery.run_folders import KEPT_S, N_KEPT, find_run, new_run, remove_run, runs_in, told_runs
+from mdi.run import journal as journal_module
+from mdi.run.journal import (
+    KEPT_S,
+    N_KEPT,
+    Journal,
+    JournalText,
+    RunRecord,
+    find_run,
+    is_locked,
+    new_run,
+    read_record,
+    remove_run,
+    runs_in,
+    told_runs,
+)
 
 DEADLINE_S = 60.0
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mdi.checkpoint.kept_packed as kept_packed
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
-from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source
@@ -20,7 +20,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondary
 from test_node import generate
@@ -167,7 +168,7 @@ def test_a_secondary_packs_what_it_was_sent_at_its_first_start(
 ) -> None:
     def ids(cluster: ClusterConfig) -> list[int]:
         options = StarterOptions(ckpt=checkpoint, layers="2,3", cache_dir=tmp_path / "starter")
-        return generate(StarterNode(cluster, options))
+        return generate(Run(GivenNodes(cluster), options, 60))
 
     for _ in range(2):
         with secondary(0, tmp_path / "cache") as node:

@@ -25,7 +25,7 @@ LIGHT = [
     "mdi.settings_file",
     "mdi.net.wire",
     "mdi.net.hello",
-    "mdi.net.channel",
+    "mdi.net.link",
     "mdi.control.messages",
     "mdi.control.client",
     "mdi.engine.scheduler",
@@ -41,9 +41,7 @@ LIGHT = [
 
 
 # What a node without torch uses to get at its weights.
-ONLY_NUMPY = [
-    f"mdi.checkpoint.{name}" for name in ("chunks", "hashes", "mapping", "shapes", "source", "store", "weightfile")
-]
+ONLY_NUMPY = [f"mdi.checkpoint.{name}" for name in ("chunks", "records", "shapes", "source", "store", "weightfile")]
 
 
 def modules() -> list[Path]:
@@ -152,7 +150,7 @@ def test_files_of_weights_need_no_torch() -> None:
 
 
 def test_nodes_without_torch_can_be_imported() -> None:
-    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.arrays", "mdi.node.starter")
+    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.rows", "mdi.run.run")
     assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
 
 

@@ -14,14 +14,24 @@ import numpy as np
 import pytest
 
 from mdi.errors import WireError
-from mdi.net import frame_io
 from mdi.net import link as link_module
-from mdi.net.channel import Channel
-from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec
+from mdi.net import wire as frame_io
 from mdi.net.connection import Connection, NotBackError
-from mdi.net.frame_io import BufferPool, read_frame, send_frame
-from mdi.net.link import N_IN_VAIN, Link
-from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits, Slice
+from mdi.net.link import N_IN_VAIN, Channel, Link
+from mdi.net.wire import (
+    HEADER_BYTES,
+    PLAIN,
+    SILENCE_S,
+    VERSION,
+    BufferPool,
+    Frame,
+    FrameCodec,
+    FrameType,
+    Limits,
+    Slice,
+    read_frame,
+    send_frame,
+)
 
 EPOCH = 77
 DEADLINE_S = 30.0

@@ -19,12 +19,20 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
-from mdi.net.codec import HANDSHAKE, HEADER_BYTES, PLAIN, FrameCodec
 from mdi.net.drops import N_TOLD, QUIET_S, DropLog
-from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
 from mdi.net.listener import Expectation, RingListener, open_socket
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
+from mdi.net.wire import (
+    HANDSHAKE,
+    HANDSHAKE_LIMITS,
+    HEADER_BYTES,
+    PLAIN,
+    Frame,
+    FrameCodec,
+    FrameType,
+    read_frame,
+    send_frame,
+)
 from waiting import until
 
 EPOCH = 5

@@ -21,7 +21,7 @@ from mdi.metrics import (
     tokens_over_time,
     write_tokens_csv,
 )
-from mdi.report import format_report
+from mdi.run.report import format_report
 
 NODE = NodeMetrics("secondary0", (3, 7), 123_000_000, 1.5, 0.25, 0.01, 4096, 12)
 

@@ -18,8 +18,7 @@ import torch
 import mdi.model.stage
 import mdi.net.link
 import mdi.node.job
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk, write_chunks
+from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
@@ -33,11 +32,12 @@ from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
 from mdi.node.cache_budget import check_capacity
 from mdi.node.local import LocalRing, free_ports
-from mdi.node.preparation import Preparation
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.node.torch_stage import TorchStage
+from mdi.run.form import Preparation
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
@@ -286,7 +286,7 @@ def test_free_ports() -> None:
 # A secondary's life, in this process
 
 
-Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
+Ring = Callable[..., tuple[Run, SecondaryNode]]
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
     with contextlib.ExitStack() as stack:
         secondaries: list[SecondaryNode] = []
 
-        def make(silence_s: float = SILENCE_S) -> tuple[StarterNode, SecondaryNode]:
+        def make(silence_s: float = SILENCE_S, port_in: int | None = None) -> tuple[Run, SecondaryNode]:
             if not secondaries:
                 node = SecondaryNode(NodeConfig("secondary0", "127.0.0.1", 0, 0), None, tmp_path / "cache")
                 node.open()
@@ -307,25 +307,28 @@ def ring(tmp_path: Path, plain_checkpoint: Path) -> Iterator[Ring]:
             node = secondaries[0]
             cluster = ClusterConfig(
                 NodeConfig("starter", "127.0.0.1", 0, 0),
-                (NodeConfig("secondary0", "127.0.0.1", node.control_port, node.ring_port),),
+                (NodeConfig("secondary0", "127.0.0.1", node.control_port, port_in or node.ring_port),),
             )
             options = StarterOptions(
-                ckpt=plain_checkpoint, prompt_style="none", device="cpu", silence_s=silence_s, fixed=True
+                ckpt=plain_checkpoint,
+                prompt_style="none",
+                device="cpu",
+                silence_s=silence_s,
+                fixed=True,
+                placement="even",
             )
-            starter = StarterNode(cluster, options)
+            starter = Run(GivenNodes(cluster), options, 60)
             stack.callback(starter.close)
             return starter, node
 
         yield make
 
 
-def generate(starter: StarterNode, n_tokens: int = 6) -> list[int]:
+def generate(starter: Run, n_tokens: int = 6) -> list[int]:
     starter.open()
-    starter.prepare(60)
-    starter.start()
     sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
-    starter.generate()
-    starter.end()
+    starter.read()
+    starter.close()
     starter.close()
     return sample.token_ids
 
@@ -400,13 +403,11 @@ def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ri
     """As a chat does."""
     starter, _ = ring()
     starter.open()
-    starter.prepare(60)
-    starter.start()
     for n_tokens in (3, 5):
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
-        starter.generate()
+        starter.read()
         assert sample.token_ids == list(reference("The ring", n_tokens)) and sample.finish_reason == "length"
-    starter.end()
+    starter.close()
 
 
 def request(**changes: Any) -> InitRequest:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mdi.kernels.kernel_stage import KernelStarterStage
-from mdi.node.format_choice import starter_computing
 from mdi.node.model_family import ModelFamily
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
+from mdi.run.choice import starter_computing
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import write_checkpoint
 

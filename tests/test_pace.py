@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from mdi.engine.pace import FIRST_ROWS, LEAST_ROWS, PromptPace, rows_beside
-from mdi.engine.planned import Plan, PlannedSlice
-from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.scheduler import FIRST_ROWS, LEAST_ROWS, PromptPace, Scheduler, rows_beside
+from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 
 
 def plan_of(number: int, n_prompt: int, n_decoding: int) -> Plan:

@@ -25,9 +25,10 @@ from mdi.node import part_sending
 from mdi.node.job import Job
 from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
-from mdi.recovery.replacement import Next, Stage
+from mdi.run.nodes import GivenNodes
+from mdi.run.policy import Better, Form, Stage
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint
@@ -220,39 +221,31 @@ def test_pieces_from_an_offset() -> None:
 @pytest.mark.parametrize(
     "following",
     [
-        Next((Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5)), is_moved=True),
-        Next((Stage("starter", 0, 1), Stage("secondary0", 1, 5)), is_moved=True, beside=frozenset({"secondary1"})),
+        Form((Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5)), is_moved=True),
+        Form((Stage("starter", 0, 1), Stage("secondary0", 1, 5)), is_moved=True, beside=frozenset({"secondary1"})),
     ],
     ids=["in the ring", "beside it"],
 )
 def test_blocks_that_move_come_from_the_node_that_had_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, following: Next
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, following: Form
 ) -> None:
     ckpt = write_checkpoint(tmp_path / "tiny", with_end=False, block_size=2048)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", layers="1,3,1")
-    with secondaries(2, tmp_path) as nodes, StarterNode(cluster_of(nodes), options) as starter:
-        starter.place(1, 400)
-        starter.prepare(400)
-        starter.start()
+    with secondaries(2, tmp_path) as nodes, Run(GivenNodes(cluster_of(nodes)), options, 400, n_texts=1) as starter:
         monkeypatch.setattr(
             StarterWeights, "pieces", lambda self, part: pytest.fail("the starter is asked for weights")
         )
         sample = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
-        assert starter.recovery is not None
-        starter.recovery.keeper.plan(following)
-        assert starter.rings is not None and starter.rings.ring is not None
-        starter.engine.leave(starter.rings.ring.epoch)
-        reader = threading.Thread(target=starter.generate)
+        assert starter.ring is not None
+        starter.loop.put(Better(following, starter.ring.stages))
+        reader = threading.Thread(target=starter.read)
         reader.start()
         reader.join(DEADLINE_S)
         assert starter.names == following.names and not starter.n_recoveries
-        assert starter.weights.blocks == [(stage.start, stage.stop) for stage in following.stages]
+        assert starter.model.weights.blocks == [(stage.start, stage.stop) for stage in following.stages]
         alone = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu")
     assert len(sample.token_ids) == 300
-    with StarterNode(standalone(), alone) as starter:
-        starter.place(1, 400)
-        starter.prepare(400)
-        starter.start()
+    with Run(GivenNodes(standalone()), alone, 400, n_texts=1) as starter:
         same = starter.submit("The ring", encode("The ring"), SamplingParams(300, temperature=0))
-        starter.generate()
+        starter.read()
     assert same.token_ids == sample.token_ids

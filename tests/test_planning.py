@@ -22,12 +22,12 @@ from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.cli.session import chosen_placement
-from mdi.config import ClusterConfig, NodeConfig
+from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest, Slots
 from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, PlacementError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.machine.computing import Computing
 from mdi.machine.neighbours import host_of
 from mdi.measure.cluster_measurement import BROKEN_S, ClusterMeasurement
@@ -37,10 +37,11 @@ from mdi.measure.profiling import Bench, Speeds, Subject
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
-from mdi.node.teardown import dismiss
 from mdi.partition.profile import NodeProfile
+from mdi.run.ending import dismiss
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
@@ -75,23 +76,22 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return block_ms
 
 
-def starter_of(nodes: list[SecondaryNode], ckpt: Path, tmp_path: Path, **options: Any) -> StarterNode:
+def starter_of(
+    nodes: list[SecondaryNode], ckpt: Path, tmp_path: Path, n_texts: int = 3, leave: bool = False, **options: Any
+) -> Run:
     fields = {"ckpt": ckpt, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter", "wait_s": 5.0}
-    return StarterNode(cluster_of(nodes), StarterOptions(**{**fields, **options}))
+    return Run(GivenNodes(cluster_of(nodes)), StarterOptions(**{**fields, **options}), 55, n_texts=n_texts, leave=leave)
 
 
-def run(starter: StarterNode, n_samples: int = 3) -> list[list[int]]:
+def run(starter: Run, n_samples: int = 3) -> list[list[int]]:
     try:
         starter.open()
-        starter.place(n_samples, 60)
-        starter.prepare(60)
-        BLOCKS[:] = starter.weights.blocks
-        starter.start()
+        BLOCKS[:] = starter.model.weights.blocks
         samples = [
             starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0)) for _ in range(n_samples)
         ]
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
         return [list(sample.token_ids) for sample in samples]
     finally:
         starter.close()
@@ -122,7 +122,7 @@ def test_measured_in_truth(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_slow_node_gets_less(tiny: Path, tmp_path: Path, fixed: dict[str, float]) -> None:
     fixed.update(starter=10.0, secondary0=30.0, secondary1=10.0)
     with secondaries(2, tmp_path) as nodes:
-        starter = starter_of(nodes, tiny, tmp_path)
+        starter = starter_of(nodes, tiny, tmp_path, 30)
         assert run(starter, 30) == [EXPECTED] * 30
         held = dict(zip(starter.names, (stop - start for start, stop in BLOCKS), strict=True))
         assert sum(held.values()) == 5 and held.get("secondary0", 0) < held["secondary1"]
@@ -147,14 +147,10 @@ def test_nodes_that_were_left_out_are_ended_as_well(
 ) -> None:
     fixed.update(dict.fromkeys(fixed, 20.0) | dict.fromkeys(slow, 5000.0))
     with secondaries(2, tmp_path) as nodes:
-        starter = starter_of(nodes, tiny, tmp_path)
+        starter = starter_of(nodes, tiny, tmp_path, leave=True)
         try:
             starter.open()
-            starter.place(3, 60)
             assert set(starter.names) == {"starter", "secondary0", "secondary1"} - set(slow)
-            starter.prepare(60)
-            starter.start()
-            starter.end(leave=True)
         finally:
             starter.close()
         assert all(node.is_leaving for node in nodes)
@@ -174,10 +170,8 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
     with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(mdi.model.stage, "Stage", Watched)
         entries = tuple(entry_of(node, device="cpu", threads=n) for n, node in enumerate(nodes, 1))
-        starter = StarterNode(
-            ClusterConfig(OWN_NODE, entries),
-            StarterOptions(ckpt=tiny, prompt_style="none", device="cpu", layers="1,2,2"),
-        )
+        by_hand = StarterOptions(ckpt=tiny, prompt_style="none", device="cpu", layers="1,2,2")
+        starter = Run(GivenNodes(ClusterConfig(OWN_NODE, entries)), by_hand, 60, n_texts=3)
         assert run(starter) == [EXPECTED] * 3
         asked: list[ProfileRequest] = []
         profile = ControlClient.profile
@@ -185,7 +179,8 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
             ControlClient, "profile", lambda self, request: (asked.append(request), profile(self, request))[1]
         )
         options = {"ckpt": tiny, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter"}
-        assert run(StarterNode(ClusterConfig(OWN_NODE, entries), StarterOptions(**options))) == [EXPECTED] * 3
+        starter = Run(GivenNodes(ClusterConfig(OWN_NODE, entries)), StarterOptions(**options), 60, n_texts=3)
+        assert run(starter) == [EXPECTED] * 3
     assert set(seen) == {("secondary0", "cpu", 1), ("secondary1", "cpu", 2)}
     assert [(request.device, request.threads) for request in asked] == [("cpu", 1), ("cpu", 2)]
 
@@ -227,16 +222,14 @@ def test_what_is_given_is_not_measured(
             starter = starter_of(nodes, ckpt, tmp_path, **options)
             try:
                 starter.open()
-                starter.place(3, 60)
-                found = [stop - start for start, stop in starter.weights.blocks]
+                found = [stop - start for start, stop in starter.model.weights.blocks]
                 assert counts is None or found == counts
-                told = told_blocks(starter.names, starter.weights.blocks)
+                told = told_blocks(starter.names, starter.model.weights.blocks)
                 assert f"blocks {told}, {how}" in caplog.messages
             finally:
                 starter.close()
-        alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
+        alone = Run(GivenNodes(standalone()), StarterOptions(ckpt=tiny), 60, n_texts=3)
         alone.open()
-        alone.place(3, 60)
         alone.close()
 
 
@@ -247,7 +240,7 @@ def test_a_placement_that_is_asked_for_goes_before_chunks(tmp_path: Path, fixed:
     source.close()
     fixed.update(starter=1.0, secondary0=1.0, secondary1=50.0)
     with secondaries(2, tmp_path) as nodes:
-        starter = starter_of(nodes, chunked, tmp_path, placement="throughput")
+        starter = starter_of(nodes, chunked, tmp_path, 12, placement="throughput")
         assert run(starter, 12) == [EXPECTED] * 12
         assert "secondary1" not in starter.names or BLOCKS != [(0, 0), (0, 1), (1, 5)]
 
@@ -268,13 +261,10 @@ def test_a_starter_without_memory_does_not_begin_to_load(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mdi.node.own_stage.device_free_bytes", lambda device: 1000)
-    alone = StarterNode(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0)), StarterOptions(ckpt=tiny))
-    try:
+    alone = Run(GivenNodes(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0))), StarterOptions(ckpt=tiny), 60)
+    with pytest.raises(NoMemoryError) as caught:
         alone.open()
-        with pytest.raises(UsageError, match=r"embedding, head and blocks 0-4 take .* in float32: .*--quantize"):
-            alone.prepare(60)
-    finally:
-        alone.close()
+    assert caught.value.code == "memory"
 
 
 def test_a_starter_that_cannot_measure_itself_says_so(

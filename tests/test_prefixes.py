@@ -6,19 +6,12 @@ import pytest
 
 from families import greedy, model_of, prompt
 from loopback import InProcessRing, Text, ring_of
-from mdi.engine import prefixes
-from mdi.engine.cache_memory import CacheMemory, NodeCaches
-from mdi.engine.prefixes import Kept, Prefixes
+from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
-
-
-@pytest.fixture(autouse=True)
-def all_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "KEPT_SHARE", 1.0)
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
@@ -87,7 +80,7 @@ def finished(scheduler: Scheduler, seq_id: int, ids: list[int], owner: str | Non
 
 
 def test_what_is_kept_makes_way_the_longest_unused_first() -> None:
-    scheduler = Scheduler(memory=memory_of(10))
+    scheduler = Scheduler(memory=memory_of(10), kept_share=1)
     texts = [[i] * (3 * PAGE) for i in range(3)]
     finished(scheduler, 0, texts[0])
     finished(scheduler, 1, texts[1])
@@ -100,7 +93,7 @@ def test_what_is_kept_makes_way_the_longest_unused_first() -> None:
 
 
 def test_a_frame_never_copies_from_what_it_frees() -> None:
-    scheduler = Scheduler(memory=memory_of(13))
+    scheduler = Scheduler(memory=memory_of(13), kept_share=1)
     held: set[int] = set()
     for seq_id in range(60):
         ids = [seq_id % 3] * (2 * PAGE + seq_id % 29)
@@ -116,7 +109,7 @@ def test_a_frame_never_copies_from_what_it_frees() -> None:
 
 
 def test_the_longest_beginning_wins_and_beginnings_of_others_are_needless() -> None:
-    kept = Prefixes(memory_of(100))
+    kept = Prefixes(memory_of(100), 1)
     ids = list(range(5 * PAGE))
     assert kept.add(Kept(1, "a", tuple(ids[: 2 * PAGE]), (2,))) == []
     assert kept.add(Kept(2, "b", tuple(ids), (5,))) == []
@@ -130,16 +123,15 @@ def test_the_longest_beginning_wins_and_beginnings_of_others_are_needless() -> N
 
 
 def test_windows_are_not_cut_beyond_what_they_kept() -> None:
-    kept = Prefixes(memory_of(100, window=PAGE))
+    kept = Prefixes(memory_of(100, window=PAGE), 1)
     ids = tuple(range(10 * PAGE))
     kept.add(Kept(1, "a", ids, (10,)))
     assert kept.find("a", ids[: 5 * PAGE]) is None
     assert kept.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
 
 
-def test_no_more_is_kept_than_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "KEPT_SHARE", 0.5)
-    kept = Prefixes(memory_of(10))
+def test_no_more_is_kept_than_a_share_of_the_memory() -> None:
+    kept = Prefixes(memory_of(10), 0.5)
     assert kept.add(Kept(1, "a", (1,) * PAGE, (2,))) == [] and kept.add(Kept(2, "a", (2,) * PAGE, (3,))) == []
     assert kept.add(Kept(3, "a", (3,) * PAGE, (1,))) == [1] and kept.add(Kept(4, "a", (4,) * PAGE, (6,))) == [2, 3, 4]
     assert kept.total == [0]

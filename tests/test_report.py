@@ -9,7 +9,7 @@ import pytest
 
 from mdi.cli.output import report
 from mdi.metrics import NodeMetrics, RunMetrics, SampleMetrics
-from mdi.report import format_comparison
+from mdi.run.report import format_comparison
 from mdi.spec.options import Options
 
 

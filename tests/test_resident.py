@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mdi.checkpoint import resident
-from mdi.checkpoint.mapping import map_bytes
 from mdi.checkpoint.resident import name_in_faults, populate
+from mdi.checkpoint.weightfile import map_bytes
 from mdi.errors import CheckpointError
 
 DATA = np.random.default_rng(0).integers(0, 255, 300_000, dtype=np.uint8)

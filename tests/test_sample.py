@@ -9,7 +9,7 @@ import pytest
 from mdi.detokenize import TextStream
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.node.sample import Sample
+from mdi.run.texts import Sample
 
 
 class Letters:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.engine.sampling import Row, adjusted, log_probs, sample
-from mdi.engine.seeds import seed_of, uniform
-from mdi.engine.sequence import SamplingParams
+from mdi.engine.sequence import SamplingParams, seed_of, uniform
 
 VOCAB = 12
 

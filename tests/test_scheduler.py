@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.cache_memory import CacheMemory, NodeCaches
-from mdi.engine.cache_use import AHEAD_POSITIONS
-from mdi.engine.planned import Event, Plan
-from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.scheduler import AHEAD_POSITIONS, Scheduler
+from mdi.engine.sequence import Event, Plan, SamplingParams, Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CacheClass
 

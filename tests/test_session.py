@@ -12,9 +12,11 @@ from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
 from mdi.node.local import LocalRing
-from mdi.node.starter import StarterNode
-from mdi.session.node_source import NodeSource, OwnProcesses
-from mdi.session.run_session import Session
+from mdi.run.choice import Choice
+from mdi.run.form import Former
+from mdi.run.loop import RingLoop
+from mdi.run.nodes import NodeSource, OwnProcesses
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import reference, write_checkpoint
 
@@ -30,80 +32,94 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> StarterOptions:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is called of the starter, in order."""
+    """The steps of a run, in order."""
     made: list[str] = []
 
-    def watch(name: str) -> None:
-        method = getattr(StarterNode, name)
+    def watch(owner: Any, name: str, told: str) -> None:
+        method = getattr(owner, name)
 
-        def called(self: StarterNode, *args: Any, **kwargs: Any) -> Any:
-            made.append(f"{name} {kwargs['leave']}" if "leave" in kwargs else name)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            made.append(f"{told} {kwargs['leave']}" if "leave" in kwargs else told)
             return method(self, *args, **kwargs)
 
-        monkeypatch.setattr(StarterNode, name, called)
+        monkeypatch.setattr(owner, name, called)
 
-    for name in ("open", "place", "prepare", "start", "mark_broken", "end", "close"):
-        watch(name)
+    for owner, name, told in (
+        (Choice, "open", "open"), (Choice, "place", "place"), (Former, "form", "form"), (RingLoop, "start", "start"),
+        (Run, "_end", "end"), (Choice, "close", "close"),
+    ):  # fmt: skip
+        watch(owner, name, told)
     return made
 
 
-OPENED = ["open", "place", "prepare", "start"]
+OPENED = ["open", "place", "form", "start"]
 
 
-def test_texts_of_a_session_are_those_of_the_model(options: StarterOptions, calls: list[str]) -> None:
-    with Session(NodeSource(standalone, threads=1), options, 6, ["The ring", "The ring"], leave=True) as session:
-        assert session.starter.max_length == len(session.prompt_ids[0]) + 6, "caches for what is known, and no more"
+def test_texts_of_a_run_are_those_of_the_model(options: StarterOptions, calls: list[str]) -> None:
+    with Run(NodeSource(standalone, threads=1), options, 6, ["The ring", "The ring"], leave=True) as run:
+        assert run.max_length == len(run.prompt_ids[0]) + 6, "caches for what is known, and no more"
         for _ in range(2):
-            samples = [session.submit("The ring", ids, GREEDY) for ids in session.prompt_ids]
-            session.read()
+            samples = [run.submit("The ring", ids, GREEDY) for ids in run.prompt_ids]
+            run.read()
             assert [sample.token_ids for sample in samples] == [EXPECTED] * 2
     assert calls == [*OPENED, "end True", "close"]
-    session.close()
+    run.close()
     assert len(calls) == 6, "harmless if repeated"
-    assert [sample.text for sample in session.starter.metrics().samples] == [sample.text for sample in samples] * 2
+    assert [sample.text for sample in run.metrics().samples] == [sample.text for sample in samples] * 2
 
 
 def test_a_text_can_be_cancelled(options: StarterOptions) -> None:
-    with Session(NodeSource(standalone, threads=1), options, 80, ["The ring"]) as session:
-        sample = session.submit("The ring", session.prompt_ids[0], SamplingParams(80, temperature=0))
+    with Run(NodeSource(standalone, threads=1), options, 80, ["The ring"]) as run:
+        sample = run.submit("The ring", run.prompt_ids[0], SamplingParams(80, temperature=0))
         sample.cancel()
-        session.read()
-        assert sample.finish_reason == "cancelled" and not session.failed
+        run.read()
+        assert sample.finish_reason == "cancelled" and not run.failed
 
 
-@pytest.mark.parametrize("step", OPENED)
+@pytest.mark.parametrize("owner, step", [(Choice, "open"), (Choice, "place"), (Former, "form"), (RingLoop, "start")])
 def test_what_cannot_be_opened_leaves_nothing_open(
-    step: str, options: StarterOptions, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    owner: Any, step: str, options: StarterOptions, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: StarterNode, *args: Any) -> None:
+    def fail(self: Any, *args: Any) -> None:
         raise EngineError("no more of it")
 
-    monkeypatch.setattr(StarterNode, step, fail)
-    session = Session(NodeSource(standalone, threads=1), options, 6, ["The ring"])
-    with pytest.raises(EngineError), session:
+    monkeypatch.setattr(owner, step, fail)
+    run = Run(NodeSource(standalone, threads=1), options, 6, ["The ring"])
+    with pytest.raises(EngineError), run:
         raise AssertionError("it was not opened")
-    assert calls[: OPENED.index(step)] == OPENED[: OPENED.index(step)] and calls[-1] == "close"
-    assert not session.was_open
+    n = OPENED.index(step)
+    assert calls == [*OPENED[:n], "end False", *(["close"] if n else [])]
+    assert not run.was_open
 
 
-def test_a_prompt_that_does_not_fit_is_told_before_nodes_are_asked(options: StarterOptions, calls: list[str]) -> None:
-    with pytest.raises(UsageError), Session(NodeSource(standalone), options, 6, ["The ring", [1] * 9999]):
+def test_a_prompt_that_does_not_fit_is_refused_before_nodes_are_asked(
+    options: StarterOptions, calls: list[str]
+) -> None:
+    with pytest.raises(UsageError), Run(NodeSource(standalone), options, 6, ["The ring", [1] * 9999]):
         pass
-    assert calls == ["open", "close"]
+    assert calls == ["open", "end False", "close"]
 
 
-@pytest.mark.parametrize(
-    "error, ended", [(NodeLostError("secondary0", "gone"), ["mark_broken", "end False"]), (KeyError(1), ["end False"])]
-)
-def test_left_with_an_error(error: Exception, ended: list[str], options: StarterOptions, calls: list[str]) -> None:
+@pytest.mark.parametrize("error, state", [(NodeLostError("secondary0", "gone"), "BROKEN"), (KeyError(1), "RUNNING")])
+def test_left_with_an_error(
+    error: Exception, state: str, options: StarterOptions, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run is ended all the same; the processes of other nodes are left alone, and nobody waits for one that is lost."""
     closing: list[bool] = []
-    session = Session(
+    states: list[str] = []
+    end = Run._end
+
+    def note(self: Run, leave: bool) -> None:
+        states.append(self.status(None)["state"])
+        end(self, leave=leave)
+
+    monkeypatch.setattr(Run, "_end", note)
+    run = Run(
         NodeSource(standalone), options, 60, n_texts=1, leave=True, on_close=lambda: closing.append(not calls[4:])
     )
-    with pytest.raises(type(error)), session:
+    with pytest.raises(type(error)), run:
         raise error
-    assert calls[4:] == [*ended, "close"] and closing == [True]
+    assert calls[4:] == ["end False", "close"] and closing == [True] and states == [state]
 
 
 class FakeRing:
@@ -154,18 +170,18 @@ def test_processes_of_this_machine_have_equal_parts(options: StarterOptions, mon
     """They are all alike: nothing is measured."""
     seen: list[StarterOptions] = []
 
-    class Seen(Session):
+    class Seen(Run):
         def open(self) -> None:
             seen.append(self.options)
             raise UsageError("enough")
 
-    monkeypatch.setattr("mdi.session.run_session.Session", Seen)
+    monkeypatch.setattr("mdi.run.run.Run", Seen)
     assert launch("local-ring", ["--nodes", "2", "--ckpt", str(options.ckpt)]) == 2
     assert launch("local-ring", ["--nodes", "2", "--ckpt", str(options.ckpt), "--placement", "latency"]) == 2
     assert [one.placement for one in seen] == ["even", "latency"]
 
 
 def test_a_missing_model_is_told_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(MdiError) as failure, Session(NodeSource(standalone), StarterOptions(tmp_path / "none"), 6):
+    with pytest.raises(MdiError) as failure, Run(NodeSource(standalone), StarterOptions(tmp_path / "none"), 6):
         pass
     assert failure.value.code in ("usage", "weights")

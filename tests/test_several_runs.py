@@ -26,10 +26,11 @@ from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.node.sample import SampleReader
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
 from mdi.node.starter_weights import StarterWeights
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.run.texts import SampleReader
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -46,25 +47,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @contextlib.contextmanager
-def started(
-    nodes: list[SecondaryNode], checkpoint: Path, layers: str = "1,2,2", **options: Any
-) -> Iterator[StarterNode]:
+def started(nodes: list[SecondaryNode], checkpoint: Path, layers: str = "1,2,2", **options: Any) -> Iterator[Run]:
     """A starter whose ring is closed."""
     chosen = StarterOptions(
         ckpt=checkpoint, prompt_style="none", device="cpu", layers=layers, **{"fixed": True, **options}
     )
-    starter = StarterNode(cluster_of(nodes), chosen)
+    starter = Run(GivenNodes(cluster_of(nodes)), chosen, 80, n_texts=len(TEXTS))
     try:
         starter.open()
-        starter.place(len(TEXTS), 80)
-        starter.prepare(80)
-        starter.start()
         yield starter
     finally:
         starter.close()
 
 
-def texts_of(starter: StarterNode, n_tokens: int) -> list[list[int]]:
+def texts_of(starter: Run, n_tokens: int) -> list[list[int]]:
     reader = SampleReader()
     params = SamplingParams(n_tokens, temperature=0)
     samples = [starter.submit(text, encode(text), params, reader=reader) for text in TEXTS]
@@ -150,8 +146,8 @@ def test_two_starters_that_send_the_same_parts_to_a_node(
 def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], tmp_path: Path) -> None:
     with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0]) as going:
         with started(nodes, checkpoints[1]) as broken:
-            assert broken.rings is not None
-            broken.rings.ring.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            assert broken.ring is not None
+            broken.ring.link.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
             with pytest.raises((RingError, EngineError)):  # the engine may have ended before the text comes
                 texts_of(broken, 5)
         assert texts_of(going, 30) == expected(4, 30)
@@ -307,7 +303,7 @@ def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path
         for i in range(n_runs):
             with started(nodes, checkpoints[i % 2]) as starter:
                 texts_of(starter, 2)
-                starter.end()
+                starter.close()
             n_fds = len(list(fds.iterdir())) if fds.is_dir() else 0
             seen.append((threading.active_count(), n_fds, sum(len(node.services) for node in nodes)))
         for node in nodes:

@@ -9,7 +9,7 @@ import pytest
 
 import mdi.node.stage_slots as module
 from mdi.control.messages import N_TEXTS, InitRequest, PartSpec
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
 from mdi.errors import ControlError
 from mdi.kernels.page_sizes import CacheClass
 from mdi.machine.computing import Computing

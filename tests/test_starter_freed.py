@@ -10,7 +10,8 @@ import pytest
 
 from mdi.config import ClusterConfig, standalone
 from mdi.engine.sequence import SamplingParams
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
@@ -19,16 +20,13 @@ from tiny_checkpoint import encode, write_checkpoint
 def run(cluster: ClusterConfig, ckpt: Path) -> dict[str, weakref.ref[object]]:
     """A run from its beginning to its end; what it was made of."""
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
-    with StarterNode(cluster, options) as starter:
-        starter.place(1, 40)
-        starter.prepare(40)
-        starter.start()
+    with Run(GivenNodes(cluster), options, 40, n_texts=1) as starter:
         starter.submit("The ring", encode("The ring"), SamplingParams(5, temperature=0))
-        starter.generate()
-        parts = {"starter": starter, "engine": starter.engine, "rings": starter.rings, "recovery": starter.recovery}
-        assert starter.rings is not None and starter.rings.preparation is not None
-        parts["stage"] = starter.rings.preparation.loaded
-        starter.end()
+        starter.read()
+        parts = {"starter": starter, "engine": starter.engine, "ring": starter.ring, "loop": starter.loop}
+        assert starter.ring is not None
+        parts["stage"] = starter.ring.own.loaded
+        starter.close()
     return {name: weakref.ref(part) for name, part in parts.items() if part is not None}
 
 

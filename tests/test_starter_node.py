@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ import mdi
 import mdi.machine.resources
 import mdi.model.stage
 import mdi.node.job
-import mdi.node.preparation
 import mdi.node.secondary_status
 import mdi.node.setup
 import mdi.periodic
@@ -26,16 +24,16 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
-from mdi.node.preparation import Preparation
-from mdi.node.sample import Sample, SampleReader
 from mdi.node.secondary import SecondaryNode
 from mdi.node.stage_holder import StageHolder
-from mdi.node.starter import StarterNode
+from mdi.run.form import Preparation
+from mdi.run.run import Run
+from mdi.run.texts import Sample, SampleReader
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
 from waiting import until
 
-Ring = Callable[..., tuple[StarterNode, SecondaryNode]]
+Ring = Callable[..., tuple[Run, SecondaryNode]]
 
 
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -104,16 +102,14 @@ def test_whatever_ends_the_engine_ends_every_wait(
     def sample(*_: object) -> list[int]:
         raise error("no more of it")
 
-    monkeypatch.setattr("mdi.engine.starter_engine.sample", sample)
+    monkeypatch.setattr("mdi.engine.starter.sample", sample)
     starter, secondary = ring()
     starter.open()
-    starter.prepare(60)
-    starter.start()
     reader = SampleReader()
     params = SamplingParams(6, temperature=0)
     mine, other = (starter.submit("The ring", encode("The ring"), params, reader=r) for r in (None, reader))
     with pytest.raises(EngineError, match=f"starter failed: {error.__name__}: no more of it"):
-        starter.generate()
+        starter.read()
     reader.read()
     assert (mine.finish_reason, other.finish_reason, mine.is_over, other.is_over) == (None, None, True, True)
     assert starter.failed
@@ -128,34 +124,30 @@ def test_a_reader_that_raises_costs_nobody_else_anything(ring: Ring) -> None:  #
 
     starter, _ = ring()
     starter.open()
-    starter.prepare(60)
-    starter.start()
     params = SamplingParams(6, temperature=0)
     with SampleReader() as reader:
         broken = starter.submit("The ring", encode("The ring"), params, on_text=show, reader=reader)
         with pytest.raises(BrokenPipeError):
             reader.read()
     whole = starter.submit("The ring", encode("The ring"), params)
-    starter.generate()
+    starter.read()
     assert whole.token_ids == list(reference("The ring", 6)) and len(broken.token_ids) < 6
-    starter.end()
+    starter.close()
 
 
 def test_a_stop_string_ends_a_sample_where_the_engine_stops_computing(ring: Ring) -> None:  # noqa: F811
     starter, _ = ring()
     starter.open()
-    starter.prepare(60)
-    starter.start()
     params = SamplingParams(12, temperature=0)
     whole = starter.submit("The ring", encode("The ring"), params)
-    starter.generate()
+    starter.read()
     assert len(whole.text) > 4
     stop = whole.text[2:4]
     cut = starter.submit("The ring", encode("The ring"), params, [stop])
-    starter.generate()
+    starter.read()
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < 12
-    starter.end()
+    starter.close()
 
 
 def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -163,11 +155,9 @@ def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypa
     monkeypatch.setattr(SecondaryNode, "status", lambda self, run: {**status(self, run), "metrics": {"frames": "many"}})
     starter, _ = ring()
     starter.open()
-    starter.prepare(60)
-    starter.start()
     sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
-    starter.generate()
-    starter.end()
+    starter.read()
+    starter.close()
     own, other = starter.metrics().nodes
     starter.close()
     assert sample.token_ids == list(reference("The ring", 6))
@@ -202,7 +192,7 @@ def test_prompts_that_cannot_be_continued(ring: Ring) -> None:  # noqa: F811
     starter.open()
     for ids, words in (([], "without any token"), ([1] * 5000, "holds"), ([1, 10**6], "belongs to another model")):
         with pytest.raises(UsageError, match=words):
-            starter.check_prompt(ids)
+            starter.model.check_prompt(ids)
 
 
 def test_json_does_not_swallow_what_else_was_asked_for(
@@ -235,10 +225,8 @@ def test_a_node_of_another_version_that_understands_is_told(
 
 
 def test_a_wrong_port_in_is_told_with_the_right_one(ring: Ring) -> None:  # noqa: F811
-    starter, secondary = ring()
     (wrong,) = free_ports(1)
-    (node,) = starter.cluster.secondaries
-    starter.cluster = replace(starter.cluster, secondaries=(replace(node, port_in=wrong),))
+    starter, secondary = ring(port_in=wrong)
     with pytest.raises(NodeLostError) as caught:
         generate(starter)
     assert caught.value.node == "secondary0"

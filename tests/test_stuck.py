@@ -16,11 +16,11 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.kernels import library
 from mdi.kernels.kernel_stage import KernelStage
-from mdi.net.codec import PLAIN
-from mdi.net.pings import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Slice
+from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
+from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.round_robin import RoundRobin, Turn
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -210,22 +210,19 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
     checkpoint = write_checkpoint(tmp_path / "tiny", 4)
     options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2")
     with secondaries(2, tmp_path, stuck_s=2.0) as found:
-        starter = StarterNode(cluster_of(found), options)
+        starter = Run(GivenNodes(cluster_of(found)), options, 80, n_texts=1)
         try:
             starter.open()
-            starter.place(1, 80)
-            starter.prepare(80)
             (slot,) = found[0].slots.listed
             assert isinstance(slot.stage, KernelStage)
             halted.append(slot.stage)
-            starter.start()
             sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0), on_text=show)
-            starter.generate()
+            starter.read()
             recoveries = starter.metrics().recoveries
             with pytest.raises(ControlError) as refused:
                 ControlClient(entry_of(found[0])).init(any_request())
             assert refused.value.code == STUCK
-            starter.end()
+            starter.close()
         finally:
             go_on.set()
             starter.close()

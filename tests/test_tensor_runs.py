@@ -17,10 +17,9 @@ import pytest
 import mdi.checkpoint.shapes
 import mdi.checkpoint.weights
 from cluster_keys import key_file
-from mdi.checkpoint.chunks import write_chunks
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.chunks import PartFile, write_chunks
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.partfile import PartFile
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig
@@ -30,8 +29,9 @@ from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.metrics import RunMetrics
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
-from mdi.report import format_report
+from mdi.run.nodes import GivenNodes
+from mdi.run.report import format_report
+from mdi.run.run import Run
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.tensor.group import group_of
 from mdi.tensor.mesh import Mesh
@@ -64,15 +64,17 @@ def run(
         "cache_dir": folder,
         "wait_s": 5,
     }
-    starter = StarterNode(cluster, StarterOptions(ckpt=checkpoint, parallel=parallel, **{**fields, **options}))
+    starter = Run(
+        GivenNodes(cluster),
+        StarterOptions(ckpt=checkpoint, parallel=parallel, **{**fields, **options}),
+        120,
+        n_texts=len(prompts),
+    )
     try:
         starter.open()
-        starter.place(len(prompts), 120)
-        starter.prepare(120)
-        starter.start()
         samples = [starter.submit(text, encode(text), SamplingParams(n_tokens, temperature=0)) for text in prompts]
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
         return [list(sample.token_ids) for sample in samples], starter.metrics()
     finally:
         starter.close()
@@ -254,13 +256,9 @@ def test_a_spare_gets_just_the_shares_of_the_lost_node(
 def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
     """Its new number gives it another place in the ring, and not another rank in the sums."""
     parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0, 1.0))
-    with secondaries(3, tmp_path) as nodes, StarterNode(
-        cluster_of(nodes), StarterOptions(ckpt=checkpoint, parallel=parallel, placement="even", prompt_style="none")
-    ) as starter:  # fmt: skip
-        starter.place(1, 120)
-        starter.prepare(120)
-        assert starter.rings is not None
-        make_own = starter.rings.basis.make_own
+    options = StarterOptions(ckpt=checkpoint, parallel=parallel, placement="even", prompt_style="none")
+    with secondaries(3, tmp_path) as nodes, Run(GivenNodes(cluster_of(nodes)), options, 120, n_texts=1) as starter:
+        make_own = starter.model.make_own
         assert make_own is not None
         found = []
         for order in itertools.permutations(("a", "b", "c")):
@@ -269,7 +267,7 @@ def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint:
             names = [node.name for node in cluster.nodes]
             assert names == ["starter", *sorted(processes, key=lambda name: processes[name])]
             found.append({name: own.share_of(index) for index, name in enumerate(names)})
-            groups = [group_of(own.extensions(index), starter.weights.config) for index in range(4)]
+            groups = [group_of(own.extensions(index), starter.model.weights.config) for index in range(4)]
             assert [group.is_last for group in groups if group is not None] == [False, False, False, True]
         assert all(one == found[0] for one in found)
 

@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
+from link_speed import agree_on_speed
 from mdi.errors import NodeLostError, RingEndedError, WireError
-from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, fastest, seconds
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.joining import agree_on_speed
-from mdi.tensor.numbers import REDUCE_DTYPES, Numbers
+from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, seconds
+from mdi.tensor.numbers import REDUCE_DTYPES
 from tensor_groups import meshes, on_all, sums
 
 SHAPES = [(1, 48), (3, 33), (7, 2), (1, 4096), (64, 2048)]
@@ -72,7 +71,7 @@ def test_arrays_beyond_what_sockets_hold_do_not_lock_up(algorithm: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_ways_that_add_by_rank_agree_to_the_bit(n: int) -> None:
     for shape in SHAPES[:4]:
-        by_rank = [summed(n, way, shape, "float32")[0].tobytes() for way in ("star", "exchange", "scatter")]
+        by_rank = [summed(n, way, shape, "float32")[0].tobytes() for way in ("star", "exchange")]
         assert len(set(by_rank)) == 1
         for reduce_dtype in REDUCE_DTYPES:
             assert (
@@ -128,26 +127,7 @@ def test_all_agree_on_how_fast_links_are() -> None:
     assert len(set(speeds)) == 1 and speeds[0].delay_s > 0 and speeds[0].bytes_s > 0
 
 
-@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
-@pytest.mark.parametrize("n", [3, 8])
-def test_what_auto_takes_never_changes_the_bits(n: int, reduce_dtype: str) -> None:
-    """A ring that is formed again measures other speeds."""
-    speeds = [LinkSpeed(1e-7, 1e10, 1e-4), LinkSpeed(1e-9, 1e5, 0.0), LinkSpeed(1e-5, 1e6), LinkSpeed(1e-2, 1e9)]
-    with meshes(n) as found:
-        for shape in (*SHAPES[:4], (16, 512)):
-            results = set()
-            for speed in speeds:
-                parts = parts_of(n, shape)
-                groups = [AllReduce(mesh, "auto", Numbers(reduce_dtype), speed) for mesh in found]
-                on_all(n, lambda rank: groups[rank].reduce(parts[rank]))  # noqa: B023
-                results.add(parts[0].tobytes())
-            assert len(results) == 1, shape
-
-
-def test_costs_choose_as_delays_and_rates_say() -> None:
-    slow, thin = LinkSpeed(5e-3, 1e9), LinkSpeed(1e-5, 1e6)
-    assert fastest(4, 8192, slow) == "exchange"
-    assert fastest(8, 1 << 20, thin) in ("scatter", "ring")
+def test_costs_are_ordered_as_tpi_llm_found() -> None:
     for n, delay in itertools.product((4, 8), (1e-3, 5e-3, 1e-2)):  # as TPI-LLM found
         speed = LinkSpeed(delay, 1.25e8)
         star = seconds("star", n, 8192, speed)

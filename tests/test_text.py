@@ -168,8 +168,9 @@ def test_special_and_unknown_ids_are_no_text(codec):
 
 
 def test_surrogates_are_refused(codec):
-    with pytest.raises(UsageError, match=r"not valid Unicode text: found '\\udcff' at character 2"):
+    with pytest.raises(UsageError) as caught:
         codec.encode("ab\udcff")
+    assert caught.value.code == "unreadable"
 
 
 def test_a_folder_without_tokenizer(tmp_path):
@@ -314,8 +315,9 @@ def test_named_styles(tmp_path):
     assert style_name("alpaca", tmp_path, "") == "Alpaca"
     assert style_name("Llama3", tmp_path, "") == "Llama3"
     assert style_name("r1base", tmp_path, "") == "R1Base"
-    with pytest.raises(UsageError, match="unknown prompt style 'klingon'.*auto, none.*alpaca.*llama3.*r1base"):
+    with pytest.raises(UsageError) as caught:
         resolve_prompt_style("klingon", tmp_path, "")
+    assert caught.value.code == "style"
 
 
 @pytest.mark.parametrize(
@@ -336,8 +338,9 @@ def test_nothing_that_a_checkpoint_names_is_imported(tmp_path, monkeypatch, clas
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "prompt_style.yaml").write_text(yaml.safe_dump({"class_path": class_path}))
-    with pytest.raises(UsageError, match=r"prompt_style\.yaml.*not one of litgpt's.*alpaca"):
+    with pytest.raises(UsageError) as caught:
         resolve_prompt_style("auto", tmp_path, "")
+    assert caught.value.code == "style"
 
 
 @pytest.mark.parametrize(
@@ -568,30 +571,32 @@ def test_a_file_has_a_prompt_per_paragraph(tmp_path, newline):
 
 
 @pytest.mark.parametrize(
-    "value, message",
+    "value, code",
     [
-        ("", "the prompt is empty"),
-        ("FILE:", "needs the path"),
-        ("FILE:{tmp}", "is a directory"),
-        ("FILE:{tmp}/a/b.txt", r"no such prompt file: .*b\.txt \(the nearest that exists is {tmp}\)"),
-        ("FILE:{tmp}/empty.txt", r"empty\.txt is empty"),
-        ("FILE:{tmp}/blank.txt", r"blank\.txt is empty"),
-        ("FILE:{tmp}/latin.txt", r"latin\.txt is not UTF-8 text: byte 2 is 0xe9"),
-        ("FILE:{tmp}/empty.txt/x", "cannot read the prompt file|no such prompt file"),
-        ("FILE:a\0b", "cannot read the prompt file"),
-        ("a\udcffb", "not valid Unicode"),
+        ("", "empty"),
+        ("FILE:", "missing"),
+        ("FILE:{tmp}", "missing"),
+        ("FILE:{tmp}/a/b.txt", "missing"),
+        ("FILE:{tmp}/empty.txt", "empty"),
+        ("FILE:{tmp}/blank.txt", "empty"),
+        ("FILE:{tmp}/latin.txt", "unreadable"),
+        ("FILE:{tmp}/empty.txt/x", "unreadable"),
+        ("FILE:a\0b", "unreadable"),
+        ("a\udcffb", "unreadable"),
     ],
 )
-def test_prompts_that_cannot_be_used(tmp_path, value, message):
+def test_prompts_that_cannot_be_used(tmp_path, value, code):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text(" \n\n\t\n")
     (tmp_path / "latin.txt").write_bytes(b"ab\xe9c")
-    with pytest.raises(UsageError, match=message.replace("{tmp}", str(tmp_path))) as e:
+    with pytest.raises(UsageError) as e:
         read_prompts(["good", value.replace("{tmp}", str(tmp_path))])
+    assert e.value.code == code
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("n_samples", [0, -1])
 def test_at_least_one_sample(n_samples):
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError) as caught:
         read_prompts(["a"], n_samples)
+    assert caught.value.code == "value"

@@ -67,8 +67,9 @@ def test_windows_stay_inside_short_files(n_ids: int) -> None:
     for i in range(50):
         assert 0 <= windows.start(i) <= n_ids - 17
     assert sum(len(inputs) for inputs, _ in windows.in_order(2, 100)) == (n_ids - 1) // 16
-    with pytest.raises(UsageError, match="16 tokens, too few for one window of 16"):
+    with pytest.raises(UsageError) as caught:
         Windows(np.arange(16, dtype=np.uint16), 16, seed=0)
+    assert caught.value.code == "short"
 
 
 def test_evaluation_windows_are_the_same_and_spread_over_the_file() -> None:
@@ -266,8 +267,9 @@ def test_a_loss_that_is_no_number_ends_the_run() -> None:
     trainer = make_trainer(TrainingSettings(sequence_length=8, batch_size=1, grad_acc_steps=1))
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(MdiError, match="became nan at step 0; use a smaller --lr"):
+    with pytest.raises(MdiError) as caught:
         trainer.step()
+    assert caught.value.code == "loss"
 
 
 def test_an_interrupted_save_leaves_the_last_good_checkpoint(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,54 +322,63 @@ def test_bfloat16_trains_too(ckpt: Path, dataset: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code"),
     [
-        (("--batch-size", 0), "--batch-size 0: expected at least 1"),
-        (("--lr", 0), "--lr 0.0: expected more than 0"),
-        (("--min-lr", 1), "--min-lr 1.0: expected from 0 to --lr"),
-        (("--beta2", 1), "--beta2 1.0: expected"),
-        (("--patience", 0), "--patience 0: expected at least 1"),
-        (("--threads", 0), "--threads 0: expected at least 1"),
-        (("--sequence-length", 64), "--sequence-length 64 is more than the model's context of 32"),
-        (("--dtype", "float16"), "--dtype float16 trains on cuda only"),
-        (("--device", "cuda:99"), "--device cuda:99: this machine"),
-        (("--device", "toaster"), "--device toaster: this machine"),
+        (("--batch-size", 0), "value"),
+        (("--lr", 0), "value"),
+        (("--min-lr", 1), "value"),
+        (("--beta2", 1), "value"),
+        (("--patience", 0), "value"),
+        (("--threads", 0), "value"),
+        (("--sequence-length", 64), "value"),
+        (("--dtype", "float16"), "device"),
+        (("--device", "cuda:99"), "device"),
+        (("--device", "toaster"), "device"),
     ],
 )
-def test_bad_flags_are_one_line(ckpt: Path, dataset: Path, flags: tuple[object, ...], words: str) -> None:
-    with pytest.raises(UsageError, match=words) as caught:
+def test_bad_flags_are_one_line(ckpt: Path, dataset: Path, flags: tuple[object, ...], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
         train(ckpt, dataset, *flags)
+    assert caught.value.code == code and str(flags[0]) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (ckpt / "lit_model.pth").exists()
 
 
 def test_bad_folders_are_one_line(ckpt: Path, dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the checkpoint folder .* does not exist"):
+    with pytest.raises(CheckpointError) as caught:
         train(tmp_path / "none", dataset)
-    with pytest.raises(UsageError, match="the data set .* does not exist"):
+    assert caught.value.code == "missing"
+    with pytest.raises(UsageError) as caught:
         train(ckpt, tmp_path / "none")
+    assert caught.value.code == "missing"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds no model_config.yaml"):
+    with pytest.raises(CheckpointError) as caught:
         train(tmp_path / "empty", dataset)
+    assert caught.value.code == "missing"
     (tmp_path / "empty" / "model_config.yaml").write_text("n_layer: [")
-    with pytest.raises(CheckpointError, match="cannot read .*model_config.yaml"):
+    with pytest.raises(CheckpointError) as caught:
         train(tmp_path / "empty", dataset)
+    assert caught.value.code == "weights"
     for text in ("", "n_layers: 3\n", "- 1\n", "n_embd: 7\nn_head: 2\n"):
         (tmp_path / "empty" / "model_config.yaml").write_text(text)
-        with pytest.raises(CheckpointError, match="does not describe a litgpt model"):
+        with pytest.raises(CheckpointError) as caught:
             train(tmp_path / "empty", dataset)
+        assert caught.value.code == "shape"
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "vocab_size": 64, "padded_vocab_size": 64}))
-    with pytest.raises(UsageError, match="token ids, but the model tiny has only 64"):
+    with pytest.raises(UsageError) as caught:
         train(ckpt, dataset)
+    assert caught.value.code == "vocabulary"
     (ckpt / "model_config.yaml").write_text(yaml.safe_dump({**SHAPE, "block_size": 100_000}))
-    with pytest.raises(UsageError, match="too few for one window of 100000"):
+    with pytest.raises(UsageError) as caught:
         train(ckpt, dataset)
+    assert caught.value.code == "short"
 
 
 def test_weights_are_not_overwritten_unasked(ckpt: Path, dataset: Path) -> None:
     (ckpt / "lit_model.pth").write_bytes(b"precious")
-    with pytest.raises(UsageError, match="exists already; --overwrite"):
+    with pytest.raises(UsageError) as caught:
         train(ckpt, dataset)
+    assert caught.value.code == "exists"
     assert (ckpt / "lit_model.pth").read_bytes() == b"precious"
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from gguf_files import write_gguf
-from mdi.checkpoint.cast import CastSource
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import write_chunks
+from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.convert import convert
+from mdi.checkpoint.derived import CastSource, PackedSource
 from mdi.checkpoint.ggufsource import GgufSource
-from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, plain
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch

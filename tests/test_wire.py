@@ -12,9 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.errors import WireError
-from mdi.net.codec import HEADER_BYTES, PLAIN, VERSION, FrameCodec, Header
 from mdi.net.hello import Fault, Hello
-from mdi.net.wire import DTYPE_CODES, DTYPES, HANDSHAKE_LIMITS, Frame, FrameType, Limits, Slice
+from mdi.net.wire import (
+    DTYPE_CODES,
+    DTYPES,
+    HANDSHAKE_LIMITS,
+    HEADER_BYTES,
+    PLAIN,
+    VERSION,
+    Frame,
+    FrameCodec,
+    FrameType,
+    Header,
+    Limits,
+    Slice,
+)
 
 SMALL = Limits(max_rows=64, max_cols=64, max_slices=8, max_payload_bytes=1 << 14)
 

@@ -11,7 +11,7 @@ from litgpt.model import GPT
 
 from families import greedy, model_of, prompt
 from loopback import even_cuts, ring_of
-from mdi.engine.encoding import ENCODERS
+from mdi.engine.rows import ENCODERS
 from mdi.engine.sequence import SamplingParams
 from mdi.model.cache import HostPages
 from mdi.model.stage import Stage

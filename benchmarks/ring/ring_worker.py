@@ -28,7 +28,8 @@ from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
 from mdi.machine.threads import choose_threads
 from mdi.node.local import LocalRing
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import Options
 from peers.protocol import Case, serve
 from ring.quota import Quotas
@@ -50,7 +51,7 @@ class RingSystem:
     def __init__(self, options: dict[str, Any]) -> None:
         n_nodes, n_threads = options["nodes"], options["threads"]
         self._quotas = Quotas()
-        self._node: StarterNode | None = None
+        self._node: Run | None = None
         # A ring of one node must not get both cores.
         cores = options["cores"][: n_nodes * n_threads]
         self._ring = BenchRing(n_nodes, options.get("devices"), n_threads, None, False, False, cores=cores)
@@ -71,10 +72,12 @@ class RingSystem:
         flags = [*weights, "--wait", "180", "--prompt-style", "none", "--threads", threads]
         args = parse([*flags, *options["flags"]])
         choose_threads(args.threads, self._ring.cluster.starter.cores)
-        self._node = StarterNode(self._ring.cluster, run_options(args))
+        self._node = Run(
+            GivenNodes(self._ring.cluster, check=self._ring.check),
+            run_options(args),
+            options["max_length"],
+        )
         self._node.open()
-        self._node.prepare(options["max_length"], self._ring.check)
-        self._node.start()
         self._begin = time.perf_counter()
         if options.get("quota"):
             for pid in (os.getpid(), *self._ring.pids):
@@ -87,7 +90,7 @@ class RingSystem:
         sent = node.metrics().nodes[0].bytes_sent
         begin = time.perf_counter()
         samples = [node.submit("", case.prompt(i), params) for i in range(case.n_sequences)]
-        node.generate()
+        node.read()
         shift = begin - self._begin
         found: dict[str, Any] = {
             "times_s": [[t - shift for t in sample.token_times_s] for sample in samples],
@@ -106,7 +109,7 @@ class RingSystem:
         try:
             if node is not None:
                 found["secondaries"] = [_memory(pid) for pid in self._ring.pids]
-                node.end()
+                node.close()
                 found["nodes"] = [one.to_json() for one in node.metrics().nodes]
                 node.close()
         finally:

@@ -68,7 +68,7 @@ def config_of(fields: Any, where: str) -> GPTConfig:
         return config
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError(
-            f"{where} does not describe a GPT with learned positions: {' '.join(str(e).split())}"
+            f"{where} does not describe a GPT with learned positions: {' '.join(str(e).split())}", code="shape"
         ) from None
 
 

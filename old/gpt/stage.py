@@ -47,7 +47,8 @@ class WholeTextStage(Stage):
             if start or n_rows > self.config.block_size:
                 raise EngineError(
                     f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "
-                    f"of at most {self.config.block_size} tokens"
+                    f"of at most {self.config.block_size} tokens",
+                    code="length",
                 )
             outs.append(self._run(x[first : first + n_rows]))
             first += n_rows

@@ -55,7 +55,8 @@ class CharCodec(TextCodec):
             raise UsageError(
                 f"the prompt has {unknown[0]!r}, but the model knows only the {len(known)} characters of its text"
                 if unknown
-                else f"the prompt cannot be encoded: {e}"
+                else f"the prompt cannot be encoded: {e}",
+                code="vocabulary",
             ) from None
 
 
@@ -81,11 +82,15 @@ def _from_merges(directory: Path, prompt_style: str) -> TextCodec:
 
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
-        raise CheckpointError(f"no tokenizer in {directory}: expected tokenizer.json, or vocab.json and merges.txt")
+        raise CheckpointError(
+            f"no tokenizer in {directory}: expected tokenizer.json, or vocab.json and merges.txt", code="missing"
+        )
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as e:  # tokenizers raises bare Exception
-        raise CheckpointError(f"the tokenizer in {directory} cannot be used: {' '.join(str(e).split())}") from None
+        raise CheckpointError(
+            f"the tokenizer in {directory} cannot be used: {' '.join(str(e).split())}", code="unreadable"
+        ) from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}

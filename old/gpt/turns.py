@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mdi.engine.planned import PlannedSlice
 from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import PlannedSlice
 
 
 class WholeTextScheduler(Scheduler):

@@ -63,7 +63,7 @@ def _quota_v1(folder: Path) -> float | None:
 
 
 def number(path: Path) -> int | None:
-    """What a file of a group says; None if it is not there, or says no number."""
+    """The number in a file of a group; None if it is not there, or holds no number."""
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text(encoding="utf-8"))
     return None

@@ -25,6 +25,41 @@ the class and the `code`, which also travels (docs/protocol.md, "Error codes"); 
 
 from __future__ import annotations
 
+# Closer codes of errors that commands raise, and that do not travel to other nodes; those that do are `control.messages.CODES`.
+REASONS = {
+    "changed": "a file is not the one that another was made from",
+    "column": "a table has no such column, or not of text",
+    "connection": "the hub cannot be reached",
+    "damaged": "a file is not as its description says",
+    "device": "this machine has no such device, or not for this",
+    "empty": "there is nothing in it",
+    "environment": "variables of the environment contradict each other",
+    "exists": "a file would be replaced",
+    "flags": "flags that do not go together",
+    "gated": "the hub wants an account with access",
+    "hub": "the hub refuses",
+    "incomplete": "a download is not whole yet",
+    "length": "a text is too long",
+    "library": "a library is not installed",
+    "loss": "the loss is no number any more",
+    "missing": "there is no such file or folder, or it lacks what is needed",
+    "name": "this is no name of a model or data set",
+    "no_files": "the hub has it, but none of its files can be used",
+    "nodes": "a nodes file of another form",
+    "offline": "it is not on this machine, and the hub is not asked",
+    "revision": "there is no such revision, or another one is here",
+    "shape": "settings that describe no model, or another one",
+    "short": "there is too little text",
+    "style": "there is no such prompt style",
+    "tensor": "a tensor is missing or has another shape",
+    "unknown": "the hub has nothing of that name",
+    "unreadable": "a file cannot be read as what it should be",
+    "unsafe": "a file could run code, or names one outside its folder",
+    "unwritable": "a file or folder cannot be written",
+    "value": "a value out of its range",
+    "vocabulary": "characters or ids that the model does not know",
+}
+
 
 class MdiError(Exception):
     """Base of all; its text is made for a person to read.
@@ -34,6 +69,11 @@ class MdiError(Exception):
     """
 
     code: str = "failed"
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
 
 
 class UsageError(MdiError):

@@ -1,4 +1,4 @@
-"""The measurements of a run: per sample, per node and in total, as JSON and as CSV files (as a table: mdi.report).
+"""The measurements of a run: per sample, per node and in total, as JSON and as CSV files (as a table: mdi.run.report).
 
 It takes the measurements as they are given; how they were taken, and who draws them, is not its business.
 All times of tokens count from the moment the run was ready.
@@ -191,7 +191,7 @@ class RunMetrics:
         nodes: in ring order, the starter first.
         tokens_per_s: generated tokens of all samples over `duration_s`.
         duration_s: wall time from the moment the run was ready to its last token.
-        recoveries: what became of each lost node, see mdi.recovery.records.
+        recoveries: what became of each lost node, see mdi.run.records.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Memory for the rows that a node has sent (engine/sent_rows.py), as nodes and plans count it."""
+"""Memory for the rows that a node has sent (engine/replay.py), as nodes and plans count it."""
 
 from __future__ import annotations
 

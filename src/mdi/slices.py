@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+RECORD = struct.Struct(
+    "<QIII"
+)  # of a slice, its fields in order, on the wire (net.wire) and in memory (kernels/csrc/model.h)
 
 
 class Slice(NamedTuple):
     """Rows of one sequence in a frame, which holds at most one slice of a sequence.
+
+    The row of position p in a sequence whose prompt has n tokens gives its new token number p + 1 - n, from 0 on.
 
     Attributes:
         seq_id: the sequence.
@@ -23,3 +30,38 @@ class Slice(NamedTuple):
 
 
 Slices = Sequence[Slice]  # in row order
+
+
+class SliceTable(tuple[Slice, ...]):
+    """The slices of a frame, whose records lie side by side in memory: the table on the wire, and the kernels' argument.
+
+    Attributes:
+        records: RECORD.size bytes for each slice.
+        n_rows, n_logits: of all slices.
+    """
+
+    records: bytes
+    n_rows: int
+    n_logits: int
+
+    def __new__(cls, slices: Iterable[Slice] = (), records: bytes | None = None) -> SliceTable:
+        table = super().__new__(cls, slices)
+        table.records = b"".join([RECORD.pack(*one) for one in table]) if records is None else records
+        table.n_rows = table.n_logits = 0
+        for one in table:
+            table.n_rows += one[2]
+            table.n_logits += one[3]
+        return table
+
+    @classmethod
+    def of(cls, slices: Slices) -> SliceTable:
+        """The table of these slices; the same object if it is one."""
+        return slices if type(slices) is cls else cls(slices)
+
+    @classmethod
+    def read(cls, records: bytes) -> SliceTable:
+        """From the records themselves."""
+        return cls(map(Slice._make, RECORD.iter_unpack(records)), records)
+
+
+NO_SLICES = SliceTable()

@@ -173,7 +173,9 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
     if name != "auto":
         style = _known_styles().get(name.lower())
         if style is None:
-            raise UsageError(f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}")
+            raise UsageError(
+                f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}", code="style"
+            )
         return style()
     path = Path(ckpt_dir) / "prompt_style.yaml"
     if path.is_file():
@@ -214,7 +216,8 @@ def _style_from_file(path: Path) -> Any:
     if style is None:
         raise UsageError(
             f"{path} names the prompt style {class_path!r}, which is not one of litgpt's and is not imported: give "
-            f"--prompt-style none, or one of {_style_names()}"
+            f"--prompt-style none, or one of {_style_names()}",
+            code="style",
         )
     return None if style is litgpt_module("prompts").Default else style()
 

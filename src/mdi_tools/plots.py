@@ -187,7 +187,8 @@ def _figure(path: str | Path) -> Any:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise UsageError(
-            f"the figure {path} cannot be drawn: matplotlib is not installed ({e}); run `pip install matplotlib`"
+            f"the figure {path} cannot be drawn: matplotlib is not installed ({e}); run `pip install matplotlib`",
+            code="library",
         ) from None
     # Without pyplot: no global state, and no window system even where one is set up.
     figure = Figure(figsize=(8, 5), layout="constrained")

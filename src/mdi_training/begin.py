@@ -91,7 +91,9 @@ def from_state(folder: Path, saved: SavedRun, data: DataSet) -> Beginning:
     model = add_adapters(config, saved.lora, saved.settings.seed)
     _load(model, base, has_adapters=True)
     if _base(base) != saved.base:
-        raise CheckpointError(f"the weights in {base} are not those that the adapters in {folder} began with")
+        raise CheckpointError(
+            f"the weights in {base} are not those that the adapters in {folder} began with", code="changed"
+        )
     model.load_state_dict(saved.weights, strict=False)
     return Beginning(model, config, files, saved.lora, saved.base, saved, notes)
 
@@ -124,7 +126,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
         if (folder / name).exists() and not overwrite:
             raise UsageError(
                 f"{folder / name} exists already; --overwrite replaces it, --init resume continues it, --out "
-                "chooses another folder"
+                "chooses another folder",
+                code="exists",
             )
 
 
@@ -137,7 +140,8 @@ def check_fit(config: Config, data: DataSet) -> None:
     if data.vocab_size > config.padded_vocab_size:
         raise UsageError(
             f"{data.folder} has {data.vocab_size} token ids, but the model {config.name} has only "
-            f"{config.padded_vocab_size}; use --fit-vocab, or prepare the data with fewer"
+            f"{config.padded_vocab_size}; use --fit-vocab, or prepare the data with fewer",
+            code="vocabulary",
         )
 
 
@@ -163,7 +167,7 @@ def _fill(model: GPT, state: dict[str, Any], where: str) -> None:
         model.load_state_dict(state, strict=True)
     except RuntimeError as err:
         raise CheckpointError(
-            f"{where} does not fit the shape of the model: {str(err).splitlines()[-1].strip()}"
+            f"{where} does not fit the shape of the model: {str(err).splitlines()[-1].strip()}", code="shape"
         ) from err
 
 

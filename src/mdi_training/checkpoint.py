@@ -121,7 +121,7 @@ def load_state(folder: Path) -> SavedRun:
     if not path.is_file():
         found = sorted(str(p.parent) for p in folder.glob(f"*/{STATE_NAME}"))
         hint = f"; there is one in {', '.join(found)}" if found else "; it is written by a run of train.py"
-        raise CheckpointError(f"nothing to resume: {folder} holds no {STATE_NAME}{hint}")
+        raise CheckpointError(f"nothing to resume: {folder} holds no {STATE_NAME}{hint}", code="missing")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["format_version"] != FORMAT_VERSION:
@@ -142,7 +142,8 @@ def load_state(folder: Path) -> SavedRun:
         reason = (str(err).splitlines() or [""])[0]
         raise CheckpointError(
             f"{path} cannot be used: {type(err).__name__}: {reason:.200}; start again, or begin with the weights by "
-            "--init finetune"
+            "--init finetune",
+            code="unreadable",
         ) from err
 
 

@@ -98,7 +98,7 @@ def encode_texts(
         file.flush()
     except OSError as err:
         raise UsageError(
-            f"cannot write the encoded text: {err.strerror or err}; choose another disk with --out"
+            f"cannot write the encoded text: {err.strerror or err}; choose another disk with --out", code="unwritable"
         ) from err
     if n_bytes == 0:
         return np.empty(0, dtype=dtype)
@@ -128,11 +128,12 @@ def write_data_set(
         UsageError: the text is too short, or the folder cannot be written.
     """
     if len(ids) < MIN_TOKENS:
-        raise UsageError(f"the text is too short: {len(ids)} tokens, expected at least {MIN_TOKENS}")
+        raise UsageError(f"the text is too short: {len(ids)} tokens, expected at least {MIN_TOKENS}", code="short")
     n_train = int(len(ids) * (1 - val_fraction))
     if not 0 < n_train < len(ids):
         raise UsageError(
-            f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves no tokens to train on or to test"
+            f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves no tokens to train on or to test",
+            code="value",
         )
     make_folder(folder)
     hashes = {
@@ -176,19 +177,19 @@ def load_data_set(folder: Path) -> DataSet:
         UsageError: something is missing, damaged, or of another format; says which file and what to do.
     """
     if not folder.is_dir():
-        raise UsageError(missing(folder, "the data set"))
+        raise UsageError(missing(folder, "the data set"), code="missing")
     path = folder / "meta.json"
     if not path.is_file():
-        raise UsageError(f"{folder} holds no meta.json, so it is no prepared data set; {AGAIN}")
+        raise UsageError(f"{folder} holds no meta.json, so it is no prepared data set; {AGAIN}", code="missing")
     try:
         meta = parse_json(path.read_text(encoding="utf-8"))
         dtype = ID_TYPES[meta["dtype"]]
         version, vocab_size, hashes = int(meta["format_version"]), int(meta["vocab_size"]), dict(meta["sha256"])
         n_train, n_val = int(meta["n_train"]), int(meta["n_val"])
     except (OSError, ValueError, KeyError, TypeError) as err:
-        raise UsageError(f"{path} cannot be used: {type(err).__name__}: {err}; {AGAIN}") from err
+        raise UsageError(f"{path} cannot be used: {type(err).__name__}: {err}; {AGAIN}", code="unreadable") from err
     if version != FORMAT_VERSION:
-        raise UsageError(f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}")
+        raise UsageError(f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}", code="unreadable")
     train = _open_ids(folder / "train.bin", dtype, n_train, vocab_size, hashes.get("train.bin"))
     val = _open_ids(folder / "val.bin", dtype, n_val, vocab_size, hashes.get("val.bin"))
     return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes), hashes["train.bin"])
@@ -199,12 +200,14 @@ def _open_ids(path: Path, dtype: IdType, count: int, vocab_size: int, sha256: st
     found = path.stat().st_size if path.is_file() else None
     if found != expected or count < 1:
         state = "is missing" if found is None else f"has {found} bytes"
-        raise UsageError(f"{path} {state}, expected {expected} bytes ({count} ids of {dtype.name}); {AGAIN}")
+        raise UsageError(
+            f"{path} {state}, expected {expected} bytes ({count} ids of {dtype.name}); {AGAIN}", code="damaged"
+        )
     if sha256_file(path) != sha256:
-        raise UsageError(f"{path} is not the one that meta.json describes (sha256 differs); {AGAIN}")
+        raise UsageError(f"{path} is not the one that meta.json describes (sha256 differs); {AGAIN}", code="damaged")
     ids: TokenIds = np.memmap(path, dtype=dtype, mode="r")
     if int(ids.max()) >= vocab_size:
-        raise UsageError(f"{path} holds id {ids.max()}, expected less than {vocab_size}; {AGAIN}")
+        raise UsageError(f"{path} holds id {ids.max()}, expected less than {vocab_size}; {AGAIN}", code="damaged")
     return ids
 
 
@@ -215,8 +218,11 @@ def _read_tokenizer(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
             path = folder / name
             content = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(content).hexdigest() != hashes[name]:
-                raise UsageError(f"{path} is missing or not the one that meta.json describes (sha256 differs); {AGAIN}")
+                raise UsageError(
+                    f"{path} is missing or not the one that meta.json describes (sha256 differs); {AGAIN}",
+                    code="damaged",
+                )
             files[name] = content
     if not files.keys() & {"tokenizer.json", "tokenizer.model"}:
-        raise UsageError(f"{folder / 'meta.json'} names no tokenizer; {AGAIN}")
+        raise UsageError(f"{folder / 'meta.json'} names no tokenizer; {AGAIN}", code="damaged")
     return files

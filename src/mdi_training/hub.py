@@ -62,7 +62,7 @@ def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id:
             f"matches {pattern!r}" if pattern is not None else f"is one of {', '.join((*TEXT_SUFFIXES, *ROW_SUFFIXES))}"
         )
         have = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
-        raise DownloadError(f"{repo_id} has no file that {what}; it has {have or 'none at all'}")
+        raise DownloadError(f"{repo_id} has no file that {what}; it has {have or 'none at all'}", code="no_files")
     return found
 
 

@@ -104,7 +104,8 @@ class Trainer:
         if settings.grad_acc_steps % self._processes.count:
             raise UsageError(
                 f"--grad-acc-steps {settings.grad_acc_steps}: expected a multiple of the {self._processes.count} "
-                "processes, which share these forward passes"
+                "processes, which share these forward passes",
+                code="value",
             )
         self._device = next(model.parameters()).device
         self._on_pass: Callable[[str], object] = _unwatched
@@ -171,7 +172,8 @@ class Trainer:
         total = self._processes.sums([total], self._device)[0] / self._processes.count
         if not math.isfinite(total):
             raise MdiError(
-                f"the loss became {total} at step {self.progress.n_steps}; use a smaller --lr or --dtype float32"
+                f"the loss became {total} at step {self.progress.n_steps}; use a smaller --lr or --dtype float32",
+                code="loss",
             )
         if settings.grad_clip > 0:
             self.scaler.unscale_(self.optimizer)

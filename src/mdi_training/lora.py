@@ -28,7 +28,9 @@ def add_adapters(config: Config, settings: LoraSettings, seed: int) -> GPT:
         UsageError: litgpt has no adapters for a model of this shape.
     """
     if config.latent_attention is not None:
-        raise UsageError(f"--lora-r: litgpt has no adapters for latent attention ({config.name}); train without")
+        raise UsageError(
+            f"--lora-r: litgpt has no adapters for latent attention ({config.name}); train without", code="flags"
+        )
     flags = {f"lora_{name}": name in settings.targets for name in LORA_TARGETS}
     shape = lora.Config(
         **asdict(config), lora_r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, **flags

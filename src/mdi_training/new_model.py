@@ -34,13 +34,15 @@ def load_shape(source: str | Path) -> Config:
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
-            raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: put one there, or give the shape with --config")
+            raise CheckpointError(
+                f"{folder} holds no {CONFIG_FILE}: put one there, or give the shape with --config", code="missing"
+            )
     elif not path.is_file():
-        raise CheckpointError(missing(path, "the checkpoint folder"))
+        raise CheckpointError(missing(path, "the checkpoint folder"), code="missing")
     try:
         return parse_shape(path.read_bytes(), path)
     except OSError as err:
-        raise CheckpointError(f"{path} cannot be read: {err.strerror or err}") from err
+        raise CheckpointError(f"{path} cannot be read: {err.strerror or err}", code="unreadable") from err
 
 
 def parse_shape(content: bytes, where: Path) -> Config:
@@ -50,7 +52,9 @@ def parse_shape(content: bytes, where: Path) -> Config:
         check_counts(fields, str(where))
         return Config(**fields)
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
-        raise CheckpointError(f"{where} does not describe a litgpt model: {type(err).__name__}: {err}") from err
+        raise CheckpointError(
+            f"{where} does not describe a litgpt model: {type(err).__name__}: {err}", code="shape"
+        ) from err
 
 
 def config_file(config: Config) -> bytes:
@@ -97,7 +101,9 @@ def _named(name: str) -> Config:
     if config is None:
         near = difflib.get_close_matches(name.split("/")[-1], list(name_to_config), n=3)
         hint = f"; names like it: {', '.join(near)}" if near else ""
-        raise CheckpointError(missing(Path(name), "the checkpoint folder") + f", nor does litgpt know the name{hint}")
+        raise CheckpointError(
+            missing(Path(name), "the checkpoint folder") + f", nor does litgpt know the name{hint}", code="missing"
+        )
     return config
 
 

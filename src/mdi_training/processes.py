@@ -52,10 +52,13 @@ class Processes:
         try:
             rank, count, local_rank, local_count = (int(os.environ[name]) for name in VARIABLES)
         except (KeyError, ValueError) as err:
-            raise UsageError(f"torchrun's variables {', '.join(VARIABLES)} are not whole ({err})") from None
+            raise UsageError(
+                f"torchrun's variables {', '.join(VARIABLES)} are not whole ({err})", code="environment"
+            ) from None
         if not (0 <= rank < count and 0 <= local_rank < local_count <= count):
             raise UsageError(
-                f"torchrun's variables contradict each other: rank {rank} of {count}, {local_rank} of {local_count}"
+                f"torchrun's variables contradict each other: rank {rank} of {count}, {local_rank} of {local_count}",
+                code="environment",
             )
         return cls(rank, count, local_rank, local_count)
 
@@ -73,10 +76,14 @@ class Processes:
         if self.count == 1 or name == "cpu":
             return name
         if name != "cuda":
-            raise UsageError(f"--device {name}: several processes can share the cpu or take a GPU each (cuda)")
+            raise UsageError(
+                f"--device {name}: several processes can share the cpu or take a GPU each (cuda)", code="device"
+            )
         n_gpus = torch.cuda.device_count()
         if self.local_count > n_gpus:
-            raise UsageError(f"{self.local_count} processes, but this machine has {n_gpus} GPUs; use --device cpu")
+            raise UsageError(
+                f"{self.local_count} processes, but this machine has {n_gpus} GPUs; use --device cpu", code="device"
+            )
         return f"cuda:{self.local_rank}"
 
     def share(self, n_parts: int) -> range:

@@ -23,7 +23,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise UsageError(f"the folder {path} cannot be made: {err.strerror or err}") from err
+        raise UsageError(f"the folder {path} cannot be made: {err.strerror or err}", code="unwritable") from err
 
 
 def sha256_file(path: Path) -> str:

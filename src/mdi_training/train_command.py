@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     from mdi_training.processes import Processes, joined
 
     if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads {args.threads}: expected at least 1")
+        raise UsageError(f"--threads {args.threads}: expected at least 1", code="value")
     processes = Processes.from_environment()
     choose_threads(args.threads, beside=[None] * (processes.local_count - 1))
     load_torch("training")
@@ -121,15 +121,18 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
     for flag in ("config", "fit_vocab"):
         if getattr(args, flag) and args.init != "scratch":
             raise UsageError(
-                f"--{flag.replace('_', '-')} is for --init scratch: the weights of --ckpt have their shape"
+                f"--{flag.replace('_', '-')} is for --init scratch: the weights of --ckpt have their shape",
+                code="flags",
             )
     if args.force_old and args.init != "resume":
-        raise UsageError("-F/--force-old is for --init resume")
+        raise UsageError("-F/--force-old is for --init resume", code="flags")
     folder = Path(args.ckpt).expanduser()
     seed = TrainingSettings.seed if args.seed is None else args.seed
     if args.init == "scratch":
         if lora is not None:
-            raise UsageError("--lora-r adapts weights that were trained before: use it with --init finetune")
+            raise UsageError(
+                "--lora-r adapts weights that were trained before: use it with --init finetune", code="flags"
+            )
         config = load_shape(args.config or folder)
         config = fit_vocabulary(config, data.vocab_size) if args.fit_vocab else config
         check_fit(config, data)
@@ -137,7 +140,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
         return from_scratch(config, seed, data), args.out or folder
     if args.init == "resume":
         if lora is not None:
-            raise UsageError("--lora-r: a resumed run keeps the adapters that it began with")
+            raise UsageError("--lora-r: a resumed run keeps the adapters that it began with", code="flags")
         folder = args.out or folder
         return from_state(folder, load_state(folder), data), folder
     folder = find_checkpoint(args.ckpt, args.hf_token)
@@ -148,7 +151,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 
 def find_checkpoint(ckpt: str, token: str | None) -> Path:
     """The folder of a checkpoint in litgpt's format; downloaded and converted where needed. Raises MdiError."""
-    from mdi.checkpoint.destination import ready
+    from mdi.checkpoint.convert import ready
     from mdi.checkpoint.download import download
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
@@ -191,7 +194,9 @@ def pick_device(name: str) -> str:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as err:
         reason = str(err).splitlines()[0]
-        raise UsageError(f"--device {name}: this machine or this torch does not have it ({reason}); try cpu") from err
+        raise UsageError(
+            f"--device {name}: this machine or this torch does not have it ({reason}); try cpu", code="device"
+        ) from err
     return name
 
 

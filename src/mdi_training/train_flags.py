@@ -151,10 +151,13 @@ def make_settings(
     else:
         settings = replace(saved.settings, **given)
     if settings.dtype == "float16" and value_type != "cuda":
-        raise UsageError(f"--dtype float16 trains on cuda only, not on {device}; use bfloat16 or float32")
+        raise UsageError(
+            f"--dtype float16 trains on cuda only, not on {device}; use bfloat16 or float32", code="device"
+        )
     if settings.sequence_length > block_size:
         raise UsageError(
-            f"--sequence-length {settings.sequence_length} is more than the model's context of {block_size}"
+            f"--sequence-length {settings.sequence_length} is more than the model's context of {block_size}",
+            code="value",
         )
     return settings
 
@@ -165,7 +168,9 @@ def make_lora(args: argparse.Namespace) -> LoraSettings | None:
     given = {name: value for name, value in given.items() if value is not None}
     if args.lora_r is None or args.lora_r == 0:
         if given:
-            raise UsageError(f"--lora-{next(iter(given))} without --lora-r: give the rank of the adapters, e.g. 8")
+            raise UsageError(
+                f"--lora-{next(iter(given))} without --lora-r: give the rank of the adapters, e.g. 8", code="flags"
+            )
         return None
     if "targets" in given:
         given["targets"] = tuple(given["targets"].split(","))

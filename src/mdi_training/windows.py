@@ -32,7 +32,8 @@ class Windows:
         if len(ids) < length + 1:
             raise UsageError(
                 f"{name} has {len(ids)} tokens, too few for one window of {length} and the token after it; "
-                "give more text or a smaller --sequence-length"
+                "give more text or a smaller --sequence-length",
+                code="short",
             )
         self._ids = ids
         self._length = length

@@ -12,8 +12,7 @@ import pytest
 
 from mdi.cli import launch
 from mdi.errors import UsageError
-from mdi.recovery.journal import read_record
-from mdi.recovery.run_folders import find_run, runs_in
+from mdi.run.journal import find_run, read_record, runs_in
 from processes import DEADLINE_S, Cluster, Spawn, Starter
 
 RUN = ("--prompt-style", "none", "--n-tokens", 1500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import requests
 
-from mdi.net.frame_io import send_frame
 from mdi.net.hello import Hello
-from mdi.net.wire import Frame, FrameType
+from mdi.net.wire import Frame, FrameType, send_frame
 from processes import Cluster, Spawn, Starter
 from tiny_checkpoint import reference
 

@@ -22,8 +22,9 @@ from mdi.config import ClusterConfig, load_cluster
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import MdiError
 from mdi.node.local import free_ports
-from mdi.node.starter import StarterNode
-from mdi.recovery.keeper import BROUGHT_DOWN
+from mdi.run.nodes import GivenNodes
+from mdi.run.policy import BROUGHT_DOWN, Decision, Event, Lost
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from processes import Process, Reader, is_running
 
@@ -46,7 +47,7 @@ class Outcome:
     Attributes:
         ids: of each text, as far as it came.
         is_whole: which texts have ended by themselves.
-        is_ended_alone: which were taken for what brought two nodes down, one after the other (mdi.recovery.suspects).
+        is_ended_alone: which were taken for what brought two nodes down, one after the other (mdi.run.policy).
         losses: what was under way when nodes were lost, in order: of each text its positions, and the tokens that it had.
         error: what ended the run, if it did not end by itself.
         seconds: from the first text's submission to the end.
@@ -224,7 +225,7 @@ class Running:
     """A run, as the one who breaks something sees it."""
 
     def __init__(self) -> None:
-        self.node: StarterNode | None = None
+        self.node: Run | None = None
         self.over = threading.Event()
 
     @property
@@ -249,27 +250,23 @@ def run(
     """One run from its set-up to its end, with the starter in this process; whatever goes wrong is in the outcome."""
     running = running or Running()
     outcome = Outcome()
-    node = StarterNode(cluster, options)
+    longest = max(one.params.n_tokens for one in wanted)
+    node = Run(GivenNodes(cluster), options, longest, [one.prompt for one in wanted])
+    running.node = node
     begin = time.perf_counter()
     try:
         node.open()
-        running.node = node
-        prompts = [node.codec.encode_prompt(one.prompt) for one in wanted]
-        longest = max(map(len, prompts)) + max(one.params.n_tokens for one in wanted)
-        node.place(len(wanted), longest)
-        node.prepare(longest)
-        node.start()
         _note_losses(node, outcome)
         begin = time.perf_counter()
-        for one, ids in zip(wanted, prompts, strict=True):
+        for one, ids in zip(wanted, node.prompt_ids, strict=True):
             node.submit(one.prompt, ids, one.params)
-        node.generate()
+        node.read()
     except MdiError as e:
         outcome.error = e
     finally:
         outcome.seconds = time.perf_counter() - begin
         try:
-            node.end()
+            node.close()
         except MdiError as e:
             outcome.error = outcome.error or e
         outcome.recoveries = list(node.metrics().to_json().get("recoveries", []))
@@ -282,18 +279,17 @@ def run(
     return outcome
 
 
-def _note_losses(node: StarterNode, outcome: Outcome) -> None:
-    if node.recovery is None:
-        return
-    keeper, engine = node.recovery.keeper, node.engine
-    after_loss = keeper.after_loss
+def _note_losses(node: Run, outcome: Outcome) -> None:
+    policy = node.loop.policy
+    decide = policy.next
 
-    def note(error: Any) -> Any:
-        n_known = engine.n_known
-        outcome.losses.append({i: (*span, n_known[i]) for i, span in engine.in_flight.items() if i in n_known})
-        return after_loss(error)
+    def note(event: Event | None, now: float) -> Decision:
+        if isinstance(event, Lost):
+            known = event.n_known
+            outcome.losses.append({i: (*span, known[i]) for i, span in event.in_flight.items() if i in known})
+        return decide(event, now)
 
-    keeper.after_loss = note  # type: ignore[method-assign]
+    policy.next = note  # type: ignore[method-assign]
 
 
 def texts(n: int, n_tokens: int, seed: int) -> list[Wanted]:

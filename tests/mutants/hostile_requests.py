@@ -32,7 +32,7 @@ MUTANTS = [
            f"{PATHS}::test_what_a_foreign_web_page_sends_is_refused_unread"),
     Mutant("lists of a body are not counted", "_n_lists", 'piece.count(b"[")', "0",
            f"{BODIES}::test_a_body_of_too_many_values_is_refused"),
-    Mutant("brackets in texts count as lists", "serve.asgi_exchange:_check_counts", "[::2]", "[:]",
+    Mutant("brackets in texts count as lists", "serve.endpoint:_check_counts", "[::2]", "[:]",
            f"{BODIES}::test_a_large_body_is_read_as_it_was_sent"),
     Mutant("a large body is parsed on the loop", "Exchange.parsed", "len(data) < LARGE_BYTES", "True",
            f"{BODIES}::test_the_loop_goes_on_while_a_large_body_is_read"),

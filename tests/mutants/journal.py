@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "a record whose checksum is wrong is taken",
-        "recovery.journal:_fields_of",
+        "run.journal:_fields_of",
         ' or check != b"%08x" % zlib.crc32(data)',
         "",
         "tests/test_journal.py::test_without_all_its_prompts_it_is_refused_and_left_alone",

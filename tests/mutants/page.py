@@ -10,7 +10,7 @@ LOSS = f"{PAGE}::test_a_loss_is_told_while_an_answer_waits"
 DRAWN = f"{PAGE}::test_markdown_is_drawn"
 RING = f"{PAGE}::test_the_ring_and_a_node_that_does_not_answer"
 LIVE = "tests/page/test_live.py"
-KEEPER = "tests/recovery/test_keeper.py::test_why_the_texts_wait_is_said_until_they_go_on"
+KEEPER = "tests/recovery/test_policy.py::test_why_the_texts_wait_is_said_until_they_go_on"
 FAULTS = "tests/serve/test_serve_faults.py"
 TEXTS = "tests/serve/test_serve_texts.py"
 
@@ -98,14 +98,14 @@ MUTANTS = [
     ),
     Mutant(
         "the trouble is over and is told further",
-        "RingKeeper.after_loss",
-        'self._is_busy, self.trouble = False, ""',
-        "self._is_busy = False",
+        "Policy.formed",
+        'self.ring, self.processes, self.trouble = tuple(ring), dict(processes), ""',
+        "self.ring, self.processes = tuple(ring), dict(processes)",
         KEEPER,
     ),
     Mutant(
         "why blocks move is not told",
-        "RingKeeper.after_leave",
+        "RingLoop.next_ring",
         '"blocks move to other nodes; the texts wait"',
         '""',
         KEEPER,
@@ -127,14 +127,14 @@ MUTANTS = [
     # Fields and counts of the API
     Mutant(
         "fields without a value are refused",
-        "RequestFields.check_spelling",
+        "serve.parameters:read_fields",
         "value is not None",
         "True",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(
         "all unknown fields are compared",
-        "RequestFields.check_spelling",
+        "serve.parameters:check_spelling",
         "MOST_COMPARED",
         "None",
         f"{FAULTS}::test_only_some_unknown_fields_are_compared_because_it_takes_long",
@@ -148,23 +148,23 @@ MUTANTS = [
     ),
     Mutant(
         "misspelt fields are ignored",
-        "Chat.__init__",
-        "fields.check_spelling()",
+        "serve.parameters:read_fields",
+        "check_spelling(kind, given)",
         "None",
         f"{FAULTS}::test_a_misspelt_field_is_named",
     ),
     Mutant(
         "functions are ignored",
         "Chat.__init__",
-        'fields.raw("functions")',
+        "fields.functions",
         "None",
         f"{FAULTS}::test_calls_in_the_old_form_are_refused",
     ),
     Mutant(
         "the older limit goes before the newer one",
         "common_fields",
-        "limits[0] or limits[1]",
-        "limits[1] or limits[0]",
+        "fields.max_completion_tokens or fields.max_tokens",
+        "fields.max_tokens or fields.max_completion_tokens",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(
@@ -227,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "blocks that were laid out by hand are said to be shared out",
-        "StarterPlacing._place",
+        "Choice._place",
         "if options.layers else",
         "if False else",
         "tests/test_planning.py::test_what_is_given_is_not_measured",

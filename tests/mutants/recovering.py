@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-KEEPER = "tests/recovery/test_keeper.py"
+KEEPER = "tests/recovery/test_policy.py"
 DECISIONS = "tests/recovery/test_recovery_decisions.py"
 
 MUTANTS = [
     Mutant(
         "a text that got a token since is suspected",
-        "Suspects.take",
+        "Suspects.add",
         "self._n_before.get(seq_id) == n_known.get(seq_id)",
         "True",
         DECISIONS,
@@ -25,8 +25,8 @@ MUTANTS = [
         "max(a[0], b[0]) <= min",
         DECISIONS,
     ),
-    Mutant("a loss of which nothing is known clears suspicion", "Suspects.take", "not in_flight", "False", DECISIONS),
-    Mutant("suspicion does not grow narrower", "Suspects.take", "common & self._found or common", "common", DECISIONS),
+    Mutant("a loss of which nothing is known clears suspicion", "Suspects.add", "not in_flight", "False", DECISIONS),
+    Mutant("suspicion does not grow narrower", "Suspects.add", "common & self._found or common", "common", DECISIONS),
     Mutant("a node waits after its first loss", "Absences.wait_s", "n_losses < 2", "n_losses < 1", DECISIONS),
     Mutant(
         "a node that is lost again and again waits no longer each time",
@@ -35,7 +35,7 @@ MUTANTS = [
         "1",
         DECISIONS,
     ),
-    Mutant("a node waits for days", "Absences.wait_s", "min(LONGEST_S,", "max(LONGEST_S,", DECISIONS),
+    Mutant("a node waits for days", "Absences.wait_s", "min(LONGEST_ABSENCE_S,", "max(LONGEST_ABSENCE_S,", DECISIONS),
     Mutant("one spare takes the places of two nodes", "in_place", "free.pop(0)", "free[0]", DECISIONS),
     Mutant(
         "a node of the ring is its own spare",
@@ -58,50 +58,50 @@ MUTANTS = [
         "True",
         DECISIONS,
     ),
-    Mutant("two suspected texts are both ended", "RingKeeper._suspect", "len(common) == 1", "common", KEEPER),
+    Mutant("two suspected texts are both ended", "Policy._completed", "if len(common) == 1", "if common", KEEPER),
     Mutant(
         "a silent node makes texts suspected",
-        "RingKeeper._suspect",
-        "search.is_judged or not ended & search.suspected",
-        "search.is_judged",
+        "Policy._completed",
+        "not search.is_judged and ended_nodes & search.suspected",
+        "not search.is_judged",
         KEEPER,
     ),
     Mutant(
-        "texts are judged at every try of one search", "RingKeeper._suspect", "search.is_judged = True", "pass", KEEPER
+        "texts are judged at every try of one search", "Policy._completed", "search.is_judged = True", "pass", KEEPER
     ),
-    Mutant("a ring is tried for ever", "RingKeeper._note_failure", "search.n_failures > N_FAILURES", "False", KEEPER),
+    Mutant("a ring is tried for ever", "Policy._after_failure", "search.n_failures > N_FAILURES", "False", KEEPER),
     Mutant(
         "a node that cannot hold its blocks is asked again",
-        "RingKeeper._note_failure",
+        "Policy._after_failure",
         "search.unfit.add(error.node)",
         "pass",
         KEEPER,
     ),
     Mutant(
         "a node that was told to end is waited for",
-        "RingKeeper._patience_s",
+        "Policy._patience_s",
         "and stage.name not in search.left",
         "",
         KEEPER,
     ),
     Mutant(
         "a node that may be slow is given up",
-        "RingKeeper._find",
+        "Policy._ring_of",
         "any(self._may_live(stage.name, roll, search, now) for stage in lost)",
         "False",
         KEEPER,
     ),
     Mutant(
         "blocks go to others before a lost node may be back",
-        "RingKeeper._find",
+        "Policy._ring_of",
         "now < search.since + self._patience_s(lost, search)",
         "False",
         KEEPER,
     ),
     Mutant(
         "a node that has just been lost again is used at once",
-        "RingKeeper._is_present",
-        "return self._absences.is_over(stage.name, now)",
+        "Policy._is_present",
+        "return self.absences.has_ended(stage.name, now)",
         "return True",
         KEEPER,
     ),

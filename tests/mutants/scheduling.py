@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "draws are counted from the prompt's begin",
         "StarterEngine._row_of",
-        "len(sequence.ids) - sequence.n_prompt",
-        "len(sequence.ids)",
+        "position + 1 - sequence.n_prompt",
+        "position + 1",
         SEED,
     ),
     Mutant(
@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(
         "what may become a stop sequence is given out",
         "Sequence.append",
-        "self._give_out(self._n_stop(complete=False))",
+        "self._give_out(self._n_stop(complete=False) if stops else 0)",
         "self._give_out(0)",
         "tests/test_sequence.py",
     ),

@@ -17,29 +17,29 @@ MUTANTS = [
     Mutant(
         "min_p is ignored by the API",
         "serve.parameters:_sampling",
-        'fields.number("min_p", 0.0, 0.0, 1.0)',
-        "0.0",
+        '"min_p": fields.min_p',
+        '"min_p": 0.0',
         FIELDS,
     ),
     Mutant(
         "presence_penalty is ignored by the API",
         "serve.parameters:_sampling",
-        'fields.number("presence_penalty", 0.0, -2.0, 2.0)',
-        "0.0",
+        '"presence_penalty": fields.presence_penalty',
+        '"presence_penalty": 0.0',
         FIELDS,
     ),
     Mutant(
         "frequency_penalty is ignored by the API",
         "serve.parameters:_sampling",
-        'fields.number("frequency_penalty", 0.0, -2.0, 2.0)',
-        "0.0",
+        '"frequency_penalty": fields.frequency_penalty',
+        '"frequency_penalty": 0.0',
         FIELDS,
     ),
     Mutant(
         "top_p is ignored by the API",
         "serve.parameters:_sampling",
-        'fields.number("top_p", 1.0, 0.0, 1.0, is_open=True)',
-        "1.0",
+        '"top_p": fields.top_p',
+        '"top_p": 1.0',
         FIELDS,
     ),
     Mutant(
@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "a top_k of 0 leaves no token",
         "serve.parameters:_sampling",
-        "top_k is not None and top_k > 0",
-        "top_k is not None",
+        "if fields.top_k > 0",
+        "if fields.top_k >= 0",
         DEFAULTS,
     ),
     Mutant(

@@ -93,10 +93,10 @@ MUTANTS = [
     ),
     Mutant(
         "a text is suspected of a stuck node",
-        "RingKeeper._lose",
+        "Policy._lose",
         "error.code == STUCK",
         "False",
-        "tests/recovery/test_keeper.py::test_a_stuck_node_is_not_used_again_and_no_text_is_suspected",
+        "tests/recovery/test_policy.py::test_a_stuck_node_is_not_used_again_and_no_text_is_suspected",
     ),
     Mutant(
         "the kernels do not count blocks",

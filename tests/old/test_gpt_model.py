@@ -94,24 +94,25 @@ def test_a_pickle_that_could_run_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code"),
     [
-        ({"model_type": "llama"}, "llama"),
-        ({"activation_function": "relu"}, "activation_function"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"n_layer": 0}, "n_layer"),
-        ({"n_head": 5}, "no multiple"),
-        ({"n_layer": 6}, "lacks the tensor transformer.h.5"),
-        ({"n_embd": 64}, "shape"),
-        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon"),
+        ({"model_type": "llama"}, "shape"),
+        ({"activation_function": "relu"}, "shape"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "shape"),
+        ({"n_layer": 0}, "shape"),
+        ({"n_head": 5}, "shape"),
+        ({"n_layer": 6}, "tensor"),
+        ({"n_embd": 64}, "tensor"),
+        ({"layer_norm_epsilon": "small"}, "shape"),
     ],
 )
-def test_a_gpt2_directory_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_a_gpt2_directory_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object], code: str) -> None:
     folder = copy_of_reference(tmp_path / "odd")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | change))
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError) as caught:
         open_gpt2(folder)
+    assert caught.value.code == code
     assert "\n" not in str(caught.value)
 
 
@@ -119,16 +120,18 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path: Path) -> None:
     folder = copy_of_reference(tmp_path / "out")
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "../model.safetensors"}}')
-    with pytest.raises(CheckpointError, match="outside its folder"):
+    with pytest.raises(CheckpointError) as caught:
         open_gpt2(folder)
+    assert caught.value.code == "unsafe"
 
 
 @pytest.mark.parametrize("content", [b"- a list", b"n_layer: many", b"\xff", b"no_such_setting: 1"])
 def test_a_nano_config_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = write_nano(tmp_path / "nano", tiny_nano())
     (folder / "model_config.yaml").write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not describe|cannot read|expected a whole number") as caught:
+    with pytest.raises(CheckpointError) as caught:
         open_nano(folder)
+    assert caught.value.code in ("shape", "weights")
     assert "\n" not in str(caught.value)
 
 

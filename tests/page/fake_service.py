@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mdi.serve.live import ring_words
 from mdi.serve.page import routes
+from mdi.serve.snapshot import ring_words
 
 DEADLINE_S = 30.0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mdi.serve.live import Delays, NodeLook, node_state, ring_words, shares, waited_for
+from mdi.serve.snapshot import Delays, NodeLook, node_state, ring_words, shares, waited_for
 from mdi.tracing.clocks import Reading
 from mdi.tracing.recorder import Activity, Span
 

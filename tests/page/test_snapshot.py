@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily
 
 from mdi.engine.sequence import SamplingParams
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.serve.prometheus import ring_metrics
 from mdi.serve.questions import handlers
 from mdi.serve.snapshot import Snapshots
@@ -22,10 +23,10 @@ from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 
 NAMES = ["starter", "secondary0", "secondary1"]
-Ring = tuple[StarterNode, list[SecondaryNode], Snapshots]
+Ring = tuple[Run, list[SecondaryNode], Snapshots]
 
 
-def host_of(starter: StarterNode) -> Any:
+def host_of(starter: Run) -> Any:
     return SimpleNamespace(loaded={"tiny": SimpleNamespace(node=starter)})
 
 
@@ -33,22 +34,24 @@ def host_of(starter: StarterNode) -> Any:
 def ring(tmp_path: Path) -> Iterator[Ring]:
     with secondaries(2, tmp_path) as nodes:
         options = StarterOptions(
-            ckpt=write_checkpoint(tmp_path / "tiny"), prompt_style="none", device="cpu", n_spans=SERVE_SPANS
+            ckpt=write_checkpoint(tmp_path / "tiny"),
+            prompt_style="none",
+            device="cpu",
+            n_spans=SERVE_SPANS,
+            placement="even",
         )
-        starter = StarterNode(cluster_of(nodes), options)
+        starter = Run(GivenNodes(cluster_of(nodes)), options, 60)
         try:
             starter.open()
-            starter.prepare(60)
-            starter.start()
             yield starter, nodes, Snapshots(host_of(starter))
         finally:
             starter.close()
 
 
-def write(starter: StarterNode, n_texts: int = 3) -> None:
+def write(starter: Run, n_texts: int = 3) -> None:
     for _ in range(n_texts):
         starter.submit("The ring", encode("The ring"), SamplingParams(30, temperature=0))
-    starter.generate()
+    starter.read()
 
 
 def closed(snapshots: Snapshots) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def test_a_ring_at_work(ring: Ring) -> None:
         assert node["is_here"] and node["state"] == "SERVING" and node["frames"] > 0
         assert 0 < node["busy"] <= 1 and 0 <= node["waiting"] <= 1 and node["bytes_s"] > 0
         assert node["memory"]["rss_bytes"] > 0 and node["cache"]["limit"] > 0
-    assert [node["blocks"] for node in found["nodes"]] == [list(blocks) for blocks in starter.weights.blocks]
+    assert [node["blocks"] for node in found["nodes"]] == [list(blocks) for blocks in starter.model.weights.blocks]
     assert [(link["source"], link["target"]) for link in found["links"]] == list(
         zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)
     )
@@ -104,8 +107,8 @@ def test_a_ring_that_is_formed_again(ring: Ring) -> None:
     """What the page says comes from the engine: why the texts wait."""
     starter, _, snapshots = ring
     closed(snapshots)
-    assert snapshots.take()["tiny"]["state"] == "idle" and starter.recovery is not None
-    starter.recovery.keeper.trouble = "secondary1 is lost; the texts wait"
+    assert snapshots.take()["tiny"]["state"] == "idle"
+    starter.loop.policy.trouble = "secondary1 is lost; the texts wait"
     found = snapshots.take()["tiny"]
     assert (found["state"], found["words"]) == ("recovering", "secondary1 is lost; the texts wait.")
     assert [node["state"] for node in found["nodes"]] == ["WAITING"] * 3

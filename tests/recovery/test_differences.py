@@ -9,20 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_keeper import World
+from test_policy import World
 
 from families import config_of
 from mdi.cli.resume import Journaling
 from mdi.machine.computing import Computing
 from mdi.metrics import RunMetrics, SampleMetrics
-from mdi.node.identity import numbers_of
 from mdi.node.setup import arithmetic_of
-from mdi.recovery.journal import Journal, JournalText, read_record
-from mdi.recovery.records import REPLAY, TOKENS, Records
-from mdi.recovery.replacement import Next, Stage
-from mdi.recovery.run_folders import find_run
-from mdi.report import format_report
-from mdi.spec.options import Options, ParallelOptions, StarterOptions
+from mdi.run.identity import numbers_of
+from mdi.run.journal import Journal, JournalText, find_run, read_record
+from mdi.run.policy import Form, Stage
+from mdi.run.records import REPLAY, TOKENS, Records
+from mdi.run.report import format_report
+from mdi.spec.options import Options, StarterOptions
 
 CONFIG = asdict(config_of("pythia-14m"))
 KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
@@ -60,9 +59,6 @@ def test_groups_give_the_same_bits_only_with_the_same_shares() -> None:
     assert three == numbers(ALL, ("starter", "b", "a"), swapped), "in whatever order they stand in the ring"
     others = [numbers(), numbers(ALL, shares=shared(0, 1, 4, 6)), numbers(ALL[:2], NAMES[:2], shared(0, 3, 6))]
     assert len({three, *others}) == 4
-    torch_sums = ParallelOptions("tensor", algorithm="gloo")
-    told = [numbers(ALL, shares=shared(0, 2, 4, 6), parallel=torch_sums, epoch=epoch) for epoch in (1, 2)]
-    assert told[0] != told[1], "in what order torch adds is not known"
 
 
 def test_a_group_has_its_own_blocks() -> None:
@@ -105,31 +101,30 @@ def test_what_a_node_computes_with_is_its_class_or_its_device() -> None:
 # Losses and moves
 
 
-def test_a_recovery_names_the_tokens_from_which_texts_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, ["x"])
+def test_a_recovery_names_the_tokens_from_which_texts_may_differ() -> None:
+    world = World(["x"])
     world.n_known, world.is_exact = {0: 40, 7: 12}, False
-    world.keeper.after_loss(world.lose("a"))
-    assert [one.differs for one in world.keeper.recoveries] == [{0: 40, 7: 12}]
+    world.recover(world.lose("a"))
+    assert [one.differs for one in world.loop.recoveries] == [{0: 40, 7: 12}]
     world.n_known = {0: 50, 8: 3}
-    world.keeper.after_loss(world.lose("b"))
-    assert [one.differs for one in world.keeper.recoveries][1] == {0: 50, 8: 3}
-    assert world.keeper.differs_from == {0: 40, 7: 12, 8: 3}, "the first time counts"
+    world.recover(world.lose("b"))
+    assert [one.differs for one in world.loop.recoveries][1] == {0: 50, 8: 3}
+    assert world.loop.differs_from == {0: 40, 7: 12, 8: 3}, "the first time counts"
 
 
-def test_a_recovery_with_the_same_numbers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, ["x"])
+def test_a_recovery_with_the_same_numbers_names_none() -> None:
+    world = World(["x"])
     world.n_known = {0: 40}
-    world.keeper.after_loss(world.lose("a"))
-    assert [one.differs for one in world.keeper.recoveries] == [{}] and world.keeper.differs_from == {}
+    world.recover(world.lose("a"))
+    assert [one.differs for one in world.loop.recoveries] == [{}] and world.loop.differs_from == {}
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_planned_move_is_noted_as_well(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_a_planned_move_is_noted_as_well(is_exact: bool) -> None:
+    world = World()
     world.n_known, world.is_exact = {3: 9}, is_exact
-    world.keeper.plan(Next((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True))
-    world.keeper.after_leave()
-    assert world.keeper.differs_from == ({} if is_exact else {3: 9}) and not world.keeper.recoveries
+    world.move(Form((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True))
+    assert world.loop.differs_from == ({} if is_exact else {3: 9}) and not world.loop.recoveries
 
 
 def test_a_second_loss_before_the_next_token_keeps_what_was_noted() -> None:
@@ -137,7 +132,9 @@ def test_a_second_loss_before_the_next_token_keeps_what_was_noted() -> None:
     records.begin(["a"], 1.0)
     records.replace("a", ["x"], TOKENS, {0: 4})
     records.replace("a", ["y"], REPLAY, {})
-    assert [(one.replaced_by, one.restored_by, one.differs) for one in records.told(2.0)] == [(("y",), REPLAY, {0: 4})]
+    assert [(one.replaced_by, one.restored_by, one.differs) for one in records.so_far(2.0)] == [
+        (("y",), REPLAY, {0: 4})
+    ]
 
 
 def test_the_tables_name_the_token() -> None:
@@ -152,12 +149,12 @@ def test_the_tables_name_the_token() -> None:
 def session_of(numbers: str, told: dict[int, int | None]) -> Any:
     """A run as the journal sees it; `told` is what its starter says of its samples."""
     samples = [SimpleNamespace(index=i) for i in range(3)]
-    starter = SimpleNamespace(
-        numbers=numbers, identity="i", formats=("int8", None), samples=samples,
-        may_differ_from=lambda sample: told.get(sample.index),
+    run = SimpleNamespace(
+        numbers=numbers, identity="i", model=SimpleNamespace(formats=("int8", None)), samples=samples,
+        may_differ_from=lambda sample: told.get(sample.index), prompt_ids=[[1], [2], [3]],
     )  # fmt: skip
-    starter.record_to = lambda record: setattr(starter, "record", record)
-    return SimpleNamespace(starter=starter, prompt_ids=[[1], [2], [3]])
+    run.record_to = lambda record: setattr(run, "record", record)
+    return run
 
 
 def begun(folder: Path, session: Any, resume: str | None = None) -> Journaling:
@@ -176,7 +173,7 @@ def test_a_resumed_run_names_the_token_where_its_numbers_are_others(
     session = session_of("same", told)
     first = begun(tmp_path, session)
     for index, tokens, reason in ((0, [5, 6], None), (1, [5, 6], None), (2, [5], "eos")):
-        session.starter.record(index, tokens, reason)
+        session.record(index, tokens, reason)
     first.close()
     resumed = begun(tmp_path, session_of(numbers, {}), "last")
     assert resumed.texts is not None and [text.may_differ_from for text in resumed.texts] == expected
@@ -186,8 +183,8 @@ def test_a_resumed_run_names_the_token_where_its_numbers_are_others(
 def test_a_text_that_an_earlier_run_has_ended_is_written_down(tmp_path: Path) -> None:
     """It is told before its sample is there."""
     journaling = begun(tmp_path, session := session_of("same", {}))
-    session.starter.samples.clear()
-    session.starter.record(0, [], "length")
+    session.samples.clear()
+    session.record(0, [], "length")
     journaling.close()
     assert [text.finish_reason for text in read_record(find_run(tmp_path, "last")).texts] == ["length", None, None]
 
@@ -195,7 +192,7 @@ def test_a_text_that_an_earlier_run_has_ended_is_written_down(tmp_path: Path) ->
 def test_the_journal_keeps_where_texts_may_differ(tmp_path: Path) -> None:
     journaling = begun(tmp_path, session := session_of("n", {0: 0, 1: 4}))
     for index in range(3):
-        session.starter.record(index, [1], None)
+        session.record(index, [1], None)
     journaling.close()
     record = read_record(find_run(tmp_path, "last"))
     assert record.numbers == "n" and [text.may_differ_from for text in record.texts] == [0, 4, None]

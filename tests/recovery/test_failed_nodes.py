@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-import mdi.node.ring_former
-import mdi.node.run_rings
+import mdi.run.form
 from mdi.control.client import ControlClient
-from mdi.engine.secondary_loop import SecondaryLoop
 from mdi.engine.sequence import SamplingParams
+from mdi.engine.worker import SecondaryLoop
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
-from mdi.node.runs import ring_number_of
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter import StarterNode
-from mdi.recovery.keeper import RingKeeper
+from mdi.run.loop import RingLoop
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -32,25 +31,22 @@ PROMPT, N_TOKENS = "The ring", 24
 
 
 @contextlib.contextmanager
-def ring(folder: Path, replay_memory: int) -> Iterator[tuple[list[SecondaryNode], StarterNode]]:
+def ring(folder: Path, replay_memory: int) -> Iterator[tuple[list[SecondaryNode], Run]]:
     checkpoint = write_checkpoint(folder / "tiny", 4)
     options = StarterOptions(
         ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2", replay_memory=replay_memory
     )
     with secondaries(2, folder) as nodes:
-        starter = StarterNode(cluster_of(nodes), options)
+        starter = Run(GivenNodes(cluster_of(nodes)), options, 80, n_texts=1)
         try:
             starter.open()
-            starter.place(1, 80)
-            starter.prepare(80)
-            starter.start()
             yield nodes, starter
-            starter.end()
+            starter.close()
         finally:
             starter.close()
 
 
-def generate(starter: StarterNode, at: dict[int, Callable[[], None]]) -> list[int]:
+def generate(starter: Run, at: dict[int, Callable[[], None]]) -> list[int]:
     """The tokens of the one text; after so many of them, something is done."""
     n = 0
 
@@ -60,7 +56,7 @@ def generate(starter: StarterNode, at: dict[int, Callable[[], None]]) -> list[in
         at.get(n, lambda: None)()
 
     sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0), on_text=show)
-    starter.generate()
+    starter.read()
     return list(sample.token_ids)
 
 
@@ -77,23 +73,23 @@ def test_each_node_is_asked_once(
 ) -> None:
     asked: list[tuple[str, str]] = []
     is_recovering = False
-    request, after_loss = ControlClient.request, RingKeeper.after_loss
+    request, next_ring = ControlClient.request, RingLoop.next_ring
 
     def note(self: ControlClient, method: str, path: str, *args: Any, **options: Any) -> Any:
         if is_recovering:
             asked.append((self.node.name, path))
         return request(self, method, path, *args, **options)
 
-    def recover(self: RingKeeper, error: Any) -> Any:
+    def recover(self: RingLoop, *args: Any) -> Any:
         nonlocal is_recovering
-        is_recovering = True
+        is_recovering = args[0] is not None
         try:
-            return after_loss(self, error)
+            return next_ring(self, *args)
         finally:
             is_recovering = False
 
     monkeypatch.setattr(ControlClient, "request", note)
-    monkeypatch.setattr(RingKeeper, "after_loss", recover)
+    monkeypatch.setattr(RingLoop, "next_ring", recover)
     with ring(tmp_path, replay_memory) as (nodes, starter):
         ids = generate(starter, {8: lambda: fail(nodes[failed])})
         recoveries = starter.metrics().recoveries
@@ -132,7 +128,7 @@ def test_rings_are_counted_so_that_late_requests_are_known(tmp_path: Path) -> No
     def note() -> None:
         job = nodes[0].runs.latest
         assert job is not None
-        numbers.append(ring_number_of(job.request))
+        numbers.append(int(job.request.epoch, 16) - int(job.run, 16))
 
     with ring(tmp_path, 0) as (nodes, starter):
         generate(starter, {4: note, 6: lambda: fail(nodes[0]), 12: note, 14: lambda: fail(nodes[1])})
@@ -146,16 +142,14 @@ def test_rings_of_the_past_keep_no_buffers(tmp_path: Path) -> None:
     frames: list[int] = []
 
     def break_it(node: SecondaryNode) -> None:
-        past.append(weakref.ref(starter.rings.ring))  # type: ignore[union-attr, arg-type]
-        frames.append(starter.rings.measured()[3])  # type: ignore[union-attr]
+        past.append(weakref.ref(starter.ring.link))  # type: ignore[union-attr, arg-type]
+        frames.append(starter.measured().frames)  # type: ignore[union-attr]
         fail(node)
 
     with ring(tmp_path, 1 << 20) as (nodes, starter):
         ids = generate(starter, {6: lambda: break_it(nodes[0]), 12: lambda: break_it(nodes[1])})
-        rings = starter.rings
-        assert rings is not None
-        until(lambda: (rings.measured(), gc.collect(), past[0]())[2] is None)  # it looks which rings are closed
-        assert rings.measured()[3] > frames[1] > frames[0] > 0
+        until(lambda: (starter.measured(), gc.collect(), past[0]())[2] is None)  # it looks which rings are closed
+        assert starter.measured().frames > frames[1] > frames[0] > 0
     assert ids == list(reference(PROMPT, N_TOKENS, 4))
 
 
@@ -163,7 +157,7 @@ def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts were to be computed again, so it has let its caches go: no ring after that may replay them."""
-    roles, close = mdi.node.ring_former.replay_roles, mdi.node.run_rings.form_ring
+    roles, close = mdi.run.form.replay_roles, mdi.run.form.close_starter_ring
     n_plans = n_closed = 0
 
     def plan_later(*args: Any) -> Any:
@@ -171,16 +165,16 @@ def test_the_starter_has_no_caches_after_a_ring_that_could_not_be_closed(
         n_plans += 1
         return None if n_plans == 1 else roles(*args)
 
-    def close_later(*args: Any) -> Any:
+    def close_later(*args: Any, **options: Any) -> Any:
         nonlocal n_closed
         n_closed += 1
         if n_closed == 2:
             raise NodeLostError("secondary1", "its connection broke")
-        return close(*args)
+        return close(*args, **options)
 
     with ring(tmp_path, 1 << 20) as (nodes, starter):
-        monkeypatch.setattr(mdi.node.ring_former, "replay_roles", plan_later)
-        monkeypatch.setattr(mdi.node.run_rings, "form_ring", close_later)
+        monkeypatch.setattr(mdi.run.form, "replay_roles", plan_later)
+        monkeypatch.setattr(mdi.run.form, "close_starter_ring", close_later)
         n_closed = 1
         ids = generate(starter, {8: lambda: fail(nodes[0])})
     assert n_closed == 3 and ids == list(reference(PROMPT, N_TOKENS, 4))

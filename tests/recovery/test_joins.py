@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import mdi.recovery.joins
-import mdi.recovery.moves
+import mdi.run.lookout
 from cluster_keys import key_file
-from clusters import model
+from clusters import cluster, model, node
 from loopback import DEADLINE_S
 from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import UsageError
-from mdi.node.starter import StarterNode
+from mdi.partition.cost import CostModel
 from mdi.partition.model import Workload
-from mdi.recovery.joins import Joins
-from mdi.recovery.moving import MovingCut
-from mdi.recovery.replacement import Stage
-from mdi.recovery.roll_call import Answer, Roll
+from mdi.run.cut import MovingCut
+from mdi.run.lookout import Joins
+from mdi.run.nodes import GivenNodes
+from mdi.run.policy import Answer, Form, Roll, Stage
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
@@ -37,31 +39,33 @@ class World:
     """A ring of two, and what is there beside it.
 
     Attributes:
-        processes: of the ring; admitted: nodes that the keeper was told of.
+        processes: of the ring; admitted: addresses of nodes that may take part from now on.
         outside: processes of nodes that answer and are not in the ring.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, spares: frozenset[str] = frozenset()) -> None:
+    def __init__(self, spares: frozenset[str] = frozenset()) -> None:
         self.processes = {"secondary0": "p0"}
         self.outside = {"secondary1": "p1"} if spares else {}
-        self.admitted: list[NodeConfig] = []
+        self.admitted: list[tuple[str, int, int]] = []
         self.heard: dict[str, NodeConfig] = {}
         self.is_used = True
-        monkeypatch.setattr(mdi.recovery.joins, "call_roll", self.roll)
-        clients: Any = {
+        self.clients = {
             name: self.client(NodeConfig(name, "h", i, i)) for i, name in enumerate(["secondary0", *spares])
         }
-        keeper: Any = self
-        self.joins = Joins(keeper, cut(12), clients, spares, lambda: self.heard)
+        self.joins = Joins(self, cut(12), spares, lambda: self.heard, ask=self.roll)
+
+    def best(self, ring: Sequence[Stage] = RING) -> Form | None:
+        return self.joins.best(ring, self.processes)
 
     @staticmethod
     def client(node: NodeConfig) -> Any:
         return SimpleNamespace(node=node)
 
-    def admit(self, node: NodeConfig, name: str) -> Any:
-        self.admitted.append(node)
-        self.outside[name] = "new"
-        return self.client(NodeConfig(name, node.addr, node.port, node.port_in))
+    def admit(self, node: NodeConfig) -> Any:
+        self.admitted.append((node.addr, node.port, node.port_in))
+        self.outside[node.name] = "new"
+        self.clients[node.name] = self.client(node)
+        return self.clients[node.name]
 
     def may_use(self, name: str) -> bool:
         return self.is_used
@@ -73,36 +77,55 @@ class World:
         )
 
 
+def test_a_node_is_learnt_while_another_thread_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop forms a ring at the very moment that a node which has come is measured."""
+    names = ("starter", "secondary0", "secondary1")
+    shape, workload, profile = model(12, head_bytes=0), Workload(1, 100), cluster(*map(node, names))
+    *before, new = profile.nodes
+    moving = MovingCut(shape, replace(profile, nodes=tuple(before)), workload, 1 << 20, lambda: 10**6)
+    ring = [Stage(node.name, 4 * k, 4 * k + 4) for k, node in enumerate(profile.nodes)]
+    planned: list[tuple[int, ...] | None] = []
+    made = mdi.run.cut.CostModel
+
+    def slowly(*args: Any) -> CostModel:
+        planned.append(moving(ring, {}))
+        return made(*args)
+
+    monkeypatch.setattr(mdi.run.cut, "CostModel", slowly)
+    moving.learn(new)
+    assert len(planned) == 1 and planned[0] is not None and sum(planned[0]) == 12
+
+
 def cut(n_blocks: int) -> MovingCut:
     """Over nodes that nothing was measured of; the texts have far to go."""
     return MovingCut(model(n_blocks, head_bytes=0), None, Workload(1, 100), 1 << 20, lambda: 10**6)
 
 
-def test_a_node_that_no_file_names_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    assert world.joins.best(RING) is None
+def test_a_node_that_no_file_names_is_taken_in() -> None:
+    world = World()
+    assert world.best() is None
     world.heard = {"p0": NodeConfig("board", "h2", 1, 1), "new": NEW}
-    found = world.joins.best(RING)
-    assert world.admitted == [NEW], "the first is in the ring already"
+    found = world.best()
+    assert world.admitted == [(NEW.addr, NEW.port, NEW.port_in)], "the first is in the ring already"
     assert found is not None and set(found.names) == {"starter", "secondary0", "secondary1"}
     assert max(found.counts) == 4
-    assert world.joins.best(RING) == found and len(world.admitted) == 1, "it is known now"
+    assert world.best() == found and len(world.admitted) == 1, "it is known now"
 
 
-def test_who_gains_less_than_a_tenth_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_who_gains_less_than_a_tenth_stays_outside() -> None:
+    world = World()
     world.heard = {"new": NEW}
     ring = tuple(Stage(f"secondary{k - 1}" if k else "starter", k, k + 1) for k in range(12))  # a block each
-    assert world.joins.best(ring) is None and world.admitted == [NEW]
+    assert world.best(ring) is None and world.admitted == [(NEW.addr, NEW.port, NEW.port_in)]
 
 
-def test_spares_and_nodes_that_come_and_go_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, frozenset({"secondary1"}))
-    assert world.joins.best(RING) is None
+def test_spares_and_nodes_that_come_and_go_wait() -> None:
+    world = World(frozenset({"secondary1"}))
+    assert world.best() is None
     world.heard, world.is_used = {"new": NEW}, False
-    assert world.joins.best(RING) is None and world.admitted == [NEW]
+    assert world.best() is None and world.admitted == [(NEW.addr, NEW.port, NEW.port_in)]
     world.is_used = True
-    found = world.joins.best(RING)
+    found = world.best()
     assert found is not None and "secondary2" in found.names and "secondary1" not in found.names
 
 
@@ -128,7 +151,7 @@ def test_only_who_proves_that_it_has_the_key_has_come(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It stands in no nodes file; the text is that of one node alone."""
-    monkeypatch.setattr(mdi.recovery.moves, "LOOK_S", 0.1)
+    monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
     with secondaries(2, tmp_path) as nodes:
@@ -143,12 +166,9 @@ def generate(
     """Ids of a text; with nodes that come later, until the ring has gone on over them for a while."""
     heard: dict[str, NodeConfig] = {}
     params = SamplingParams(n_tokens, temperature=0)
-    with StarterNode(cluster, options, newcomers=lambda: heard) as starter:
-        starter.place(1, 60000)
-        starter.prepare(60000)
-        starter.start()
+    with Run(GivenNodes(cluster, lambda: heard), options, 60000, n_texts=1) as starter:
         sample = starter.submit("Who are you?", encode("Who are you?"), params)
-        reader = threading.Thread(target=starter.generate)
+        reader = threading.Thread(target=starter.read)
         reader.start()
         if later is not None:
             wait_for(lambda: len(sample.token_ids) > 20)

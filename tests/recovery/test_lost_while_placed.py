@@ -20,7 +20,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import NodeLostError
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Speeds
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -56,17 +57,14 @@ def cluster(tmp_path: Path) -> Iterator[ClusterConfig]:
         yield replace(cluster_of(nodes[:2]), spares=(spare,))
 
 
-def generate(cluster: ClusterConfig, tmp_path: Path, **options: Any) -> tuple[list[int], StarterNode]:
+def generate(cluster: ClusterConfig, tmp_path: Path, **options: Any) -> tuple[list[int], Run]:
     """A greedy text's ids, and the starter that generated it."""
     checkpoint = write_checkpoint(tmp_path / "tiny", 4)
     fields = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path, "wait_s": 0.1}
-    with StarterNode(cluster, StarterOptions(**{**fields, "silence_s": 0.5, **options})) as starter:
-        starter.place(1, 40)
-        starter.prepare(40)
-        starter.start()
+    with Run(GivenNodes(cluster), StarterOptions(**{**fields, "silence_s": 0.5, **options}), 40, n_texts=1) as starter:
         sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0))
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
         return list(sample.token_ids), starter
 
 

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.recovery.absences import Absences
-from mdi.recovery.new_cut import Holder, cut, slowest_s
-from mdi.recovery.records import Records
-from mdi.recovery.replacement import Next, Stage, in_place, takers, with_the_rest
-from mdi.recovery.suspects import Suspects
+from mdi.run.cut import Holder, cut, slowest_s
+from mdi.run.policy import Absences, Form, Stage, Suspects, in_place, takers, with_the_rest
+from mdi.run.records import Records
 
 RING = (Stage("starter", 0, 2), Stage("a", 2, 5), Stage("b", 5, 9))
 
@@ -26,7 +24,7 @@ def no_cut(stages: object, most: object) -> None:
 
 def test_a_spare_takes_the_blocks_of_the_lost_node_and_nobody_else_moves() -> None:
     found = in_place(RING, frozenset({"starter", "b"}), ["x", "y"])
-    assert found == Next((RING[0], Stage("x", 2, 5), RING[2]), is_moved=False)
+    assert found == Form((RING[0], Stage("x", 2, 5), RING[2]), is_moved=False)
     assert takers(RING[1], found.stages) == ("x",)
 
 
@@ -43,7 +41,7 @@ def test_a_node_that_has_its_place_in_the_ring_takes_no_other() -> None:
 
 
 def test_nobody_is_lost() -> None:
-    assert in_place(RING, frozenset({"starter", "a", "b"}), []) == Next(RING, is_moved=False)
+    assert in_place(RING, frozenset({"starter", "a", "b"}), []) == Form(RING, is_moved=False)
 
 
 def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
@@ -55,7 +53,7 @@ def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
 
     found = with_the_rest(RING, frozenset({"starter"}), ["x"], {}, even)
     assert asked == [[RING[0], Stage("x", 2, 5)]]
-    assert found == Next((Stage("starter", 0, 1), Stage("x", 1, 9)), is_moved=True)
+    assert found == Form((Stage("starter", 0, 1), Stage("x", 1, 9)), is_moved=True)
     assert takers(RING[2], found.stages) == ("x",) and takers(RING[0], found.stages) == ("starter", "x")
     assert with_the_rest(RING, frozenset({"starter"}), [], {}, lambda stages, most: None) is None
 
@@ -114,13 +112,13 @@ def test_the_cut_is_the_best_of_all(nodes: list[tuple[int, int, float, float]], 
 
 def test_a_node_that_comes_and_goes_waits_longer_each_time() -> None:
     absences = Absences(6.0)
-    assert absences.is_over("a", 0.0)
+    assert absences.has_ended("a", 0.0)
     waits = []
     for n in range(1, 6):
         absences.add("a", 100.0 * n)
-        waits.append(absences.left_s("a", 100.0 * n))
-    assert waits == [0.0, 6.0, 12.0, 24.0, 48.0] and absences.is_over("b", 0.0)
-    assert not absences.is_over("a", 547.0) and absences.is_over("a", 548.0)
+        waits.append(next(float(s) for s in range(100) if absences.has_ended("a", 100.0 * n + s)))
+    assert waits == [0.0, 6.0, 12.0, 24.0, 48.0] and absences.has_ended("b", 0.0)
+    assert not absences.has_ended("a", 547.0) and absences.has_ended("a", 548.0)
     assert absences.wait_s(1000) <= 600.0
 
 
@@ -129,35 +127,35 @@ def test_a_node_that_comes_and_goes_waits_longer_each_time() -> None:
 
 def test_one_text_under_way_at_two_losses_in_a_row_is_found() -> None:
     suspects = Suspects()
-    assert suspects.take({1: (7, 8), 2: (9, 10)}, {}) == frozenset()
-    assert suspects.take({1: (0, 64), 3: (0, 5)}, {}) == {1}
+    assert suspects.add({1: (7, 8), 2: (9, 10)}, {}) == frozenset()
+    assert suspects.add({1: (0, 64), 3: (0, 5)}, {}) == {1}
 
 
 def test_a_text_that_went_on_in_between_is_innocent() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8)}, {})
-    assert suspects.take({1: (8, 9)}, {}) == frozenset()
+    suspects.add({1: (7, 8)}, {})
+    assert suspects.add({1: (8, 9)}, {}) == frozenset()
 
 
 def test_a_text_that_got_a_token_in_between_is_innocent_though_its_caches_are_computed_again() -> None:
     """Over the next ring all its positions are under way again, those of the loss before among them."""
     suspects = Suspects()
-    suspects.take({1: (7, 8), 2: (4, 5)}, {1: 8, 2: 5})
-    assert suspects.take({1: (0, 9), 2: (0, 5)}, {1: 9, 2: 5}) == {2}
+    suspects.add({1: (7, 8), 2: (4, 5)}, {1: 8, 2: 5})
+    assert suspects.add({1: (0, 9), 2: (0, 5)}, {1: 9, 2: 5}) == {2}
 
 
 def test_a_loss_before_the_ring_began_says_nothing() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8)}, {})
-    assert suspects.take({}, {}) == frozenset()
-    assert suspects.take({1: (0, 9)}, {}) == {1}
+    suspects.add({1: (7, 8)}, {})
+    assert suspects.add({}, {}) == frozenset()
+    assert suspects.add({1: (0, 9)}, {}) == {1}
 
 
 def test_of_several_suspects_the_next_loss_finds_the_one() -> None:
     suspects = Suspects()
-    suspects.take({1: (7, 8), 2: (9, 10)}, {})
-    assert suspects.take({1: (0, 64), 2: (0, 64), 4: (0, 3)}, {}) == {1, 2}
-    assert suspects.take({2: (0, 64), 4: (0, 3)}, {}) == {2}, "4 was not suspected"
+    suspects.add({1: (7, 8), 2: (9, 10)}, {})
+    assert suspects.add({1: (0, 64), 2: (0, 64), 4: (0, 3)}, {}) == {1, 2}
+    assert suspects.add({2: (0, 64), 4: (0, 3)}, {}) == {2}, "4 was not suspected"
 
 
 # Records
@@ -167,12 +165,12 @@ def test_seconds_are_from_the_last_token_to_the_first() -> None:
     records = Records()
     records.begin(["a"], 10.0)
     records.replace("a", ["x"])
-    assert [one.seconds for one in records.told(None)] == [None]
+    assert [one.seconds for one in records.so_far(None)] == [None]
     records.end(12.5)
     records.begin(["b"], 20.0)
     records.begin(["x"], 20.0)  # lost while the ring was formed anew
     records.replace("b", ["starter", "c"])
-    told = [one.to_json() for one in records.told(21.0)]
+    told = [one.to_json() for one in records.so_far(21.0)]
     assert told == [
         {"node": "a", "replaced_by": "x", "restored_by": "tokens", "seconds": 2.5},
         {"node": "b", "replaced_by": "starter, c", "restored_by": "tokens", "seconds": 1.0},

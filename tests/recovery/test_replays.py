@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.engine.planned import Plan
+from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sent_rows import SentRows
-from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.sequence import Plan, SamplingParams, Sequence
 from mdi.errors import EngineError
-from mdi.net.codec import PLAIN, FrameCodec
-from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType, Limits, Slice
+from mdi.net.wire import DTYPE_CODES, DTYPES, PLAIN, Frame, FrameCodec, FrameType, Limits, Slice
 
 EPOCH = 9
 

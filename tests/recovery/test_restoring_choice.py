@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS
-from mdi.node.replay_plan import ReplayRoles, replay_roles
-from mdi.recovery.replacement import Next, Stage
+from mdi.engine.replay import COMPUTE, FILL, PASS
+from mdi.run.form import ReplayRoles, replay_roles
+from mdi.run.policy import Form, Stage
 
 
 def stage_names(n: int) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def through_the_ring(n_frames: int, stage_s: Sequence[float], link_s: Sequence[f
 
 
 def restored_s(
-    roles: ReplayRoles | None, following: Next, n_frames: int, stage_s: Sequence[float], link_s: Sequence[float]
+    roles: ReplayRoles | None, following: Form, n_frames: int, stage_s: Sequence[float], link_s: Sequence[float]
 ) -> list[float]:
     """When each frame's rows are in all caches again: with these roles, or, without, computed by all nodes."""
     if roles is None:
@@ -41,13 +41,13 @@ def restored_s(
     return through_the_ring(n_frames, computing, sending)
 
 
-def roles_of(following: Next) -> ReplayRoles:
-    roles = replay_roles(following)
+def roles_of(following: Form) -> ReplayRoles:
+    roles = replay_roles(following.names, following.fresh)
     assert roles is not None
     return roles
 
 
-Loss = tuple[Next, list[float], list[float]]
+Loss = tuple[Form, list[float], list[float]]
 times = st.floats(0.001, 1.0)
 
 
@@ -59,7 +59,7 @@ def losses(draw: st.DrawFn) -> Loss:
     fresh = draw(st.frozensets(st.sampled_from(names[1:]), min_size=1))
     stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(names))
     of_all = st.lists(times, min_size=n, max_size=n)
-    return Next(stages, False, fresh), draw(of_all), draw(of_all)
+    return Form(stages, False, fresh), draw(of_all), draw(of_all)
 
 
 @settings(max_examples=30)
@@ -87,7 +87,7 @@ def test_only_rows_that_all_who_send_have_are_replayed(loss: Loss, data: st.Data
 def test_only_positions_that_all_senders_have_are_replayed() -> None:
     """Starter and secondary1 come before nodes without caches; of a text only rows that both have can be sent again."""
     stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(stage_names(4)))
-    roles = roles_of(Next(stages, False, frozenset({"secondary0", "secondary2"})))
+    roles = roles_of(Form(stages, False, frozenset({"secondary0", "secondary2"})))
     told = {"secondary0": {1: 99}, "secondary1": {1: 3, 2: 8, 4: 5}, "secondary2": {}}
     chosen = roles.plan({1: 7, 2: 6, 3: 9}, told)
     assert chosen is not None and (chosen.is_by_starter, chosen.kept) == (True, {1: 3, 2: 6})
@@ -97,5 +97,5 @@ def test_only_positions_that_all_senders_have_are_replayed() -> None:
 
 def test_without_the_starters_caches_no_rows_are_replayed() -> None:
     stages = tuple(Stage(name, 2 * k, 2 * k + 2) for k, name in enumerate(stage_names(3)))
-    assert replay_roles(Next(stages, False, frozenset({"starter"}))) is None
-    assert replay_roles(Next(stages[:1], False, frozenset())) is None, "of one node there is nobody who sent them"
+    assert replay_roles([stage.name for stage in stages], frozenset({"starter"})) is None
+    assert replay_roles(["starter"], frozenset()) is None, "of one node there is nobody who sent them"

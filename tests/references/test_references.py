@@ -14,9 +14,9 @@ import pytest
 
 from mdi.checkpoint.convert import convert
 from mdi.config import ClusterConfig, standalone
-from mdi.engine.planned import Event
-from mdi.engine.sequence import SamplingParams
-from mdi.node.starter import StarterNode
+from mdi.engine.sequence import Event, SamplingParams
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
 from references.write_models import FAMILIES, version
 from secondaries import cluster_of, secondaries
@@ -49,10 +49,7 @@ def generated(
     """Ids of a greedy text, and the log probability of each."""
     options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", dtype="float32", placement="even")
     logprobs: list[float] = []
-    with StarterNode(cluster, options) as starter:
-        starter.place(1, len(prompt) + n_tokens)
-        starter.prepare(len(prompt) + n_tokens)
-        starter.start()
+    with Run(GivenNodes(cluster), options, len(prompt) + n_tokens, n_texts=1) as starter:
         sample = starter.submit("", prompt, SamplingParams(n_tokens, temperature=0, n_logprobs=0))
         take = sample.take
 
@@ -61,8 +58,8 @@ def generated(
             take(event)
 
         sample.take = kept  # type: ignore[method-assign]
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
     return sample.token_ids, logprobs
 
 

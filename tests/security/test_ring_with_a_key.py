@@ -15,14 +15,12 @@ from cluster_keys import key_file
 from loopback import DEADLINE_S, PLACEMENT, listener, nodes
 from mdi.control.reach import greet
 from mdi.errors import AccessError, NodeLostError
-from mdi.net.codec import HANDSHAKE, PLAIN
-from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.handshake import close_starter_ring
 from mdi.net.hello import Fault, Hello
 from mdi.net.listener import RingListener
 from mdi.net.meeting import meet
 from mdi.net.ring import Seat
-from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
 from mdi.security.keys import KeyFile, new_secret, write_keys
 
 EPOCH = 5

@@ -14,9 +14,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mdi.errors import AccessError, WireError
-from mdi.net.codec import HEADER_BYTES, FrameCodec, SealedCodec
-from mdi.net.frame_io import BufferPool, read_frame
-from mdi.net.wire import Frame, FrameType, Limits, Slice
+from mdi.net.wire import HEADER_BYTES, BufferPool, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice, read_frame
 from mdi.security import challenge
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
 from mdi.security.keys import mac

@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from mdi.engine.starter_engine import StarterEngine
+from mdi.engine.starter import StarterEngine
 from mdi.node.secondary import SecondaryNode
+from mdi.run.nodes import NodeSource
 from mdi.serve.api_state import ApiState
 from mdi.serve.backend import Backend
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import ModelHost
-from mdi.serve.lines import Lines
+from mdi.serve.process import Lines
 from mdi.serve.questions import handlers
 from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
-from mdi.session.node_source import NodeSource
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of
 from tiny_checkpoint import encode, reference

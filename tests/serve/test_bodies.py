@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.asgi_exchange import LARGE_BYTES, MOST_LISTS, MOST_VALUES, Exchange
 from mdi.serve.completions import Completion
+from mdi.serve.endpoint import LARGE_BYTES, MOST_LISTS, MOST_VALUES, Exchange
 
 DEADLINE_S = 20.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from own_server import OwnServer, right, run, server
 
-from mdi.engine.planned import Plan
+from mdi.engine.sequence import Plan
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.completions import Completion
 from mdi.serve.endpoint import Endpoint

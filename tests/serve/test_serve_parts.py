@@ -14,17 +14,15 @@ import pytest
 
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, WireError
-from mdi.serve import lines
-from mdi.serve.admission import Admission
+from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
-from mdi.serve.chat import Chat, ChatAnswer
-from mdi.serve.models import LoadedModel
-from mdi.serve.outlet import Outlet
-from mdi.serve.parameters import RequestFields, common_fields
+from mdi.serve.api_state import Admission
+from mdi.serve.chat import Chat, ChatAnswer, parse_tools
+from mdi.serve.host import Outlet
+from mdi.serve.models import LoadedModel, ServedTokenizer
+from mdi.serve.parameters import RequestFields, common_fields, read_fields
 from mdi.serve.process import module_environment
 from mdi.serve.request_texts import TextPiece, encoded
-from mdi.serve.tokenizer import ServedTokenizer
-from mdi.serve.tools import parse_tools
 from mdi.tokenizer_file import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
@@ -154,7 +152,7 @@ FIELDS: dict[str, Any] = {
 def test_every_field_of_a_request_reaches_the_engine() -> None:
     """From the body of a request to the parameters that a text is continued with."""
     body = {**FIELDS, "logit_bias": {"5": -2.5}, "seed": 9, "n": 2, "max_tokens": 11}
-    fields = common_fields(RequestFields(body), None, 3)
+    fields = common_fields(read_fields(RequestFields, body), None, 3)
     assert (fields.sampling.seed, fields.n, fields.n_tokens) == (9, 2, 11)
     submitted: list[tuple[list[int], SamplingParams, str]] = []
 
@@ -177,13 +175,13 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
 
 
 def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
-    values = common_fields(RequestFields({}), 16, None).sampling.values
+    values = common_fields(read_fields(RequestFields, {}), 16, None).sampling.values
     assert values == {
         "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "repetition_penalty": 1.0, "logit_bias": [], "n_logprobs": None,
     }  # fmt: skip
     for no_limit in (-1, 0):
-        assert common_fields(RequestFields({"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
+        assert common_fields(read_fields(RequestFields, {"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
 @pytest.mark.parametrize(

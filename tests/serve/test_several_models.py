@@ -11,8 +11,8 @@ from own_server import right, run, server
 from mdi.errors import EngineError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
+from mdi.run.run import Run
 from mdi.serve.api_errors import ApiError
-from mdi.session.run_session import Session
 from secondaries import secondaries
 
 
@@ -33,14 +33,14 @@ def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryN
 def test_a_model_that_cannot_be_used_is_told_and_the_others_continue(
     folder: Path, nodes: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_session = Session.open
+    open_session = Run.open
 
-    def fail(self: Session) -> None:
+    def fail(self: Run) -> None:
         if self.options.ckpt == folder / "two":
             raise ValueError("as only a defect would")
         open_session(self)
 
-    monkeypatch.setattr(Session, "open", fail)
+    monkeypatch.setattr(Run, "open", fail)
     tokenizer = folder / "three" / "tokenizer.json"
     whole = tokenizer.read_bytes()
     tokenizer.write_bytes(whole[:100])
@@ -126,7 +126,7 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
             await made.write("two", 5)
             writing = asyncio.create_task(made.write("two", 200))
             load = made.client.state.statuses["one"]["load"]
-            ring = made.host.loaded["one"].node.rings.ring  # type: ignore[union-attr]
+            ring = made.host.loaded["one"].node.ring.link  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
             await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)
@@ -140,7 +140,7 @@ def test_a_loss_is_told_to_the_page_whether_it_is_open_or_not(folder: Path, node
 
     async def scenario() -> None:
         async with server(folder, nodes) as made:
-            ring = made.host.loaded["one"].node.rings.ring  # type: ignore[union-attr]
+            ring = made.host.loaded["one"].node.ring.link  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter"))  # type: ignore[union-attr]
             await made.until(lambda: "the texts wait" in str(made.api.events))
             (told,) = [event for event in made.api.events if "the texts wait" in event["text"]]

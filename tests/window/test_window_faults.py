@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from windows import chunks, run, windowed
 
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library

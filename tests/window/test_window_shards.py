@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from windows import LENGTH, NO_LIMIT, chunks
 
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
-from mdi.node.starter import StarterNode
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.shard_source import ShardFile, ShardSource
@@ -112,15 +113,12 @@ def run(
         ckpt=folder, parallel=parallel, placement="even", prompt_style="none", cache_dir=path, wait_s=5,
         weight_memory=WindowMemory(window=WindowOptions(2)),
     )  # fmt: skip
-    starter = StarterNode(cluster, options)
+    starter = Run(GivenNodes(cluster), options, 120, n_texts=len(PROMPTS))
     try:
         starter.open()
-        starter.place(len(PROMPTS), 120)
-        starter.prepare(120)
-        starter.start()
         samples = [starter.submit(text, encode(text), SamplingParams(8, temperature=0)) for text in PROMPTS]
-        starter.generate()
-        starter.end()
+        starter.read()
+        starter.close()
         return [list(sample.token_ids) for sample in samples], starter.metrics()
     finally:
         starter.close()

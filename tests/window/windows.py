@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import write_chunks
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.chunks import ChunkFile, write_chunks
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint

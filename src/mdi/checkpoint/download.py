@@ -46,7 +46,7 @@ def download(
         DownloadError: no such model or revision, no access, no connection, no disk space, or another revision is there.
     """
     if not is_repo_id(repo_id):
-        raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name")
+        raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name", code="name")
     directory = Path(ckpt_folder).joinpath(*repo_id.split("/"))
     if _is_complete(directory, repo_id, revision):
         return directory
@@ -61,7 +61,7 @@ def download(
 
 
 def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
-    """Which of a model's files are needed: one set of weights, safetensors if there are some, and the small ones.
+    """Choose the files of a model that are needed: one set of weights, safetensors if there are some, and the small ones.
 
     Raises:
         DownloadError: there are no weights among them.
@@ -78,7 +78,9 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
         named = [name for name in shards if re.fullmatch(rf"{single}(-\d+-of-\d+)?{re.escape(suffix)}", name)]
         if shards:
             return sorted({*small, *(named or shards), *([index] if index in top else [])})
-    raise DownloadError(f"{repo_id} has no weights in safetensors or .bin files that this program can use")
+    raise DownloadError(
+        f"{repo_id} has no weights in safetensors or .bin files that this program can use", code="no_files"
+    )
 
 
 def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
@@ -96,6 +98,7 @@ def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
     if is_whole and revision is not None and revision not in held:
         raise DownloadError(
             f"{directory} holds revision {marker['revision'] or 'main'} ({marker['commit']}) of {repo_id}, not {revision}: "
-            "remove it, or choose another --ckpt-folder"
+            "remove it, or choose another --ckpt-folder",
+            code="revision",
         )
     return is_whole

@@ -72,7 +72,7 @@ def is_lit_dir(folder: Path) -> bool:
 
 
 def no_checkpoint(folder: Path) -> str:
-    """What a folder lacks to be a LitGPT checkpoint, and what to do."""
+    """Say why a folder is not a LitGPT checkpoint, and what to do."""
     if not folder.is_dir():
         return f"no such directory: {folder} (the nearest that exists is {nearest_existing(folder)})"
     if (folder / "config.json").is_file() and not (folder / CONFIG_FILE).is_file():

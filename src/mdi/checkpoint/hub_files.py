@@ -52,7 +52,7 @@ def fetch(
         )  # fmt: skip
     cut = [name for name, size in wanted.items() if not has_file(folder, name, size)]
     if cut:
-        raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue")
+        raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue", code="incomplete")
     return str(info.sha), wanted
 
 
@@ -73,7 +73,7 @@ def _bar(is_shown: bool) -> Any:
 
 
 def _missing_bytes(folder: Path, wanted: dict[str, int]) -> int:
-    """What is still to come; beginnings of files are kept from one call to the next."""
+    """Bytes that are still missing; beginnings of files are kept from one call to the next."""
     partial = folder / ".cache" / "huggingface" / "download"
     here = sum(path.stat().st_size for path in partial.rglob("*.incomplete")) if partial.is_dir() else 0
     return sum(size for name, size in wanted.items() if not has_file(folder, name, size)) - here
@@ -99,28 +99,36 @@ def _explained(
         advice = "ask for access on its page with the account of your token" if token else (
             "ask for access on its page, then give your token with --hf-token or HF_TOKEN"
         )  # fmt: skip
-        raise DownloadError(f"{repo_id} is gated, and you have no access: {advice} ({hub}/{repo_id})") from None
+        raise DownloadError(
+            f"{repo_id} is gated, and you have no access: {advice} ({hub}/{repo_id})", code="gated"
+        ) from None
     except errors.RevisionNotFoundError:
-        raise DownloadError(f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}") from None
+        raise DownloadError(
+            f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}", code="revision"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
-            f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token"
+            f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token",
+            code="unknown",
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
-        raise DownloadError(f"{repo_id} is not on this machine, and {hub} cannot be reached (offline?)") from None
+        raise DownloadError(
+            f"{repo_id} is not on this machine, and {hub} cannot be reached (offline?)", code="offline"
+        ) from None
     except errors.HfHubHTTPError as e:
         status = getattr(getattr(e, "response", None), "status_code", "an error")
         reason = "your token is not accepted" if status in (401, 403) else str(e).splitlines()[0]
-        raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}") from None
+        raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}", code="hub") from None
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise DownloadError(
-            f"{repo_id}: the connection to {hub} failed ({reason}); run the command again to continue"
+            f"{repo_id}: the connection to {hub} failed ({reason}); run the command again to continue",
+            code="connection",
         ) from None
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library under huggingface_hub raises: httpx from 1.0 on, before that requests, with OSErrors."""
+    """Exceptions of the HTTP library under huggingface_hub: httpx from 1.0 on, before that requests, with OSErrors."""
     try:
         import httpx
     except ImportError:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import mdi
-from mdi.checkpoint.kept_json import read_kept, write_kept
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.records import read_kept, write_kept
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError

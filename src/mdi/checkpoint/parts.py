@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"transformer\.h\.(0|[1-9][0-9]*)\.")
 
 
 class Part(Protocol):
-    """What is needed to ask for a part, and to check what comes."""
+    """A part as it is asked for and checked: its name, hash and size."""
 
     @property
     def name(self) -> str: ...

@@ -78,7 +78,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What the head of a safetensors file says. `offsets` are (start, stop) in bytes from the start of the file."""
+    """The head of a safetensors file. `offsets` are (start, stop) in bytes from the start of the file."""
 
     metadata: dict[str, str]
     specs: dict[str, TensorSpec]
@@ -99,7 +99,7 @@ def ordered(specs: Mapping[str, TensorSpec], is_packed: bool = False) -> list[st
 
 
 def alignment(spec: TensorSpec, is_packed: bool) -> int:
-    """What a tensor's data begins at a multiple of, in bytes: its type's size; where weights are packed, a page if it fills
+    """Alignment of a tensor's data in bytes: its type's size; where weights are packed, a page if it fills
     whole ones, else a cache line.
     """
     if not is_packed:

@@ -238,7 +238,7 @@ def options_of(parser: Parser, args: argparse.Namespace) -> Any:
         raise
     if options.ckpt is None or options.ckpt.suffix != ".gguf":
         return options
-    from mdi.checkpoint.ggufdirectory import gguf_directory
+    from mdi.checkpoint.ggufsource import gguf_directory
 
     return dataclasses.replace(options, ckpt=gguf_directory(options.ckpt.expanduser(), default_ckpt_folder()))
 

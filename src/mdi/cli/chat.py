@@ -25,8 +25,7 @@ from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
     from mdi.config import ClusterConfig
-    from mdi.node.starter import StarterNode
-    from mdi.session.run_session import Session
+    from mdi.run.run import Run
 
 HELP = """\
 /new   forget what was said, begin a new chat
@@ -58,7 +57,7 @@ def run(options: Options) -> int:
     from mdi.cli.output import write_trace_of
     from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.config import load_cluster, standalone
-    from mdi.session.run_session import Session
+    from mdi.run.run import Run
 
     def find() -> ClusterConfig:
         if options.nodes_config is not None:
@@ -75,24 +74,24 @@ def run(options: Options) -> int:
     with ExitStack() as stack:
         nodes = stack.enter_context(nodes_of(options, find))
         session = stack.enter_context(
-            Session(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
+            Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
         )
         show_seed(params)
         _talk(session, params, options.stop)
         session.raise_failure()
     if options.trace is not None:
-        write_trace_of(session.starter, options.trace)
+        write_trace_of(session, options.trace)
     return 0
 
 
-def _talk(session: Session, params: Any, stop: Sequence[str]) -> None:
+def _talk(session: Run, params: Any, stop: Sequence[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
     lines = InputLines(lambda: session.failed)
     if is_terminal:
-        starter = session.starter
-        nodes = "this machine" if starter.cluster.n_nodes == 1 else f"{starter.cluster.n_nodes} nodes"
-        show(f"\nHello! This is {starter.weights.model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
+        nodes = "this machine" if session.cluster.n_nodes == 1 else f"{session.cluster.n_nodes} nodes"
+        model = session.model.weights.model
+        show(f"\nHello! This is {model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
     while not session.failed:
         if is_terminal:
             print("You: ", end="", flush=True)
@@ -116,17 +115,16 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def answer(session: Session, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str]) -> str:
+def answer(session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str]) -> str:
     """Stream one answer; its text. Raises MdiError if the ring broke."""
     from mdi.errors import MdiError, UsageError
 
-    node = session.starter
-    ids = _fit(node, history, question, params.n_tokens)
+    ids = _fit(session, history, question, params.n_tokens)
     if ids is None:
-        show_error(f"this message alone does not fit into {node.max_length} tokens")
+        show_error(f"this message alone does not fit into {session.max_length} tokens")
         return ""
     try:
-        node.check_prompt(ids)
+        session.model.check_prompt(ids)
     except UsageError as e:
         show_error(e)
         return ""
@@ -180,12 +178,12 @@ class InputLines:
         return (line + newline).decode(errors="replace")
 
 
-def _fit(node: StarterNode, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
+def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
     """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands."""
-    room = max(node.max_length - n_tokens, node.max_length // 2)
+    room = max(session.max_length - n_tokens, session.max_length // 2)
     while True:
-        ids = node.codec.encode_chat(history, question)
-        if len(ids) <= room or (not history and len(ids) <= node.max_length):
+        ids = session.model.codec.encode_chat(history, question)
+        if len(ids) <= room or (not history and len(ids) <= session.max_length):
             return ids
         if not history:
             return None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mdi.metrics import RunMetrics
     from mdi.node.local import LocalRing
     from mdi.node.model_family import ModelFamily
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
 
 logger = logging.getLogger("mdi")
 
@@ -85,7 +85,7 @@ def _compare(options: Options, ring: RunMetrics, family: Callable[[], ModelFamil
     from mdi.cli.starter import generate_on
     from mdi.config import standalone
     from mdi.machine.neighbours import fair_threads
-    from mdi.report import format_comparison
+    from mdi.run.report import format_comparison
 
     # These say how a ring is laid out.
     options = replace(options, layers=None, placement=None, chunk=None, n_frames=None)

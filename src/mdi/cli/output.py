@@ -13,12 +13,12 @@ from mdi.terminal import show
 
 if TYPE_CHECKING:
     from mdi.metrics import RunMetrics
-    from mdi.node.starter import StarterNode
+    from mdi.run.run import Run
 
 logger = logging.getLogger("mdi")
 
 
-def write_trace_of(node: StarterNode, path: Path) -> None:
+def write_trace_of(node: Run, path: Path) -> None:
     """The file of --trace, once the run has ended."""
     from mdi.tracing.trace import write_trace
 
@@ -28,9 +28,9 @@ def write_trace_of(node: StarterNode, path: Path) -> None:
         logger.info("wrote %s; `mdi explain %s` says what limited the run", path, path)
 
 
-def report(options: Options, node: StarterNode, failure: BaseException | None, was_streamed: bool) -> None:
+def report(options: Options, node: Run, failure: BaseException | None, was_streamed: bool) -> None:
     """All that a run leaves behind: texts, tables, files; of one that failed, what each sample had reached."""
-    from mdi.report import format_report
+    from mdi.run.report import format_report
 
     metrics = node.metrics()
     if options.json:
@@ -48,7 +48,7 @@ def report(options: Options, node: StarterNode, failure: BaseException | None, w
     if failure is None:
         if not options.json:
             show("\n" + format_report(metrics))
-        _write_files(options, metrics, min(node.context_length, int(node.config.block_size)))
+        _write_files(options, metrics, min(node.model.context_length, int(node.model.config.block_size)))
         if options.trace is not None:
             write_trace_of(node, options.trace)
 

@@ -75,9 +75,8 @@ def run(options: Options) -> int:
     _check_cut(directory, options)
     _check_files(directory, options)
 
-    from mdi.checkpoint.cast import CastSource
+    from mdi.checkpoint.derived import CastSource, PackedSource
     from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
-    from mdi.checkpoint.packed import PackedSource
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
@@ -176,7 +175,7 @@ def _find(options: Options) -> Path:
     if local.is_dir():
         return local
     if local.suffix == ".gguf":
-        from mdi.checkpoint.ggufdirectory import gguf_directory
+        from mdi.checkpoint.ggufsource import gguf_directory
 
         return gguf_directory(local, options.ckpt_folder or default_ckpt_folder())
     if local.exists():
@@ -196,7 +195,7 @@ def _find(options: Options) -> Path:
 
 def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
     """The folders of the LitGPT checkpoint and of its chunks."""
-    from mdi.checkpoint.destination import ready
+    from mdi.checkpoint.convert import ready
     from mdi.checkpoint.shapes import read_config
     from mdi.cli import default_ckpt_folder
 

@@ -11,8 +11,8 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
-    from mdi.recovery.journal import JournalText, RunRecord
-    from mdi.session.run_session import Session
+    from mdi.run.journal import JournalText, RunRecord
+    from mdi.run.run import Run
 
 # Flags that are those of this command, whatever the run was started with.
 OWN = (
@@ -43,8 +43,7 @@ class Journaling:
     """
 
     def __init__(self, options: Options) -> None:
-        from mdi.recovery.journal import Journal
-        from mdi.recovery.run_folders import find_run
+        from mdi.run.journal import Journal, find_run
 
         self.options = options
         self._folder = run_folder(options)
@@ -59,29 +58,27 @@ class Journaling:
         """The record of the resumed run; None if this is a new one."""
         return None if self._record is None else self._record.texts
 
-    def begin(self, options: Options, session: Session, prompts: list[str]) -> None:
+    def begin(self, options: Options, session: Run, prompts: list[str]) -> None:
         """From here on generated tokens are recorded. UsageError if the run began with something else."""
-        from mdi.recovery.journal import Journal, JournalText, RunRecord
-        from mdi.recovery.records import MAY_DIFFER
-        from mdi.recovery.run_folders import new_run
+        from mdi.run.journal import Journal, JournalText, RunRecord, new_run
+        from mdi.run.records import MAY_DIFFER
 
-        node = session.starter
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
-            flags = {**_saved(options), "quantize": node.formats[0], "quantize_head": node.formats[1]}
+            flags = {**_saved(options), "quantize": session.model.formats[0], "quantize_head": session.model.formats[1]}
             self._journal = Journal.new(
-                new_run(self._folder), RunRecord(flags, node.identity, texts, numbers=node.numbers)
+                new_run(self._folder), RunRecord(flags, session.identity, texts, numbers=session.numbers)
             )
         else:
             assert self._record is not None
-            if node.identity != self._record.identity:
+            if session.identity != self._record.identity:
                 raise UsageError(
                     f"{self._journal.path.parent.name} was begun with another model or other options, which "
                     "would change its texts: begin a new run"
                 )
             left = [text for text in self._record.texts if text.finish_reason is None]
             logger.info("continuing %d of %d texts", len(left), len(self._record.texts))
-            if left and node.numbers != self._record.numbers:
+            if left and session.numbers != self._record.numbers:
                 logger.warning("warning: %s", MAY_DIFFER)
                 for text in left:
                     known = text.may_differ_from
@@ -89,15 +86,14 @@ class Journaling:
         journal = self._journal
 
         def record(index: int, tokens: list[int], reason: str | None) -> None:
-            is_new = index == len(node.samples)  # an earlier run has ended it
-            journal.add(index, tokens, reason, None if is_new else node.may_differ_from(node.samples[index]))
+            is_new = index == len(session.samples)  # an earlier run has ended it
+            journal.add(index, tokens, reason, None if is_new else session.may_differ_from(session.samples[index]))
 
-        node.record_to(record)
+        session.record_to(record)
 
     def close(self) -> None:
         """Harmless if repeated. A run whose texts have all ended leaves nothing behind."""
-        from mdi.recovery.journal import read_record
-        from mdi.recovery.run_folders import remove_run
+        from mdi.run.journal import read_record, remove_run
 
         journal, self._journal = self._journal, None
         if journal is None:
@@ -110,7 +106,7 @@ class Journaling:
 
 
 def list_runs(options: Options) -> None:
-    from mdi.recovery.run_folders import told_runs
+    from mdi.run.journal import told_runs
     from mdi.terminal import show
 
     lines = told_runs(run_folder(options))

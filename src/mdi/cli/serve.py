@@ -26,9 +26,9 @@ from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Opti
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
-    from mdi.node.starter import StarterNode
+    from mdi.run.nodes import NodeSource
+    from mdi.run.run import Run
     from mdi.serve.process import ApiProcess
-    from mdi.session.node_source import NodeSource
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -122,7 +122,7 @@ def _has_display() -> bool:
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def _after(options: Options) -> Callable[[StarterNode], None] | None:
+def _after(options: Options) -> Callable[[Run], None] | None:
     """What is done when a ring has ended: the last one's trace is what --trace leaves."""
     from mdi.cli.output import write_trace_of
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mdi.config import ClusterConfig, WeightMemory
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
     from mdi.window.window_options import WindowOptions
 
 logger = logging.getLogger("mdi")
@@ -89,7 +89,7 @@ def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
     """Nodes that run already, or this process alone."""
     from mdi.cli.access import with_keys
     from mdi.cli.discover import arrivals
-    from mdi.session.node_source import NodeSource
+    from mdi.run.nodes import NodeSource
 
     latest: ClusterConfig | None = None
 
@@ -120,7 +120,7 @@ def processes_of(
         is_revived: see OwnProcesses.
     """
     from mdi.cli.access import with_keys
-    from mdi.session.node_source import OwnProcesses
+    from mdi.run.nodes import OwnProcesses
 
     def begun(ring: LocalRing) -> ClusterConfig:
         on_begin(ring)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
     from mdi.node.model_family import ModelFamily
-    from mdi.recovery.journal import JournalText
-    from mdi.session.node_source import NodeSource
-    from mdi.session.run_session import Session
+    from mdi.run.journal import JournalText
+    from mdi.run.nodes import NodeSource
+    from mdi.run.run import Run
 
 
 def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
@@ -106,7 +106,7 @@ def generate(
     from mdi.cli.session import run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.errors import MdiError
     from mdi.prompts import read_prompts
-    from mdi.session.run_session import Session
+    from mdi.run.run import Run
 
     options = with_seed(options)
     known = None if journaling is None else journaling.texts
@@ -119,7 +119,7 @@ def generate(
     is_streaming = is_reported and not (options.json or options.no_stream)
     failure: BaseException | None = None
     with make_nodes() as nodes:
-        session = Session(
+        session = Run(
             nodes, run_options(options), options.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
             family=family, leave=options.stop_nodes, on_close=ignore_interrupts,
         )  # fmt: skip
@@ -136,25 +136,25 @@ def generate(
                 raise
             failure = e
         if is_reported or failure is not None:
-            report(options, session.starter, failure, is_streaming)
+            report(options, session, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
         raise failure
-    return session.starter.metrics()
+    return session.metrics()
 
 
 def _submit(
-    session: Session, prompts: list[str], params: SamplingParams, stop: Sequence[str], known: list[JournalText] | None,
+    session: Run, prompts: list[str], params: SamplingParams, stop: Sequence[str], known: list[JournalText] | None,
     is_streaming: bool,
 ) -> None:  # fmt: skip
     """All texts of the run, shown as they grow if that is wanted; `known` is what an earlier run has of them."""
-    from mdi.display import open_stream
+    from mdi.run.display import open_stream
 
     stream = open_stream(len(prompts)) if is_streaming else None
     on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
     for i, (prompt, ids) in enumerate(zip(prompts, session.prompt_ids, strict=True)):
         if stream is not None:
-            stream.show(i, prompt + ("" if session.starter.codec.prompt_style is None else "\n"))
+            stream.show(i, prompt + ("" if session.model.codec.prompt_style is None else "\n"))
         before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
-        sample = session.submit(prompt, ids, params, stop, on_text, before, reason)
+        sample = session.submit(prompt, ids, params, stop, on_text, before=before, finish_reason=reason)
         sample.may_differ_from = None if known is None else known[i].may_differ_from

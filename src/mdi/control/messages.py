@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
 from mdi.block_ranges import block_span
-from mdi.engine.sent_rows import COMPUTE, FILL, PASS
+from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.json_fields import shown
 from mdi.kernels import LAYOUT_VERSION
@@ -76,7 +76,7 @@ class InitRequest(Requested):
         silence_s: a neighbour that is silent for so long is lost.
         n_sequences: of the run at the same time, at most: the receiver's caches need hold no more.
         exclusive: no other run may be on the node.
-        replay: the receiver's part in replays, see engine.secondary_loop; replay_bytes: for rows that it has sent.
+        replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """

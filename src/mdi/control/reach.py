@@ -17,10 +17,9 @@ from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
 from mdi.json_fields import Fields
-from mdi.net.frame_io import read_frame, send_frame, tune
 from mdi.net.hello import Fault, Hello
 from mdi.net.meeting import meet
-from mdi.net.wire import Frame, FrameType
+from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.security.keys import KeyFile
 
 DEADLINE_S = 5.0

@@ -195,7 +195,7 @@ class Gathering:
         )
 
     def _status_of(self, key: str, found: Announcement) -> dict[str, Any] | None:
-        """What the node says; None if it is not the one that is announced."""
+        """The node's status; None if it is not the one that is announced."""
         node = NodeConfig(found.name, found.addr, found.port, found.ring_port)
         try:
             status = ControlClient(node, self._keys).status(timeout_s=ASK_S)
@@ -208,5 +208,5 @@ class Gathering:
 
 
 def cluster_of(nodes: Sequence[FoundNode], starter: NodeConfig, keys: KeyFile) -> ClusterConfig:
-    """What a nodes file would say of them."""
+    """The nodes as a nodes file would list them."""
     return ClusterConfig(starter, tuple(node.config(f"secondary{i}") for i, node in enumerate(nodes)), keys)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mdi.control.deadline import DeadlineSocket
 from mdi.errors import WireError
-from mdi.net.frame_io import tune
+from mdi.net.wire import tune
 from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
 from mdi.security.session import TAG_BYTES, SealedSession
 

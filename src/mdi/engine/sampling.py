@@ -1,5 +1,7 @@
 """Draws one token id per row from logits. No state: draw number n of a sequence follows from its seed and n alone.
 
+So a text is the same in any batch, over any nodes, and after it was computed again from its token ids.
+
 Logits are an array, or a tensor of torch on any device, of which only the best leave it where those are enough. What comes of a
 row does not depend on the others: nothing is summed over more than the row's own numbers, in their own order.
 """
@@ -11,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdi.engine.seeds import uniform
-from mdi.engine.sequence import SamplingParams
+from mdi.engine.sequence import SamplingParams, uniform
 
 LEAST_TEMPERATURE = 1e-30  # below it, all but the best token have no chance in float32
 MOST_PENALTY, MOST_LOGIT = 1e30, 1e37  # beyond them is what float32 has no number for
@@ -48,7 +49,7 @@ def sample(logits: Any, rows: Sequence[Row | tuple[SamplingParams, int]]) -> lis
         logits: (M, vocabulary).
         rows: M of them.
     """
-    asked = [Row(*row) for row in rows]
+    asked = [row if type(row) is Row else Row(*row) for row in rows]
     logits = adjusted(logits, asked)
     tokens = [0] * len(asked)
     groups: dict[int | None, list[int]] = {}

@@ -13,19 +13,22 @@ sequence has its token after max((N + 1) t', N (t' + T)): this pays if fewer row
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from mdi.engine.cache_memory import CacheMemory
-from mdi.engine.cache_use import CacheUse
-from mdi.engine.pace import rows_beside
-from mdi.engine.planned import Event, Plan, PlannedSlice, next_share, next_slice
-from mdi.engine.prefixes import Kept, Prefixes
-from mdi.engine.replays import Replays
-from mdi.engine.sequence import Sequence
+from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
+from mdi.engine.replay import Replays
+from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
+AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
+
+SLOWER = 0.6  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
+FIRST_ROWS = 16  # before anything was measured
+LEAST_ROWS = 4
+WEIGHT = 0.2  # of the newest frame without prompt rows
+UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 
 
 class Scheduler:
@@ -42,6 +45,7 @@ class Scheduler:
         chunk_rows: prompt rows that one frame takes at most.
         memory: the nodes' memory for caches; None is unlimited.
         decode_rows: decoding sequences in a frame at most.
+        kept_share: of each node's memory for caches, for those of ended sequences.
     """
 
     n_frames: int
@@ -51,11 +55,12 @@ class Scheduler:
 
     def __init__(
         self, n_frames: int = 1, chunk_rows: int = CHUNK_ROWS, memory: CacheMemory | None = None,
-        decode_rows: int = DECODE_ROWS,
+        decode_rows: int = DECODE_ROWS, kept_share: float = KEPT_SHARE,
     ) -> None:  # fmt: skip
         self.chunk_rows = chunk_rows
-        self.doubling_rows: float | None = None  # see engine.pace; None lets prompts in as fast as they can
+        self.doubling_rows: float | None = None  # see PromptPace; None lets prompts in as fast as they can
         self.decode_rows = decode_rows
+        self._kept_share = kept_share
         self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
         self._running: dict[int, Sequence] = {}
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
@@ -65,6 +70,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
+        self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
@@ -200,9 +206,12 @@ class Scheduler:
         """The next frame, or None if enough are in flight or nothing is ready."""
         if self.n_in_flight >= self.n_frames:
             return None
-        while not self._holds(self._use.total):
-            self._preempt(next(reversed(self._running.values())))
-        self._admit()
+        if self._has_grown:
+            while not self._holds(self._use.total):
+                self._preempt(next(reversed(self._running.values())))
+            self._has_grown = False
+        if self._waiting:
+            self._admit()
         slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
         self._has_replayed = is_replay = not slices and bool(self._replays)
         slices = self._replay_slices() if is_replay else slices
@@ -242,7 +251,7 @@ class Scheduler:
             if sequence.finish_reason:
                 self._leave(sequence)
             else:
-                self._use.count(sequence)
+                self._count(sequence)
                 self._ready.append(sequence)
         return events
 
@@ -250,9 +259,9 @@ class Scheduler:
         self.n_frames = n_frames
         self.memory = memory
         self._use = CacheUse(memory)
-        self._prefixes = None if memory is None else Prefixes(memory)
+        self._prefixes = None if memory is None else Prefixes(memory, self._kept_share)
         for sequence in self._running.values():
-            self._use.count(sequence)
+            self._count(sequence)
 
     def _admit(self) -> None:
         """Admit sequences that fit; stop after one that continues from a kept cache, whose memory another might need."""
@@ -265,7 +274,7 @@ class Scheduler:
             self._waiting.popleft()
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
-            self._use.count(sequence)
+            self._count(sequence)
             self._reuse(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -276,6 +285,9 @@ class Scheduler:
             source, n = found
             self._copies.append((source, sequence.seq_id))
             self.n_reused += sequence.begin_behind(n)
+
+    def _count(self, sequence: Sequence) -> None:
+        self._has_grown |= self._use.count(sequence)
 
     def _holds(self, n_bytes: list[int]) -> bool:
         """Whether all nodes can hold so much for the running sequences; kept caches of ended ones are dropped for it."""
@@ -315,16 +327,22 @@ class Scheduler:
         return sequence is not None and sequence.life == part.life
 
     def _decode_slices(self) -> list[PlannedSlice]:
+        if not self._ready:
+            return []
         n_slices = min(self._share(), len(self._ready))
         return [next_slice(self._ready.popleft(), 1) for _ in range(n_slices)]
 
     def _share(self) -> int:
         n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
         # The sequences of each frame that continue when it is back.
-        flying = [sum(part.n_logits > 0 and self._is_current(part) for part in plan.slices) for plan in self._in_flight]
+        flying = [
+            sum([part.n_logits > 0 and self._is_current(part) for part in plan.slices]) for plan in self._in_flight
+        ]
         return min(next_share(n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
 
     def _prefill_slices(self) -> list[PlannedSlice]:
+        if not self._prefilling:
+            return []
         slices: list[PlannedSlice] = []
         budget, n_prompts = self.chunk_rows, len(self._prefilling)
         if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts):
@@ -347,3 +365,128 @@ class Scheduler:
 
     def _go_on(self, sequence: Sequence) -> None:
         (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
+
+
+def next_slice(sequence: Sequence, n_rows: int) -> PlannedSlice:
+    """The next rows of a sequence, which count as sent from now on."""
+    start = sequence.n_sent
+    sequence.n_sent += n_rows
+    ids = tuple(sequence.ids[start : start + n_rows])
+    return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)
+
+
+def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
+    """How many decoding sequences the next frame takes, so that all frames get the same number or one more.
+
+    With few sequences some frames stay away: a round takes as long as the fullest one, whether the others are there or
+    not, and the weights are read less often.
+
+    Args:
+        flying: those of each frame that is under way.
+    """
+    if not n_decoding:
+        return 0
+    fullest = -(-n_decoding // n_frames)
+    n_used = -(-n_decoding // fullest)
+    if len(flying) >= n_used:
+        return 0  # one frame too many is under way: ready sequences join the next one
+    size, n_larger = divmod(n_decoding, n_used)
+    return size + 1 if sum(n > size for n in flying) < n_larger else size
+
+
+class CacheUse:
+    """The memory that the caches of running sequences take on each node, as a running sum.
+
+    With `memory` None there is no limit, and nothing is counted.
+
+    Attributes:
+        total: bytes on each node.
+    """
+
+    def __init__(self, memory: CacheMemory | None) -> None:
+        self._memory = memory
+        self.total = [0] * (0 if memory is None else len(memory.nodes))
+        self._used: dict[int, tuple[int, ...]] = {}  # of each running sequence
+
+    def needs(self, length: int) -> tuple[int, ...]:
+        """Bytes on each node that a sequence of `length` positions takes."""
+        return () if self._memory is None else self._memory.needs(length)
+
+    def count(self, sequence: Sequence) -> bool:
+        """Count all known tokens: they are sent before the sequence can get new ones. Returns whether it takes more now."""
+        if self._memory is None:
+            return False
+        before, now = self._used.get(sequence.seq_id), self._memory.needs(sequence.n_cached)
+        if before != now:
+            if before is not None:
+                self._add(before, -1)
+            self._add(now, 1)
+            self._used[sequence.seq_id] = now
+        return before != now
+
+    def drop(self, sequence: Sequence) -> None:
+        if self._memory is not None:
+            self._add(self._used.pop(sequence.seq_id), -1)
+
+    def ahead(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Bytes on each node that these take when all of them have grown by AHEAD_POSITIONS, or to their ends."""
+        needs = [self.needs(min(one.n_cached + AHEAD_POSITIONS, one.n_positions)) for one in sequences]
+        return [sum(node) for node in zip(*needs, strict=True)]
+
+    def _add(self, n_bytes: tuple[int, ...], sign: int) -> None:
+        for node, n in enumerate(n_bytes):
+            self.total[node] += sign * n
+
+
+class PromptPace:
+    """How many prompt rows go into a frame while others decode. Belongs to the engine's thread.
+
+    One prompt makes the others wait at most twice as long for their tokens. If more sequences wait for their first token than
+    decode, they get more of the time in the same proportion.
+
+    The cost of prompt rows depends on their number: kernels take rows in tiles, so a few more may cost nothing, or as much as a
+    whole tile. So few rows say nothing about many: the number of rows follows the times of frames with about as many rows, up
+    slowly and down fast. Pure: times come in as numbers.
+
+    Attributes:
+        doubling_rows: prompt rows that take as long as all decoding ones of a frame.
+    """
+
+    def __init__(self) -> None:
+        self.doubling_rows = FIRST_ROWS / SLOWER
+        self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
+        self._last = 0.0
+        self._decode_s: float | None = None
+
+    def sent(self, plan: Plan, now_s: float) -> None:
+        """A frame leaves."""
+        n_decoding = sum(part.n_rows == 1 and part.n_logits == 1 for part in plan.slices)
+        n_rows = sum(part.n_rows for part in plan.slices)
+        self.under_way[plan.number] = now_s, n_rows - n_decoding, n_decoding
+
+    def returned(self, number: int, now_s: float) -> None:
+        """It is back. Those of a lost ring never are, and are forgotten."""
+        if (sent := self.under_way.pop(number, None)) is None:
+            return  # it left before anybody looked
+        sent_s, n_prompt, n_decoding = sent
+        for earlier in [other for other in self.under_way if other < number]:
+            del self.under_way[earlier]
+        time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
+        self._last = now_s
+        if not n_decoding:
+            return  # no decoding text waits for it
+        if not n_prompt:
+            self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
+        elif self._decode_s:
+            self._follow(n_prompt, time_s / self._decode_s - 1)
+
+    def _follow(self, n_prompt: int, slower: float) -> None:
+        """So many rows made a frame so much slower."""
+        most = UP * self.doubling_rows
+        found = n_prompt / slower if slower > n_prompt / most else most
+        self.doubling_rows = max(found, DOWN * self.doubling_rows, LEAST_ROWS)
+
+
+def rows_beside(doubling_rows: float, n_prompts: int, n_decoding: int) -> int:
+    """Prompt rows that the next frame may take beside decoding ones."""
+    return max(LEAST_ROWS, int(doubling_rows * max(SLOWER, n_prompts / n_decoding)))

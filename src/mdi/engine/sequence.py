@@ -1,11 +1,21 @@
-"""A text in flight as the engine sees it: token ids and the parameters to continue them. No text, no tensors."""
+"""A text in flight as the engine sees it: token ids, how they are continued, and what its reader hears. No text, no tensors.
+
+The engine's loop and readers of texts do not wait for each other: commands stay in an `Inbox` until the loop reads them between
+two frames, events in a queue of each request until its reader takes them. The reader's code never runs in the loop's thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
 
 from mdi.errors import UsageError
+
+_MASK = (1 << 64) - 1  # of 64 bits
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class Sequence:
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
+        n_positions: cache positions that it can need at most: the last token is never sent.
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
     """
 
@@ -88,13 +99,14 @@ class Sequence:
     finish_reason: str | None = None
     owner: str | None = None
 
+    n_prompt: int = field(init=False)
+    n_positions: int = field(init=False)
+
     def __post_init__(self) -> None:
         if not self.ids:
             self.ids = list(self.prompt_ids)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.prompt_ids)
+        self.n_prompt = len(self.prompt_ids)
+        self.n_positions = min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
     @property
     def generated(self) -> list[int]:
@@ -108,11 +120,6 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether rows of tokens that are known are still to be sent; a rewound text is a prompt as a whole."""
         return self.n_sent < len(self.ids)
-
-    @property
-    def n_positions(self) -> int:
-        """Most cache positions that it can need: the last token is never sent."""
-        return min(self.max_length, self.n_prompt + self.params.n_tokens - 1)
 
     @property
     def n_cached(self) -> int:
@@ -151,14 +158,14 @@ class Sequence:
             return self.end("eos")
         self.ids.append(token)
         self.n_held += 1
-        n_stop = self._n_stop(complete=True)
-        if n_stop:
+        stops = self.params.stop_sequences
+        if stops and (n_stop := self._n_stop(complete=True)):
             del self.ids[-n_stop:]
             self.n_held -= n_stop
             return self.end("stop")
         if len(self.ids) - self.n_prompt >= self.params.n_tokens or len(self.ids) >= self.max_length:
             return self.end("length")
-        return self._give_out(self._n_stop(complete=False))
+        return self._give_out(self._n_stop(complete=False) if stops else 0)
 
     def end(self, reason: str) -> tuple[int, ...]:
         """Set `finish_reason`; returns the tokens that were held back."""
@@ -183,3 +190,196 @@ class Sequence:
                 if longest < n <= self.n_held and tuple(self.ids[-n:]) == stop[:n]:
                     longest = n
         return longest
+
+
+@dataclass(frozen=True)
+class PlannedSlice:
+    """Rows of one sequence that go into a frame: a `slices.Slice`, which all nodes see, with what only the starter needs: the
+    ids, and the `life` of the sequence.
+    """
+
+    seq_id: int
+    start: int
+    n_rows: int
+    n_logits: int
+    ids: tuple[int, ...]
+    life: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One frame to send: its number, its slices, the sequences whose caches are to be freed before, and then those that
+    begin with a copy of another one's (sequence, new sequence).
+
+    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame).
+    """
+
+    number: int
+    slices: tuple[PlannedSlice, ...]
+    freed: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    is_replay: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a sequence: its text has grown, it has ended, or both.
+
+    Attributes:
+        tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
+        finish_reason: set in the last event of a sequence: "eos", "stop", "length", or the reason given to end it.
+        time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
+        logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    time_s: float = field(default=0.0, compare=False)
+    logprobs: tuple[tuple[float, list[tuple[int, float]]], ...] = ()
+
+
+# Sees each new token in the loop's thread, before the next frame is made; True ends the sequence with the reason "stop".
+# It must be short; its exceptions end the sequence with the reason FAILED.
+Ends = Callable[[int], bool]
+Events = queue.SimpleQueue[Event]
+
+# Of one token: the logarithm of its probability, and those of the best tokens.
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
+
+# finish_reason of a sequence that could not go on: the loop ended or its `Ends` raised; its `Constraint` raised
+FAILED, UNMATCHED = "failed", "unmatched"
+
+
+class Constraint(Protocol):
+    """Which tokens may come next. Called in the loop's thread; it gets each token before the next question."""
+
+    def allowed(self) -> Any:
+        """bool array (vocabulary). What it raises, here and in `take`, ends the sequence as UNMATCHED."""
+
+    def take(self, token: int) -> bool:
+        """The next token; True if nothing may follow it."""
+
+
+class Request:
+    """One sequence as its reader sees it: its events in order, the last of which has a finish_reason.
+
+    Left as a context manager before that, it is cancelled: so a reader that raises ends its own sequence and no other.
+
+    Attributes:
+        seq_id: the same in all its events.
+        events: at most one for each new token, and one for the end; several requests may share a queue and a reader.
+    """
+
+    def __init__(
+        self, sequence: Sequence, events: Events | None, ends: Ends | None, cancel: Callable[[int, str], None],
+        constraint: Constraint | None = None,
+    ) -> None:  # fmt: skip
+        self.seq_id = sequence.seq_id
+        self.events: Events = queue.SimpleQueue() if events is None else events
+        self._sequence = sequence
+        self._ends = ends
+        self._cancel = cancel
+        self._is_over = False
+        self.constraint = constraint
+        self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
+        self._n_given = 0
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the sequence soon; its last event has `reason`, unless it ends by itself before. Never waits."""
+        self._cancel(self.seq_id, reason)
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens of its prompt that did not have to be computed; from its first event on."""
+        return self._sequence.n_reused
+
+    def __iter__(self) -> Iterator[Event]:
+        """The events, up to the last one. Not for requests that share a queue."""
+        while not self._is_over:
+            event = wait_for_event(self.events)
+            self._is_over = event.finish_reason is not None
+            yield event
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_over:
+            self.cancel()
+
+    # Of the loop
+
+    @property
+    def sequence(self) -> Sequence:
+        """What is generated; only the loop's thread may look at it."""
+        return self._sequence
+
+    def is_met_by(self, tokens: tuple[int, ...]) -> bool:
+        """Whether the reader's own condition ends the sequence with these tokens."""
+        is_full = self.constraint is not None and any([self.constraint.take(token) for token in tokens])
+        return is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
+
+    def keep_logprobs(self, number: int, logprobs: TokenLogprobs) -> None:
+        """Called for the sequence's new token `number`, from 0 on; a lost token is drawn again."""
+        self._logprobs[number] = logprobs
+
+    def logprobs_of_next(self, n: int) -> tuple[TokenLogprobs, ...]:
+        """Of the next `n` tokens that are given out."""
+        numbers = range(self._n_given, self._n_given + n)
+        self._n_given += n
+        return tuple(self._logprobs.pop(number) for number in numbers)
+
+
+def wait_for_event(events: Events) -> Event:
+    """The next event, however long that takes. Uses a timeout inside, so that Ctrl-C works on every system."""
+    while True:
+        try:
+            return events.get(timeout=1.0)
+        except queue.Empty:
+            continue
+
+
+class Inbox:
+    """Commands that wait for the loop. The lock is held for an append only."""
+
+    def __init__(self) -> None:
+        self._commands: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def put(self, command: Callable[[], None]) -> bool:
+        """False if it came too late: it will not be done."""
+        with self._lock:
+            if not self._closed:
+                self._commands.append(command)
+            return not self._closed
+
+    def take(self) -> list[Callable[[], None]]:
+        """What has come since the last time, in order."""
+        with self._lock:
+            taken, self._commands = self._commands, []
+            return taken
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Seed of sample `index` of a run: samples of the same prompt must differ, runs of the same seed must not."""
+    return (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03) % (1 << 63)
+
+
+def uniform(seed: int, n: int) -> float:
+    """Number `n` of the stream `seed`, from 0 on and below 1: SplitMix64 (Steele, Lea and Flood 2014)."""
+    z = (_mixed(seed & _MASK) + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
+    return (_mixed(z) >> 11) / (1 << 53)
+
+
+def _mixed(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

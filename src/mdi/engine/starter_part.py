@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mdi.engine.secondary_loop import FrameRows, FrameStage
+from mdi.engine.worker import FrameRows, FrameStage
 from mdi.errors import EngineError
 
 
 class StarterRows(FrameRows, Protocol):
-    """As the starter has them: engine.arrays.ArrayRows, engine.tensors.TensorRows."""
+    """As the starter has them: engine.rows.ArrayRows, engine.rows.TensorRows."""
 
     def ids(self, ids: list[int]) -> Any:
         """Token ids (N,), as the stage embeds them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,14 +21,13 @@ from mdi.kernels.structures import (
     ACTIVATIONS,
     CACHE_TYPES,
     NORM_TYPES,
-    SLICE,
     MdiBlock,
     MdiFrame,
     MdiMlp,
     MdiModel,
     MdiStage,
 )
-from mdi.slices import Slices
+from mdi.slices import Slices, SliceTable
 
 # Settings of litgpt's Config that are read here and in kernels.rope.
 # fmt: off
@@ -45,7 +45,7 @@ MOST_ROPE = 1024  # csrc/rotary.h
 
 
 def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
-    """What of a model (litgpt's Config as a plain dict) the kernels do not know; None if they compute all of its blocks."""
+    """Name the feature of a model (litgpt's Config as a dict) that the kernels lack; None if they compute all blocks."""
     try:
         return _unknown(config)
     except (TypeError, ValueError, AttributeError, OverflowError) as e:  # it may come from another node
@@ -98,7 +98,7 @@ _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
-    """What all blocks of a model share. The head's norm and linear layer take it as well."""
+    """Settings that all blocks of a model share. The head's norm and linear layer use them as well."""
     adjustments = config["rope_adjustments"] or {}
     scales = adjustments.get("mscale_all_dim") and adjustments.get("factor")
     mscale = yarn_mscale(adjustments["factor"], adjustments["mscale_all_dim"]) if scales else 1.0
@@ -143,6 +143,8 @@ class Blocks:
     _sin: np.ndarray
     _pool: np.ndarray
     _page_bytes: np.ndarray
+    _pool_address: int
+    _page_bytes_address: int
     _stage: MdiStage
 
     def __init__(
@@ -174,6 +176,7 @@ class Blocks:
         self.caches = CachePages(self.classes, pools)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
+        self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
         self._stage = MdiStage(
             ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
             self._cos[0].size, len(self._blocks), len(self.classes), self._n_finished.ctypes.data,
@@ -220,7 +223,7 @@ class Blocks:
         del kept
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
-        """What one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
+        """Compute what one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
 
         Returns:
             float32 (N, n_embd); `rows` stay as they are.
@@ -242,35 +245,28 @@ class Blocks:
 
     def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
         """The structure of a frame, and the memory that it refers to."""
-        n_classes = len(self.classes)
-        filled = np.zeros(len(slices), dtype=SLICE)
-        pages = np.zeros((len(slices), n_classes), dtype=np.uint64)
-        first = np.zeros((len(slices), n_classes), dtype=np.int32)
+        pages, first = array("Q"), array("i")  # of each slice and class
         n_rows = 0
-        for i, (seq_id, start, n, *_) in enumerate(slices):
+        for seq_id, start, n, *_ in slices:
             if start < 0 or n < 1:
                 raise EngineError(f"a slice of {n} rows from position {start} of sequence {seq_id} on")
             if start + n > self.max_length:
                 raise EngineError(
                     f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-            for c, table in enumerate(self.caches.extend(seq_id, start, n)):
-                pages[i, c], first[i, c] = table.address, table.first
-            filled[i] = (start, n, pages[i].ctypes.data, first[i].ctypes.data)
+            for table in self.caches.extend(seq_id, start, n):
+                pages.append(table.address)
+                first.append(table.first)
             n_rows += n
         if rows.shape != (n_rows, self.n_embd) or rows.dtype != np.float32 or not rows.flags.c_contiguous:
             raise EngineError(
                 f"rows of shape {rows.shape}, but the slices of this frame have {n_rows} of {self.n_embd}"
             )
         frame = MdiFrame(
-            rows.ctypes.data,
-            filled.ctypes.data,
-            self._pool.ctypes.data,
-            self._page_bytes.ctypes.data,
-            len(slices),
-            n_rows,
-        )
-        return frame, (filled, pages, first)
+            rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
+            self._pool_address, self._page_bytes_address, len(slices), n_rows,
+        )  # fmt: skip
+        return frame, (pages, first)
 
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
         c = self.config

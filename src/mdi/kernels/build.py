@@ -30,7 +30,7 @@ CSRC = Path(__file__).with_name("csrc")
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What `isa_<name>.cpp` is compiled for.
+    """An instruction set, for which `isa_<name>.cpp` is compiled.
 
     Attributes:
         name: as MDI_KERNELS and the library call it.

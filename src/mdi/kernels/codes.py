@@ -29,7 +29,7 @@ class Codes(NamedTuple):
 
 
 def codes_of(matrix: Matrix) -> Codes:
-    """Those of a packed weight in int8 or int4."""
+    """Numbers and scales of a packed weight in int8 or int4."""
     layout = LAYOUTS[matrix.format]
     n_rows, width = padded(matrix.n_out, PANEL), padded(matrix.n_in, layout.record_inputs)
     scales, lines = split_records(matrix.data, n_rows, width, matrix.format)

@@ -32,8 +32,7 @@ class EmbeddingTable(Protocol):
 
 
 class WeightUse(NamedTuple):
-    """What the weights of a stage took: bytes of memory, at most; bytes read from the disk; seconds that computing waited for
-    the disk."""
+    """Of a stage's weights: bytes of memory, at most; bytes read from the disk; seconds that computing waited for the disk."""
 
     resident_bytes: int
     read_bytes: int
@@ -85,7 +84,7 @@ class KernelStage:
         return {name.removeprefix(prefix): weight for name, weight in self._weights[f"block.{index}"].items()}
 
     def weights_of(self, part: str) -> Weights:
-        """Those of one part; another stage may use them as well."""
+        """The weights of one part; another stage may use them as well."""
         return self._weights[part]
 
     def part_bytes(self, part: str) -> int:
@@ -100,7 +99,7 @@ class KernelStage:
 
     @property
     def cache_limit(self) -> int | None:
-        """What caches may take, because the whole process has a limit; None without one."""
+        """Limit for caches in bytes, because the whole process has a limit; None without one."""
         return None
 
     @property

@@ -44,7 +44,7 @@ def why_not() -> str:
 
 
 def instruction_set() -> str:
-    """What the kernels compute with, as MDI_KERNELS calls it."""
+    """The instruction set in use, named as in MDI_KERNELS."""
     library = load()
     if library is None:
         return OFF
@@ -54,8 +54,10 @@ def instruction_set() -> str:
 
 
 def arithmetic() -> str:
-    """Which nodes give the same bits: "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or
-    "torch" without kernels."""
+    """The kind of arithmetic; nodes of one kind give the same bits.
+
+    "fused" with multiply-adds that round once (AMX, AVX-512, AVX2, NEON), "plain" C++, or "torch" without kernels.
+    """
     return {OFF: "torch", "plain": "plain"}.get(instruction_set(), "fused")
 
 

@@ -56,7 +56,7 @@ class CacheClass:
         return n_pages(self.window, length, chunk_rows)
 
     def n_bytes(self, length: int, chunk_rows: int = CHUNK_ROWS) -> int:
-        """What a sequence of `length` positions takes at most."""
+        """Most bytes of a sequence of `length` positions."""
         return self.n_pages(length, chunk_rows) * self.page_bytes
 
 
@@ -95,7 +95,7 @@ def windows_of(config: Mapping[str, Any], start: int, stop: int) -> list[int | N
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block keeps of one position: `n_groups` keys of `k_size` numbers and values of `v_size`.
+    """The cache of one block and one position: `n_groups` keys of `k_size` numbers and values of `v_size`.
 
     With `v_size` 0 values are not stored: they are part of the keys (latent attention).
     """

@@ -157,19 +157,17 @@ class PageTable:
         self.first = 0
         self.n = 0
         self._ids = np.zeros(8, dtype=np.int32)
+        self.address = int(self._ids.ctypes.data)  # of the ids; another one when the table has grown
 
     @property
     def ids(self) -> np.ndarray:
         """int32, (n)"""
         return self._ids[: self.n]
 
-    @property
-    def address(self) -> int:
-        return int(self._ids.ctypes.data)
-
     def append(self, page: int) -> None:
         if self.n == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self.address = int(self._ids.ctypes.data)
         self._ids[self.n] = page
         self.n += 1
 
@@ -193,6 +191,7 @@ class PageTable:
     def copied(self) -> PageTable:
         other = PageTable()
         other.first, other.n, other._ids = self.first, self.n, self._ids.copy()
+        other.address = int(other._ids.ctypes.data)
         return other
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 
 import numpy as np
 
@@ -77,13 +77,11 @@ class MdiStage(ctypes.Structure):
 class MdiFrame(ctypes.Structure):
     _fields_ = [
         ("rows", c_void_p),
-        ("slices", c_void_p),
+        ("slices", c_char_p),  # the records of a slices.SliceTable
+        ("pages", c_void_p),
+        ("first", c_void_p),
         ("pool", c_void_p),
         ("page_bytes", c_void_p),
         ("n_slices", c_int32),
         ("n_rows", c_int32),
     ]
-
-
-# MdiSlice, as numpy fills it: pages and first are addresses.
-SLICE = np.dtype([("start", "<i4"), ("n_rows", "<i4"), ("pages", "<u8"), ("first", "<u8")])

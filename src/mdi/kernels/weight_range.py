@@ -1,4 +1,4 @@
-"""What numbers a weight format holds. Others are refused by the tensor's name, before they turn into wrong results."""
+"""The range of numbers of each weight format. Others are refused by the tensor's name, before they turn into wrong results."""
 
 from __future__ import annotations
 

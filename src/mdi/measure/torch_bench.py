@@ -11,7 +11,6 @@ from litgpt.config import Config
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
-from mdi.engine.tensors import DTYPES
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights
 from mdi.model.packed_linear import Weights, install, layers_for
@@ -24,7 +23,8 @@ class TorchBench(Bench):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = Config(**self._subject.config)
-        self._device, self._dtype = torch.device(self._subject.computing.device), DTYPES[self._subject.computing.dtype]
+        computing = self._subject.computing
+        self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._generator = torch.Generator().manual_seed(1)
 
     def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Stage:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mdi.net.codec import FrameCodec
 from mdi.net.hello import Hello
+from mdi.net.wire import FrameCodec
 
 
 class NotBackError(Exception):

@@ -17,15 +17,13 @@ import time
 from collections.abc import Iterator
 
 from mdi.errors import AccessError, NodeLostError, RingError, WireError
-from mdi.net.codec import FrameCodec
-from mdi.net.frame_io import Allocate, read_frame, send_frame
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType, Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
 from mdi.periodic import REPORT_S
 
 CONNECT_S = 8.0

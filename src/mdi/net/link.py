@@ -12,20 +12,178 @@ recognises a repeated frame by its number.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mdi.errors import WireError
-from mdi.net.channel import Channel
-from mdi.net.codec import FrameCodec
 from mdi.net.connection import Connection, NotBackError, Reconnect
-from mdi.net.frame_io import Allocate, BufferPool, CutOffError, read_frame, send_frame
-from mdi.net.pings import Watch, Work, ping, work_in
-from mdi.net.wire import SILENCE_S, Frame, FrameType
+from mdi.net.wire import (
+    SILENCE_S,
+    Allocate,
+    BufferPool,
+    CutOffError,
+    Frame,
+    FrameCodec,
+    FrameType,
+    read_frame,
+    send_frame,
+)
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """FIFO of at most `capacity` items.
+
+    `queue.Queue` has no portable way to wake a waiting reader for good, nor to pass the waiting items by; both are what
+    the end of a run needs.
+
+    Args:
+        changed: notified of everything that happens here. Several channels may share one, so that one thread reads them all.
+        on_space: called, from the thread of the reader, when a full channel has a free place again.
+    """
+
+    def __init__(
+        self, capacity: int, changed: threading.Condition | None = None, on_space: Callable[[], None] | None = None
+    ) -> None:
+        self.capacity = capacity
+        self._items: deque[T] = deque()
+        self.changed = threading.Condition() if changed is None else changed
+        self._on_space = on_space
+        self._closed = False
+        self._woken = False
+        self.wait_s = 0.0  # time that get() spent waiting; written by the reader's thread only
+
+    def put(self, item: T) -> bool:
+        """Append, waiting while the channel is full. False if it is closed: the item was not taken."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed or len(self._items) < self.capacity)
+            if self._closed:
+                return False
+            self._items.append(item)
+            self.changed.notify_all()
+            return True
+
+    def put_first(self, item: T) -> bool:
+        """Put an item before all others, whatever the capacity. False if the channel is closed."""
+        with self.changed:
+            if self._closed:
+                return False
+            self._items.appendleft(item)
+            self.changed.notify_all()
+            return True
+
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """The next item; None when the channel is closed, after `wake`, or after `timeout_s` without an item."""
+        begin = time.perf_counter()
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed or self._woken or bool(self._items), timeout_s)
+            self.wait_s += time.perf_counter() - begin
+            self._woken = False
+            if self._closed or not self._items:
+                return None
+            item = self._items.popleft()
+            self.changed.notify_all()
+            was_full = len(self._items) == self.capacity - 1
+        if was_full and self._on_space is not None:  # outside of the lock: the callee may use this channel
+            self._on_space()
+        return item
+
+    def poll(self) -> T | None:
+        """The next item; None if there is none. Never waits."""
+        with self.changed:
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            self.changed.notify_all()
+            return item
+
+    def wake(self) -> None:
+        """Let get() return without waiting once, be it with None; takes no room, however often it is called."""
+        with self.changed:
+            self._woken = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Drop the queue and wake all threads; from now on get() gives None and put() False."""
+        with self.changed:
+            self._closed = True
+            self._items.clear()
+            self.changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def n_items(self) -> int:
+        """How many are queued. Takes no lock."""
+        return len(self._items)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read. Takes no lock."""
+        return not self._items
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait. Takes no lock."""
+        return not self._closed and len(self._items) >= self.capacity
+
+
+STUCK = "stuck"  # code of the error of a node that is lost in this way
+STUCK_S = 60.0  # without a finished block: a frame of 64 rows takes a small board 30 s
+STUCK_BLOCKS = 20  # the same in blocks, of the longest time that one took
+
+_LIMIT = struct.Struct("<d")
+
+
+class Work(NamedTuple):
+    """Of a node's computing thread: blocks that it has finished, of all rings; and, while a frame is in hand, seconds without
+    another one after which it is stuck.
+
+    A thread that waits for a page of a dying disk cannot be woken, while the threads of the links go on. So a PING carries
+    both, and the neighbours notice a computing thread that never returns.
+    """
+
+    n_finished: int = 0
+    limit_s: float | None = None
+
+
+def ping(epoch: int, work: Work) -> Frame:
+    """The PING that says so."""
+    payload = b"" if work.limit_s is None else _LIMIT.pack(work.limit_s)
+    n_rows = 1 if payload else 0
+    return Frame(FrameType.PING, epoch, work.n_finished, n_rows=n_rows, n_cols=len(payload), payload=payload)
+
+
+def work_in(frame: Frame) -> Work:
+    """What a PING says. One of a node that says nothing of its computing is as if there was nothing in hand."""
+    limit_s = _LIMIT.unpack(frame.payload)[0] if len(frame.payload) == _LIMIT.size else math.nan
+    return Work(frame.number, limit_s if limit_s > 0 else None)
+
+
+class Watch:
+    """Follows what a node says of its computing. Pure: the time is given to it."""
+
+    def __init__(self) -> None:
+        self._n_finished: int | None = None
+        self._since = 0.0
+
+    def stuck_s(self, work: Work, now: float) -> float | None:
+        """For how long it has not finished a block, if that is too long."""
+        if work.limit_s is None or work.n_finished != self._n_finished:
+            self._n_finished, self._since = work.n_finished, now
+            return None
+        passed = now - self._since
+        return passed if passed > work.limit_s else None
+
 
 PING_INTERVAL_S = 1.0  # less if a shorter silence counts as dead
 PINGS_PER_SILENCE = 6
@@ -55,7 +213,7 @@ class Link:
             this neighbour sends none.
         on_last: called from a thread of the link with the STOP or ERROR frame that ends the run.
         on_lost: called once, from a thread of the link, with the reason when the neighbour is lost.
-        on_stuck: called likewise when the neighbour lives but does not compute any more; see `mdi.net.pings`.
+        on_stuck: called likewise when the neighbour lives but does not compute any more; see `Work`.
         allocate: see BufferPool.
         on_notice: called from a thread of the link with each NOTICE.
         on_space: called from a thread of the link when `is_full` is over.

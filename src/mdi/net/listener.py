@@ -17,13 +17,21 @@ import time
 from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
-from mdi.net.codec import HEADER_BYTES, FrameCodec, Header, SealedCodec
 from mdi.net.connection import Returning
 from mdi.net.drops import DropLog
-from mdi.net.frame_io import send_frame, tune
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
+from mdi.net.wire import (
+    HANDSHAKE_LIMITS,
+    HEADER_BYTES,
+    Frame,
+    FrameCodec,
+    FrameType,
+    Header,
+    SealedCodec,
+    send_frame,
+    tune,
+)
 from mdi.security.challenge import answer_to
 from mdi.security.keys import KeyFile
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import socket
 
 from mdi.errors import AccessError, WireError
-from mdi.net.codec import HANDSHAKE, FrameCodec, SealedCodec
-from mdi.net.frame_io import read_frame, send_frame, tune
 from mdi.net.hello import Fault
-from mdi.net.wire import HANDSHAKE_LIMITS, Frame, FrameType
+from mdi.net.wire import (
+    HANDSHAKE,
+    HANDSHAKE_LIMITS,
+    Frame,
+    FrameCodec,
+    FrameType,
+    SealedCodec,
+    read_frame,
+    send_frame,
+    tune,
+)
 from mdi.security.challenge import Caller
 from mdi.security.keys import KeyFile
 

@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable
 
 from mdi.errors import AccessError, WireError
-from mdi.net.codec import FrameCodec
 from mdi.net.connection import Connection, NotBackError
-from mdi.net.frame_io import read_frame, send_frame
 from mdi.net.hello import Fault, Hello
 from mdi.net.listener import RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.ring import Seat
-from mdi.net.wire import Frame, FrameType, Limits
+from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
 
 CALL_S = 2.0  # of connecting, and of a challenge
 PAUSE_S = 0.1

@@ -12,14 +12,10 @@ from functools import partial
 from typing import Protocol
 
 from mdi.errors import NodeLostError, RingEndedError, RingError
-from mdi.net.channel import Channel
-from mdi.net.codec import FrameCodec
 from mdi.net.connection import Reconnect
-from mdi.net.frame_io import Allocate
 from mdi.net.hello import Fault, Hello
-from mdi.net.link import Link, LinkObserver
-from mdi.net.pings import STUCK
-from mdi.net.wire import SILENCE_S, Frame, FrameType, Limits
+from mdi.net.link import STUCK, Channel, Link, LinkObserver
+from mdi.net.wire import SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
 from mdi.security.keys import KeyFile
 
 FLUSH_S = 2.0

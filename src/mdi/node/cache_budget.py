@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mdi.block_ranges import block_span
-from mdi.engine.cache_memory import NodeCaches
+from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError, NoMemoryError
 from mdi.json_fields import Fields
 from mdi.kernels.page_sizes import CacheClass

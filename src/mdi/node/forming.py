@@ -7,11 +7,10 @@ from collections.abc import Mapping
 
 from mdi.config import ClusterConfig
 from mdi.errors import NodeLostError
-from mdi.net.frame_io import Allocate
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.net.wire import HANDSHAKE_LIMITS, Limits
+from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Limits
 from mdi.node.setup import with_true_port
 
 logger = logging.getLogger("mdi")
@@ -26,7 +25,7 @@ def receive_buffers(device: str) -> Allocate | None:
     """What frames are received into on a node that computes on `device`; None is ordinary memory."""
     if not device.startswith("cuda"):
         return None
-    from mdi.engine.tensors import pinned_buffer
+    from mdi.engine.rows import pinned_buffer
 
     return pinned_buffer
 

@@ -13,11 +13,9 @@ from mdi.control_groups import n_cores
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
-from mdi.machine.torch_use import has_torch
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
-from mdi.partition.sum_cost import TORCH_SUMS
 from mdi.tensor.group import Group, group_of
 from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks
@@ -38,15 +36,8 @@ def share_stage(
     """A stage for a share, without weights. UsageError if this node computes in torch."""
     if computing.packing is None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
-    check_torch_sums(group.algorithm)
     share = group.share(request.config)
     return stage_class(share, *request.blocks, n_threads(), computing.kv_dtype)
-
-
-def check_torch_sums(algorithm: str) -> None:
-    """Raises UsageError if torch must compute sums and is not installed."""
-    if algorithm in TORCH_SUMS and not has_torch():
-        raise UsageError(f"--reduce {algorithm} needs torch: install it on all nodes, or use --reduce auto")
 
 
 def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:

@@ -1,6 +1,6 @@
 """What the nodes of a ring must know about a model: which node gets which parts, and how weights become stages.
 
-The family here is that of all models that litgpt describes. Others derive from it and are given to StarterNode and
+The family here is that of all models that litgpt describes. Others derive from it and are given to Run and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
 Torch and litgpt are imported only for stages in torch.
 """

@@ -10,7 +10,7 @@ from mdi.block_ranges import block_span
 from mdi.cache_dir import default_cache_dir
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
-from mdi.engine.arrays import ArrayRows
+from mdi.engine.rows import ArrayRows
 from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import NoMemoryError
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, Weights, WeightUse

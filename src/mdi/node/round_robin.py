@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mdi.engine.secondary_loop import SecondaryLoop
+from mdi.engine.worker import SecondaryLoop
 from mdi.errors import ControlError, RingEndedError
 from mdi.machine.threads import compute_with
-from mdi.net.pings import STUCK_BLOCKS, STUCK_S, Watch, Work
+from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
 from mdi.node.job import Abandoned
 from mdi.node.main_thread_task import MainThreadTask
@@ -64,7 +64,7 @@ class RoundRobin:
     """See the module. `run` is the thread; all other methods may be called from any.
 
     Args:
-        stuck_s: the thread is stuck after so long without a finished block, see `mdi.net.pings`.
+        stuck_s: the thread is stuck after so long without a finished block, see `mdi.net.link`.
         clock: seconds, rising.
 
     Attributes:

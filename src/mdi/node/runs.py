@@ -12,20 +12,6 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
 
-_FIELD = "ring"  # of the extensions of a run
-
-
-def ring_number_extension(number: int) -> dict[str, int]:
-    """The extension of a node's request that says which ring of its run it is for: epochs are drawn, and say no order."""
-    return {_FIELD: number}
-
-
-def ring_number_of(request: InitRequest) -> int:
-    """0 for a starter that does not count."""
-    number = request.extensions.get(_FIELD)
-    return number if type(number) is int else 0
-
-
 class Runs:
     """See the module. All methods may be called from any thread.
 
@@ -82,7 +68,7 @@ class Runs:
                 than that of the run's present ring, and was late.
         """
         before = self.find(request.run)
-        if before is not None and ring_number_of(before.request) > ring_number_of(request):
+        if before is not None and int(before.request.epoch, 16) > int(request.epoch, 16):
             raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
         if before is not None and not before.is_over:
             if before.request.epoch == request.epoch:

@@ -29,8 +29,8 @@ from mdi.machine.device import devices, load_kernels
 from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
+from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
-from mdi.net.pings import STUCK, STUCK_S
 from mdi.node.job import Job
 from mdi.node.model_family import ModelFamily
 from mdi.node.part_sending import Forwards

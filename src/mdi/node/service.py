@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
-from mdi.engine.arrays import ArrayRows
-from mdi.engine.secondary_loop import FrameRows, SecondaryLoop
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
+from mdi.engine.rows import ArrayRows
+from mdi.engine.worker import FrameRows, SecondaryLoop
 from mdi.errors import CheckpointError, MdiError, NodeLostError, RingError
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.threads import computing_threads

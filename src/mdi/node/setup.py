@@ -288,6 +288,6 @@ def _sent_rows(status: dict[str, Any]) -> dict[int, int]:
 
 
 def arithmetic_of(status: Mapping[str, Any]) -> str:
-    """Which nodes give the same bits: the class that a node says, or its device if that is none of the kernels'."""
+    """The kind of arithmetic that a node reports, or its device if that is none of the kernels'."""
     device = str(status.get("device", "cpu"))
     return str(status.get("arithmetic", "")) if device == "cpu" else device

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weight_memory import WeightPlacer

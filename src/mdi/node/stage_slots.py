@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
 from mdi.control.messages import InitRequest
-from mdi.engine.sent_rows import SentRows
+from mdi.engine.replay import SentRows
 from mdi.errors import ControlError
 from mdi.kernels.kernel_stage import KernelStage, Weights
 from mdi.machine.computing import Computing

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import span
-from mdi.checkpoint.checked import CheckedFiles
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk, siblings
+from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.records import CheckedFiles
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mdi.engine.tensors import DTYPES, TensorRows
+from mdi.engine.rows import TensorRows
 from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
@@ -27,7 +27,7 @@ class TorchStage:
     def __init__(self, inner: Stage, computing: Computing, stored: str | None) -> None:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
-        self._device, self._dtype = torch.device(computing.device), DTYPES[computing.dtype]
+        self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)

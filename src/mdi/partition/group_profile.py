@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mdi.partition.cost import CostModel
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
-from mdi.partition.sum_cost import LinkSpeed, fastest, seconds
+from mdi.partition.sum_cost import DEFAULT, LinkSpeed, seconds
 from mdi.partition.tensor_plan import SUMS_PER_BLOCK, row_bytes, slowest_link
 
 ROWS = (1, 8, 64)  # for which the time of a block is reckoned, where nothing was timed
@@ -75,21 +75,18 @@ def _group(cost: CostModel, members: Sequence[int]) -> tuple[NodeProfile, GroupP
     )  # fmt: skip
     reads = [node.read_bytes_s / part for node, part in zip(nodes, parts, strict=True)]
     n_bytes = row_bytes(cost)
-    algorithm = fastest(len(nodes), n_bytes, link)
     node = replace(
         nodes[0], name=nodes[0].group, group="", block_s=block_s, read_bytes_s=min(reads), device="cpu",
         n_cores=sum(node.n_cores for node in nodes), memory_bytes=_memory_bytes(cost, members, parts), held_bytes=0,
         shared_bytes=0, cached_parts=(), machine="", machine_share=0.0,
     )  # fmt: skip
     names = tuple(node.name for node in nodes)
-    return node, GroupPlan(
-        nodes[0].group, names, tuple(parts), algorithm, seconds(algorithm, len(nodes), n_bytes, link)
-    )
+    return node, GroupPlan(nodes[0].group, names, tuple(parts), DEFAULT, seconds(DEFAULT, len(nodes), n_bytes, link))
 
 
 def _sums_s(cost: CostModel, nodes: Sequence[NodeProfile], n_rows: int, link: LinkSpeed) -> float:
     n_bytes = n_rows * row_bytes(cost)
-    return SUMS_PER_BLOCK * seconds(fastest(len(nodes), n_bytes, link), len(nodes), n_bytes, link)
+    return SUMS_PER_BLOCK * seconds(DEFAULT, len(nodes), n_bytes, link)
 
 
 def _memory_bytes(cost: CostModel, members: Sequence[int], parts: Sequence[float]) -> int:

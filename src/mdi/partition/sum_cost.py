@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALGORITHMS = ("star", "exchange", "scatter", "ring", "tree")
-# These add in the order of ranks: whichever a group takes, its sums have the same bits. The others are never cheaper, but for
-# eight nodes and more with delays of microseconds.
-BY_RANK = ALGORITHMS[:3]
+ALGORITHMS = ("star", "exchange", "ring", "tree")
+DEFAULT = (
+    "exchange"  # of AUTO: it costs less than a star, by the model at any delay and rate, and adds in the order of ranks
+)
 AUTO = "auto"
-TORCH_SUMS = ("gloo", "nccl")  # see tensor.torch_sums
-CHOICES = (AUTO, *ALGORITHMS, *TORCH_SUMS)
+CHOICES = (AUTO, *ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ def seconds(algorithm: str, n_nodes: int, n_bytes: int, speed: LinkSpeed) -> flo
         return 2 * (d + (n - 1) * (b + o))
     if algorithm == "exchange":
         return d + (n - 1) * (b + 2 * o)
-    if algorithm == "scatter":
-        return 2 * (d + (n - 1) * (b / n + 2 * o))
     if algorithm == "ring":
         return 2 * (n - 1) * (d + b / n + 2 * o)
     assert algorithm == "tree", algorithm
@@ -49,8 +45,3 @@ def seconds(algorithm: str, n_nodes: int, n_bytes: int, speed: LinkSpeed) -> flo
         math.ceil(math.log2(n)),
     )  # hops from a leaf to the root; what the root receives
     return 2 * (depth * d + most * (b + o))
-
-
-def fastest(n_nodes: int, n_bytes: int, speed: LinkSpeed, ways: Sequence[str] = BY_RANK) -> str:
-    """The cheapest way; of equal ones the first."""
-    return min(ways, key=lambda algorithm: seconds(algorithm, n_nodes, n_bytes, speed))

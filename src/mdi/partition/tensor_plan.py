@@ -12,7 +12,7 @@ from typing import Any
 
 from mdi.errors import PlacementError
 from mdi.partition.cost import CostModel
-from mdi.partition.sum_cost import LinkSpeed, fastest, seconds
+from mdi.partition.sum_cost import DEFAULT, LinkSpeed, seconds
 from mdi.weight_formats import weight_format
 
 SUMS_PER_BLOCK = 2  # behind attention and behind the MLP; of blocks with parallel residuals one
@@ -61,14 +61,13 @@ def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_s
     stages = [part * cost.block_s(i, n_rows) * whole for i, part in enumerate(parts)]
     speed = slowest_link(cost, nodes)
     n_bytes = n_rows * row_bytes(cost)
-    algorithm = fastest(cost.n_nodes, n_bytes, speed)
-    sums_s = shape.n_layer * sums_per_block * seconds(algorithm, cost.n_nodes, n_bytes, speed)
+    sums_s = shape.n_layer * sums_per_block * seconds(DEFAULT, cost.n_nodes, n_bytes, speed)
     head_s = cost.head_s(n_rows) * (max(parts) if is_head_shared else 1.0)
     weights = [int(part * cost.weights[shape.n_layer]) for part in parts]
     weights[0] += shape.embedding_bytes + shape.head_bytes
     return TensorPlan(
         tuple(node.name for node in cost.profile.nodes), tuple(parts), n_rows, max(stages) + sums_s + head_s, max(stages),
-        sums_s, head_s, algorithm, tuple(weights), speed,
+        sums_s, head_s, DEFAULT, tuple(weights), speed,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Caller:
 
 
 def answer_to(call: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, SealedSession]:
-    """What the side that was called sends, and its session. Raises AccessError if the caller has none of these keys."""
+    """The answer of the side that was called, and its session. Raises AccessError if the caller has none of these keys."""
     open_part = _open_part(call)
     secret = key_of(call[len(open_part) :], keys, _CALL, open_part)
     if secret is None:

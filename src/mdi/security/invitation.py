@@ -65,13 +65,13 @@ class GuestNode:
     ring_port: int
 
     def proof(self, secret: bytes, public: bytes) -> str:
-        """That who has the code says so."""
+        """Proof that the sender has the code."""
         fields = (self.name, self.addr, str(self.port), str(self.ring_port))
         return mac(secret, _NODE, public, *(field.encode() for field in fields)).hex()
 
     @classmethod
     def read(cls, request: Any, secret: bytes, public: bytes) -> GuestNode | None:
-        """What a guest's request says of it; None if it says nothing, nonsense, or proves nothing."""
+        """Read where a guest will be from its request; None if that is missing, nonsense, or not proved."""
         try:
             given = request["node"]
             node = cls(str(given["name"]), str(ipaddress.ip_address(given["addr"])), given["port"], given["ring_port"])
@@ -112,7 +112,7 @@ class Invitation:
         return self._is_used or self._clock() > self._end
 
     def answer(self, request: Any, addr: str = "") -> dict[str, str]:
-        """What the guest gets; from then on the invitation is used up. Raises AccessError: a wrong code, or too late.
+        """Make the answer to the guest, and use the invitation up. Raises AccessError: a wrong code, or too late.
 
         Args:
             addr: from which the request came.

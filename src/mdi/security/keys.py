@@ -45,7 +45,7 @@ def new_secret() -> bytes:
 
 
 def text_of(keys: tuple[bytes, ...]) -> str:
-    """What a key file holds."""
+    """The text of a key file."""
     return "".join(f"{PREFIX} {base64.urlsafe_b64encode(secret).decode()}\n" for secret in keys)
 
 

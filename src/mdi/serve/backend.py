@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mdi.engine.requests import Constraint
+from mdi.engine.sequence import Constraint
 from mdi.errors import EngineError, MdiError, UsageError, WireError
 from mdi.serve.host import ModelHost
-from mdi.serve.lines import Lines
+from mdi.serve.process import Lines
 
 STATE_S = 1.0  # between two looks at the ring
 N_FORMS = 2  # schemas that are compiled at the same time

@@ -2,23 +2,167 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mdi.serve import sse
 from mdi.serve.api_errors import invalid
 from mdi.serve.api_state import ApiState
-from mdi.serve.asgi_exchange import Exchange
-from mdi.serve.endpoint import EndpointJob
-from mdi.serve.logprobs import chat_logprobs
+from mdi.serve.endpoint import EndpointJob, Exchange, stream_event
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import MOST_TOP_LOGPROBS, RequestFields, checked_text, common_fields
-from mdi.serve.request_texts import TextPiece, Usage, check_prompt, encoded, write_texts
+from mdi.serve.parameters import RequestFields, TopLogprobs, checked_text, common_fields, read_fields
+from mdi.serve.request_texts import TextPiece, Usage, chat_logprobs, check_prompt, encoded, write_texts
 from mdi.serve.templates import PLAIN_STOPS
-from mdi.serve.tools import parse_tools
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+# How the beginning of an answer shows that it calls tools, in the families that there are.
+MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>")
+BEGINNINGS = (*MARKS, "{", "[")
+_BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
+# Beside these words, a schema's `properties` are not all that an object may have.
+_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
+_OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
+_WRAPPED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|$)", re.DOTALL)
+
+INSTRUCTIONS = """\
+You can call these functions:
+{tools}
+To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a chat may call.
+
+    Attributes:
+        tools: as the request has them; () are none.
+        forced: names of which one must be called; () leaves that to the model.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    forced: tuple[str, ...] = ()
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The form of an answer that is a call."""
+        if not self.forced:
+            return None
+        calls = []
+        for tool in self.tools:
+            function = tool["function"]
+            if function["name"] in self.forced:
+                arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
+                properties = {"name": {"const": function["name"]}, "arguments": arguments}
+                required = ["name", "arguments"]
+                calls.append(
+                    {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+                )
+        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+
+    @property
+    def instructions(self) -> str:
+        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+
+    def calls_in(self, text: str) -> list[dict[str, Any]]:
+        """The calls that an answer consists of, as OpenAI writes them; [] if it is none."""
+        names = {tool["function"]["name"] for tool in self.tools}
+        calls = []
+        for value in _objects(text.strip()):
+            name = value.get("name")
+            arguments = value.get("arguments", value.get("parameters", {}))
+            if name not in names or not isinstance(arguments, dict | str):
+                return []
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            calls.append({**call, "function": {"name": name, "arguments": written}})
+        return calls
+
+    def is_cut_call(self, text: str) -> bool:
+        """Whether an answer that was cut off, and is no call, would have become one: nobody can use it."""
+        if self.forced or text.lstrip().startswith(MARKS):
+            return True
+        begun = _BEGUN.match(text)
+        return begun is not None and any(tool["function"]["name"].startswith(begun[1]) for tool in self.tools)
+
+    def may_be_call(self, text: str) -> bool:
+        """Whether an answer with this beginning may become a call, so that it must not be shown yet."""
+        begun = text.lstrip()
+        return bool(self.tools) and any(begun.startswith(one[: len(begun)]) for one in BEGINNINGS)
+
+
+def parse_tools(given: Any, choice: Any) -> ToolUse:
+    """The fields `tools` and `tool_choice`. Raises ApiError."""
+    if given is None:
+        given = []
+    if not isinstance(given, list) or len(given) > MOST_TOOLS:
+        raise invalid("tools", f"expected a list of at most {MOST_TOOLS}")
+    names = []
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise invalid("tools", 'expected objects {"type": "function", "function": {...}}')
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise invalid("tools", "a function's name has 1 to 64 letters, digits, dots, dashes and underscores")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise invalid("tools", f"the parameters of {name} are no JSON schema")
+        names.append(name)
+    if choice in (None, "auto"):
+        return ToolUse(tuple(given))
+    if choice == "none":
+        return ToolUse()
+    if choice == "required" and names:
+        return ToolUse(tuple(given), tuple(names))
+    function = choice.get("function") if isinstance(choice, dict) else None
+    wanted = function.get("name") if isinstance(function, dict) else None
+    if wanted in names:
+        return ToolUse(tuple(given), (str(wanted),))
+    raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the keys of `properties` only, unless it says so: a weak model invents others for ever."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        word: {name: _closed(one) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else _closed(value)
+        if word in ("items", "prefixItems", "additionalProperties")
+        else value
+        for word, value in schema.items()
+    }
+    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _objects(text: str) -> Sequence[Mapping[str, Any]]:
+    """The JSON objects that a text consists of, whatever a model family writes around them; [] if it has other text."""
+    wrapped = _WRAPPED.findall(text)
+    if wrapped:
+        values = [_parsed(inner) for _, inner in wrapped]
+    else:
+        for beginning in ("[TOOL_CALLS]", "<|python_tag|>"):
+            text = text.removeprefix(beginning).strip()
+        value = _parsed(text)
+        values = value if isinstance(value, list) else [value]
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4096
@@ -40,22 +184,30 @@ class ChatAnswer:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
+class ChatFields(RequestFields, kw_only=True):
+    messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
 class Chat(EndpointJob):
     def __init__(self, body: Any) -> None:
-        fields = RequestFields(body)
-        n_top = fields.integer("top_logprobs", None, 0, MOST_TOP_LOGPROBS)
-        wants = fields.flag("logprobs")
-        if n_top is not None and not wants:
+        fields = read_fields(ChatFields, body)
+        if fields.top_logprobs is not None and not fields.logprobs:
             raise invalid("top_logprobs", "it needs logprobs: true")
-        common = common_fields(fields, None, (n_top or 0) if wants else None)
-        self.tools = parse_tools(fields.raw("tools"), fields.raw("tool_choice"))
+        common = common_fields(fields, None, (fields.top_logprobs or 0) if fields.logprobs else None)
+        self.tools = parse_tools(fields.tools, fields.tool_choice)
         self.fields = replace(common, grammar=self.tools.grammar or common.grammar)
         self.n_texts = common.n
-        self.messages = _messages(fields.raw("messages"))
-        self.template_values = fields.mapping("chat_template_kwargs")
-        if fields.raw("functions") or fields.raw("function_call") not in (None, "none", "auto"):
+        self.messages = _messages(fields.messages)
+        self.template_values = fields.chat_template_kwargs
+        if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
-        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         fields, key = self.fields, exchange.key
@@ -68,7 +220,7 @@ class Chat(EndpointJob):
         chunk = {**made, "object": "chat.completion.chunk"}
         if fields.is_streamed:
             for index in range(fields.n):
-                await exchange.push(sse.event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
+                await exchange.push(stream_event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
         async for piece in write_texts(api, model, key, [prompt], fields, continues=False, stop=stop):
             usage.count(piece, fields.n)
             answer = answers[piece.index]
@@ -76,10 +228,10 @@ class Chat(EndpointJob):
             answer.logprobs += new
             delta = self.delta(answer, piece, model.template.is_plain)
             if fields.is_streamed and (delta or new or piece.finish_reason):
-                await exchange.push(sse.event(_chunk(chunk, piece.index, delta, new, answer.reason)))
+                await exchange.push(stream_event(_chunk(chunk, piece.index, delta, new, answer.reason)))
         if fields.is_streamed:
             if fields.with_usage:
-                await exchange.push(sse.event({**chunk, "choices": [], "usage": usage.to_json()}))
+                await exchange.push(stream_event({**chunk, "choices": [], "usage": usage.to_json()}))
             await exchange.end()
             return
         choices = [_choice(i, answer, fields.n_logprobs is not None) for i, answer in enumerate(answers)]

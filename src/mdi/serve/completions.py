@@ -7,34 +7,36 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mdi.serve import sse
 from mdi.serve.api_errors import invalid
 from mdi.serve.api_state import ApiState
-from mdi.serve.asgi_exchange import Exchange
-from mdi.serve.endpoint import EndpointJob
-from mdi.serve.logprobs import TextLogprobs
+from mdi.serve.endpoint import EndpointJob, Exchange, stream_event
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import MOST_CHOICES, MOST_TOP_LOGPROBS, RequestFields, checked_text, common_fields
-from mdi.serve.request_texts import Usage, check_prompt, encoded, write_texts
+from mdi.serve.parameters import MOST_CHOICES, RequestFields, TopLogprobs, checked_text, common_fields, read_fields
+from mdi.serve.request_texts import TextLogprobs, Usage, check_prompt, encoded, write_texts
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
+class CompletionFields(RequestFields, kw_only=True):
+    prompt: Any = None
+    echo: bool = False
+    logprobs: TopLogprobs | None = None
+    suffix: Any = None
+
+
 class Completion(EndpointJob):
     def __init__(self, body: Any) -> None:
-        fields = RequestFields(body)
-        n_logprobs = fields.integer("logprobs", None, 0, MOST_TOP_LOGPROBS)
-        self.fields = common_fields(fields, DEFAULT_TOKENS, n_logprobs)
-        self.prompts = _prompts(fields.raw("prompt"))
-        self.is_echoed = fields.flag("echo")
+        fields = read_fields(CompletionFields, body)
+        self.fields = common_fields(fields, DEFAULT_TOKENS, fields.logprobs)
+        self.prompts = _prompts(fields.prompt)
+        self.is_echoed = fields.echo
         self.n_texts = len(self.prompts) * self.fields.n
         if self.n_texts > MOST_CHOICES:
             raise invalid("n", f"at most {MOST_CHOICES} texts in one request")
-        if self.is_echoed and n_logprobs is not None:
+        if self.is_echoed and fields.logprobs is not None:
             raise invalid("echo", "together with logprobs it is not supported")
-        if fields.raw("suffix"):
+        if fields.suffix:
             raise invalid("suffix", "it is not supported")
-        fields.check_spelling()
 
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         encode = model.codec.encode
@@ -55,7 +57,7 @@ class Completion(EndpointJob):
         if fields.is_streamed:
             for index, text in enumerate(texts):
                 if text:
-                    await exchange.push(sse.event({**base, "choices": [_choice(index, text, None, None)]}))
+                    await exchange.push(stream_event({**base, "choices": [_choice(index, text, None, None)]}))
         async for piece in write_texts(api, model, exchange.key, prompts, fields, continues=True):
             usage.count(piece, fields.n)
             i = piece.index
@@ -65,11 +67,11 @@ class Completion(EndpointJob):
                 reasons[i] = piece.finish_reason
             elif piece.text or piece.finish_reason or shown:
                 await exchange.push(
-                    sse.event({**base, "choices": [_choice(i, piece.text, shown, piece.finish_reason)]})
+                    stream_event({**base, "choices": [_choice(i, piece.text, shown, piece.finish_reason)]})
                 )
         if fields.is_streamed:
             if fields.with_usage:
-                await exchange.push(sse.event({**base, "choices": [], "usage": usage.to_json()}))
+                await exchange.push(stream_event({**base, "choices": [], "usage": usage.to_json()}))
             await exchange.end()
             return
         alls = [own.all if fields.n_logprobs is not None else None for own in logprobs]

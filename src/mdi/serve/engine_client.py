@@ -13,7 +13,7 @@ from typing import Any
 
 from mdi.errors import WireError
 from mdi.serve.api_errors import ApiError
-from mdi.serve.lines import LIMIT_BYTES, packed, unpacked
+from mdi.serve.process import LIMIT_BYTES, packed, unpacked
 
 STARTING = {"state": "loading", "model": "", "text": "starting", "done": 0.0, "load": 0}
 

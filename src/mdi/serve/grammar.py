@@ -60,7 +60,7 @@ class GrammarSource:
 
 
 class Grammar:
-    """A `mdi.engine.requests.Constraint`."""
+    """A `mdi.engine.sequence.Constraint`."""
 
     def __init__(self, matcher: Any, eos_ids: list[int], n_vocabulary: int) -> None:
         self._matcher = matcher

@@ -1,12 +1,17 @@
-"""The models of the engine process: loads them beside each other, unloads them, and reloads one whose ring is lost."""
+"""The models of the engine process: loads them beside each other, unloads them, and reloads one whose ring is lost.
+
+The main thread loads and unloads what requests want, so that an interrupt ends a load. Another thread looks after the rings,
+and each lost one is formed again in a thread of its own: none of them waits for a model that is being loaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,20 +19,100 @@ from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
 
-from mdi.engine.pace import PromptPace
-from mdi.engine.requests import Constraint
+from mdi.cancel import Cancel, CancelledError
+from mdi.config import ClusterConfig
+from mdi.engine.scheduler import PromptPace
+from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
+from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
-from mdi.node.starter import StarterNode
-from mdi.node.starter_ports import StarterPorts
+from mdi.run.nodes import Newcomers, NodeSource
+from mdi.run.ports import StarterPorts
+from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
-from mdi.serve.lines import Lines
-from mdi.serve.outlet import Outlet
-from mdi.session.node_source import NodeSource
-from mdi.session.run_session import Session
+from mdi.serve.process import Lines
 from mdi.spec.options import StarterOptions
 
+_MOST_EVENTS = 4096  # in one message
+_END = Event(-1, (), "closed")
+JOIN_S = 5.0
+
+
+class Outlet:
+    """Writes the events of an engine's texts to the API process, in a thread of its own, until `close`.
+
+    Args:
+        model: name of the one that the engine has.
+    """
+
+    def __init__(self, model: str, engine: StarterEngine, eos_ids: frozenset[int], lines: Lines) -> None:
+        self._model = model
+        self._engine = engine
+        self._eos_ids = eos_ids
+        self._lines = lines
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._numbers: dict[int, int] = {}  # seq_id -> number that the API process knows
+        self._requests: dict[int, Request] = {}  # by that number
+        self._thread = threading.Thread(target=self._write, name="serve-write", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, number: int, ids: Sequence[int], sampling: Mapping[str, Any], owner: str, constraint: Constraint | None
+    ) -> None:
+        """Have a text continued. Raises UsageError, EngineError."""
+        values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
+        params = SamplingParams(**values, eos_ids=self._eos_ids)
+        with self._lock:  # its first event must not come before its number is known
+            request = self._engine.submit(ids, params, events=self._events, constraint=constraint, owner=owner)
+            self._numbers[request.seq_id] = number
+            self._requests[number] = request
+
+    def cancel(self, number: int) -> bool:
+        """Whether there was such a text."""
+        with self._lock:
+            request = self._requests.get(number)
+        if request is not None:
+            request.cancel()
+        return request is not None
+
+    def close(self) -> None:
+        """Call it after the engine's end, when all events exist."""
+        self._events.put(_END)
+        self._thread.join(JOIN_S)
+
+    def _write(self) -> None:
+        while True:
+            events = [self._events.get()]
+            while len(events) < _MOST_EVENTS and not self._events.empty():
+                events.append(self._events.get())
+            is_over = events[-1] is _END
+            with self._lock:
+                told = [self._told(event) for event in events if event is not _END]
+            if told:
+                _, n_waiting, _ = self._engine.texts()
+                self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
+            if is_over:
+                return
+
+    def _told(self, event: Event) -> list[Any]:
+        number = self._numbers[event.seq_id]
+        n_cached = self._requests[number].n_reused
+        if event.finish_reason is not None:
+            del self._numbers[event.seq_id], self._requests[number]
+        logprobs = None
+        if event.logprobs:
+            logprobs = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in event.logprobs]
+        return [number, event.tokens, event.finish_reason, logprobs, n_cached]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity, which is the logarithm of "never"."""
+    return value if math.isfinite(value) else None
+
+
 LOOK_S = 0.2
+END_S = 10.0  # that a thread may need to notice the end
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
 N_RECORDS = 1000  # log records that wait to be told; more are dropped
 N_PLANNED = 16  # texts at the same time that a placement is made for
@@ -41,7 +126,7 @@ class Loaded:
     """A model whose ring is closed."""
 
     name: str
-    session: Session
+    session: Run
     outlet: Outlet
     directory: Path
     n_vocabulary: int
@@ -49,16 +134,34 @@ class Loaded:
     making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def node(self) -> StarterNode:
-        return self.session.starter
+    def node(self) -> Run:
+        return self.session
 
 
-@dataclass
-class _Lost:
-    """A model whose ring was lost, and when the next attempt to have it again is due."""
+class HostNodes(NodeSource):
+    """The nodes of all runs of a server: looked for by one run at a time, and for none that has been cancelled."""
 
-    next_s: float
-    wait_s: float = FIRST_RETRY_S
+    def __init__(self, nodes: NodeSource, turn: threading.Lock, cancel: Cancel) -> None:
+        self._nodes = nodes
+        self._turn = turn
+        self._cancel = cancel
+
+    @property
+    def newcomers(self) -> Newcomers:
+        return self._nodes.newcomers
+
+    def cluster(self) -> ClusterConfig:
+        with self._turn:
+            self._cancel.check()
+            return self._nodes.cluster()
+
+    def check(self) -> None:
+        self._cancel.check()
+        if self._turn.acquire(blocking=False):  # else a thread is at them
+            try:
+                self._nodes.check()
+            finally:
+                self._turn.release()
 
 
 class ModelHost:
@@ -76,9 +179,11 @@ class ModelHost:
 
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
-        on_end: Callable[[StarterNode], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[Run], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
-        self._nodes = nodes
+        self._source, self._looking = nodes, threading.Lock()
+        self._cancel = Cancel()
+        self._nodes = HostNodes(nodes, self._looking, self._cancel)
         self._options = options
         self._catalog = catalog
         self._max_length = max_length
@@ -86,10 +191,11 @@ class ModelHost:
         self._on_end = on_end
         self._on_ready = on_ready
         self._wanted: queue.SimpleQueue[tuple[str, bool, Future[None]]] = queue.SimpleQueue()
-        self._is_left = False
         self._n_loads = 0
         self._ports = StarterPorts()
-        self._lost: dict[str, _Lost] = {}
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one loads or unloads a model
+        self._recoveries: dict[str, tuple[threading.Thread, Cancel]] = {}  # of lost rings, by model
+        self._watching = threading.Thread(target=self._watch, name="serve-watch", daemon=True)
         self.loaded: dict[str, Loaded] = {}
 
     # From any thread
@@ -102,13 +208,13 @@ class ModelHost:
         """
         done: Future[None] = Future()
         self._wanted.put((name, is_wanted, done))
-        if self._is_left:  # `close` may have looked already
+        if self._cancel.is_cancelled:  # `close` may have looked already
             self._refuse_wanted()
         done.result()
 
     def leave(self) -> None:
-        """Let `run` return."""
-        self._is_left = True
+        """Let `run` return. What is being loaded is given up."""
+        self._cancel.cancel(EngineError("the server is ending"))
 
     def submit(
         self, model: str, number: int, ids: Sequence[int], sampling: Mapping[str, Any], owner: str,
@@ -126,7 +232,7 @@ class ModelHost:
         loaded = self._loaded_as(model)
         with loaded.making_grammars:
             if loaded.grammars is None:
-                loaded.grammars = GrammarSource(loaded.directory, loaded.node.codec.eos_ids, loaded.n_vocabulary)
+                loaded.grammars = GrammarSource(loaded.directory, loaded.node.model.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
@@ -139,19 +245,24 @@ class ModelHost:
 
     def run(self) -> None:
         """Load the first model, then handle requests until `leave`. Raises MdiError if the first model cannot be loaded."""
-        self._load(self._catalog.first_name)
-        while not self._is_left:
-            try:
-                wanted = self._wanted.get(timeout=LOOK_S)
-            except queue.Empty:
-                self._look_after()
-                continue
-            self._do(*wanted)
+        self._watching.start()
+        try:
+            self._load(self._catalog.first_name, self._nodes)
+            while not self._cancel.is_cancelled:
+                with contextlib.suppress(queue.Empty):
+                    self._do(*self._wanted.get(timeout=LOOK_S))
+        except MdiError as e:
+            if e is not self._cancel.error:
+                raise
 
     def close(self) -> None:
         """Give all models and the nodes back."""
-        self._is_left = True
+        self.leave()
         self._refuse_wanted()
+        if self._watching.ident is not None:
+            self._watching.join(END_S)
+        for thread, _ in list(self._recoveries.values()):  # none is added any more
+            thread.join(END_S)
         for name in list(self.loaded):
             self._give_up(name)
         self._ports.close()
@@ -164,17 +275,30 @@ class ModelHost:
     def _do(self, name: str, is_wanted: bool, done: Future[None]) -> None:
         try:
             if not is_wanted:
-                self._lost.pop(name, None)
-                self._give_up(name)
+                self._end_recovery(name)
+                with self._turns[name]:
+                    self._give_up(name)
                 self._tell("idle", name, "nobody has used it for a while; a request loads it again")
-            elif name not in self.loaded:
-                if name not in self._catalog.folders():
-                    raise UsageError(f"there is no model {name} any more")
-                self._load(name)
-                self._lost.pop(name, None)
+            else:
+                with self._turns[name]:
+                    self._load_wanted(name)
             done.set_result(None)
         except Exception as e:
             done.set_exception(self._failure(name, e))
+
+    def _load_wanted(self, name: str) -> None:
+        if (loaded := self.loaded.get(name)) is not None:
+            if not loaded.session.failed:
+                return
+            self._give_up(name)
+        if name not in self._catalog.folders():
+            raise UsageError(f"there is no model {name} any more")
+        self._load(name, self._nodes)
+        self._end_recovery(name)
+
+    def _end_recovery(self, name: str) -> None:
+        if (recovery := self._recoveries.get(name)) is not None:
+            recovery[1].cancel()
 
     def _give_up(self, name: str, error: MdiError | None = None) -> None:
         """End a model's run; `error` is why, if it was one."""
@@ -188,29 +312,69 @@ class ModelHost:
         finally:
             loaded.outlet.close()
 
+    # Of the thread that looks after the rings, and of one for each lost ring
+
+    def _watch(self) -> None:
+        with contextlib.suppress(CancelledError, EngineError):
+            while True:
+                self._look_after()
+                self._cancel.wait(LOOK_S)
+
     def _look_after(self) -> None:
-        """Load a model again whose ring is lost; the other models continue meanwhile."""
-        self._nodes.check()
+        try:
+            self._nodes.check()
+        except Exception as e:
+            self._cancel.check()
+            logger.warning("the nodes cannot be looked after: %s", e)
         for name, loaded in list(self.loaded.items()):
             try:
                 loaded.node.raise_failure()
             except MdiError as e:
-                logger.warning("the ring of %s is lost: %s", name, e)
-                self._tell("failed", name, str(e))
-                self._give_up(name, e)
-                self._lost[name] = _Lost(time.monotonic())
-        for name, lost in list(self._lost.items()):
-            if time.monotonic() >= lost.next_s and not self._is_left:
-                self._try_again(name, lost)
+                if name not in self._recoveries:
+                    logger.warning("the ring of %s is lost: %s", name, e)
+                    self._tell("failed", name, str(e))
+                    self._begin_recovery(loaded, e)
 
-    def _try_again(self, name: str, lost: _Lost) -> None:
+    def _begin_recovery(self, lost: Loaded, error: MdiError) -> None:
+        cancel = self._cancel.child()
+        thread = threading.Thread(
+            target=self._recover, args=(lost, error, cancel), name=f"serve-recover-{lost.name}", daemon=True
+        )
+        self._recoveries[lost.name] = thread, cancel
+        thread.start()
+
+    def _recover(self, lost: Loaded, error: MdiError, cancel: Cancel) -> None:
+        """Have a model again whose ring is lost, until it is loaded or not wanted any more."""
+        name, wait_s = lost.name, FIRST_RETRY_S
         try:
-            self._load(name)
-            del self._lost[name]
-        except Exception as e:
-            failure = self._failure(name, e)
-            logger.warning("%s; the next attempt follows in %.0f s", failure, lost.wait_s)
-            self._lost[name] = _Lost(time.monotonic() + lost.wait_s, min(2 * lost.wait_s, LAST_RETRY_S))
+            with self._turns[name]:
+                if self.loaded.get(name) is lost:
+                    self._give_up(name, error)
+            while not self._has_again(name, cancel, wait_s):
+                cancel.wait(wait_s)
+                wait_s = min(2 * wait_s, LAST_RETRY_S)
+        except MdiError as e:
+            if e is not cancel.error:
+                raise
+        finally:
+            del self._recoveries[name]
+            cancel.close()
+
+    def _has_again(self, name: str, cancel: Cancel, wait_s: float) -> bool:
+        """Whether it is loaded, or has not to be."""
+        with self._turns[name]:
+            cancel.check()
+            if name in self.loaded:
+                return True
+            try:
+                self._load(name, HostNodes(self._source, self._looking, cancel))
+            except Exception as e:
+                cancel.check()
+                logger.warning("%s; the next attempt follows in %.0f s", self._failure(name, e), wait_s)
+                return False
+        return True
+
+    # Of the thread that loads
 
     def _failure(self, name: str, error: Exception) -> MdiError:
         """Why a model could not be loaded. Whatever it was, the other models continue."""
@@ -220,9 +384,9 @@ class ModelHost:
         self._tell("failed", name, str(error))
         return error
 
-    def _load(self, name: str) -> None:
+    def _load(self, name: str, nodes: NodeSource) -> None:
         self._n_loads += 1
-        session = Session(self._nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
+        session = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)
@@ -234,16 +398,19 @@ class ModelHost:
         finally:
             logger.removeHandler(progress)
             listener.stop()
-        node = session.starter
+        node = session
+        if self._cancel.is_cancelled:  # and `close` may not have waited
+            session.close()
+            self._cancel.check()
         if self.loaded and node.engine.memory is not None and node.engine.memory.n_sequences(node.max_length) == 0:
             session.close()
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         node.engine.pace = PromptPace()
-        directory, n_vocabulary = node.directory, int(node.config.padded_vocab_size)
-        outlet = Outlet(name, node.engine, node.codec.eos_ids, self._lines)
+        directory, n_vocabulary = node.model.directory, int(node.model.config.padded_vocab_size)
+        outlet = Outlet(name, node.engine, node.model.codec.eos_ids, self._lines)
         self.loaded[name] = Loaded(name, session, outlet, directory, n_vocabulary)
         facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
-        tokenizer = {**node.codec.facts(), "directory": str(directory.absolute())}
+        tokenizer = {**node.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "ready", 1.0)
         self._on_ready(name)

@@ -7,8 +7,9 @@ model is unloaded as soon as its requests are done, and so on until there is eno
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,8 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.templates import ChatTemplate, read_template
-from mdi.serve.tokenizer import ServedTokenizer
 from mdi.text import TextCodec
+from mdi.tokenizer_file import FileTokenizer, panics_told
 
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
@@ -83,7 +84,7 @@ class Models:
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
         self.loading = ""
-        self.leaving: list[str] = []  # no new request may use them; one that is there twice is unloaded twice
+        self.leaving: set[str] = set()  # no new request may use them
 
     @property
     def latest(self) -> str:
@@ -181,15 +182,20 @@ class Models:
         return min(others, key=lambda one: (self._use(one).n > 0, self._use(one).last_s), default="")
 
     async def _give_up(self, name: str) -> None:
-        """Once no request uses it any more."""
-        self.leaving.append(name)
+        """Once no request uses it any more; for two that give up the same one, once."""
+        if name in self.leaving:
+            while name in self.leaving:
+                await self._wait(1.0)
+            return
+        self.leaving.add(name)
         try:
             while self._use(name).n and not self._engine.is_gone:
                 await self._wait(1.0)
             await self._ask("unload", name)
             self._forget(name)
         finally:
-            self.leaving.remove(name)
+            self.leaving.discard(name)
+            await self._engine.notify()
 
     async def _ask(self, what: str, name: str) -> str:
         """The error code; "" if it is done, or if the engine is gone."""
@@ -211,3 +217,43 @@ class Models:
                 is_idle = self._engine.state.is_serving(name) and self._use(name).idle_s > limit_s
                 if is_idle and self._loader is None:
                     await self._give_up(name)
+
+
+class ServedTokenizer(FileTokenizer):
+    """A tokenizer made from the engine process's report.
+
+    Args:
+        facts: see TextCodec.facts; with the directory.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        super().__init__(Path(facts["directory"]), facts)
+
+    def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
+        """As FileTokenizer's, but as a batch: only then does the library release the interpreter's lock."""
+        if self.backend == "huggingface":
+            with panics_told():
+                return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
+        return super().ids_of(text, adds_special)
+
+    @property
+    def longest_token(self) -> int:
+        """Its length in characters."""
+        if self.backend == "huggingface":
+            return max(map(len, self.processor.get_vocab()), default=1)
+        return max(len(self.processor.id_to_piece(i)) for i in range(self.processor.vocab_size()))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
+        if self.backend == "huggingface":
+            return self.ids_of(text, adds_special=False)
+        names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
+        if not names:
+            return list(self.processor.encode(text))
+        found: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text):
+            found += [names[part]] if part in names else self.processor.encode(part) if part else []
+        return found
+
+    def _control_ids(self) -> list[int]:
+        return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]

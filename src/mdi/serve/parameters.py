@@ -1,13 +1,17 @@
-"""Fields of a request, checked one by one. Unknown fields are ignored, as in other servers, unless they are misspelt."""
+"""Fields of a request, declared once. Unknown fields are ignored, as in other servers, unless they are misspelt."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from mdi.serve.api_errors import ApiError, invalid
 
@@ -18,7 +22,72 @@ MOST_TOP_LOGPROBS = 20
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
 OF_OTHERS = ("mode", "models", "repetition_penalty_range")  # ... but these
 MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
-_MISSING = object()
+_PATH = re.compile(r" - at `\$\.([^`\[]+)[^`]*`$")
+
+Limit = Annotated[int, Meta(ge=1, le=1 << 31)]
+Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class RequestFields(msgspec.Struct, kw_only=True):
+    """Fields that completions and chats have in common, with OpenAI's defaults; null is a field that is not there."""
+
+    model: str = ""
+    n: Choices = 1
+    best_of: Choices | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
+    min_p: Share = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] = {}
+    seed: int | None = None
+    stop: Any = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] = {}
+    deadline_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+
+
+Fields = TypeVar("Fields", bound=RequestFields)
+
+
+def read_fields(kind: type[Fields], body: Any) -> Fields:
+    """The fields of a request's body. Raises ApiError, which names the one that is wrong."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_body")
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        fields = msgspec.convert(given, kind)
+    except msgspec.ValidationError as e:
+        found = _PATH.search(str(e))
+        assert found is not None, "the body itself is an object"
+        reason = str(e)[: found.start()].replace("`", "")
+        raise invalid(found[1], reason[:1].lower() + reason[1:]) from None
+    check_spelling(kind, given)
+    checked_text("model", fields.model)
+    return fields
+
+
+def check_spelling(kind: type[RequestFields], given: Mapping[str, Any]) -> None:
+    """Raises ApiError if a field has almost the name of a known one."""
+    known = {_plain(name): name for name in sorted(kind.__struct_fields__)}
+    unknown = (name for name in given if name not in kind.__struct_fields__ and name not in OF_OTHERS)
+    for name in itertools.islice(unknown, MOST_COMPARED):
+        near = difflib.get_close_matches(_plain(name[:100]), list(known), 1, ALIKE)
+        if near:
+            raise ApiError(400, f"{name[:100]}: unknown field; is {known[near[0]]} meant?", "unknown_field", name[:100])
 
 
 @dataclass(frozen=True)
@@ -31,11 +100,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CommonFields:
-    """What completions and chats have in common.
+    """Checked fields of a request.
 
     Attributes:
         n_tokens: None as many as the context holds.
-        grammar: {"type": "json"}, {"type": "schema", "schema": ...}; None is any text.
+        n_logprobs: top tokens whose probability is wanted; None if none are.
+        grammar: {"type": "schema", "schema": ...}; None is any text.
         deadline_s: the whole request must be done by then; None any time.
     """
 
@@ -49,81 +119,6 @@ class CommonFields:
     with_usage: bool
     grammar: Mapping[str, Any] | None = None
     deadline_s: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-class RequestFields:
-    """The values of a JSON object, by name and type. It knows a name once that was asked for."""
-
-    def __init__(self, body: Any) -> None:
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object", "invalid_body")
-        self._body = body
-        self._read: set[str] = set()
-
-    def raw(self, name: str) -> Any:
-        """None if it is not there."""
-        self._read.add(name)
-        return self._body.get(name)
-
-    def check_spelling(self) -> None:
-        """Raises ApiError if a field has a value, and almost the name of one that was asked for. Call it after the others."""
-        known = {_plain(name): name for name in sorted(self._read)}
-        given = (name for name, value in self._body.items() if value is not None)
-        unknown = (name for name in given if name not in self._read and name not in OF_OTHERS)
-        for name in itertools.islice(unknown, MOST_COMPARED):
-            near = difflib.get_close_matches(_plain(name[:100]), list(known), 1, ALIKE)
-            if near:
-                raise ApiError(
-                    400, f"{name[:100]}: unknown field; is {known[near[0]]} meant?", "unknown_field", name[:100]
-                )
-
-    def number(self, name: str, default: float, low: float, high: float, is_open: bool = False) -> float:
-        """From `low` to `high`; with `is_open`, `low` itself is not among them."""
-        value = self.raw(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid(name, f"expected a number, got {_shown(value)}")
-        if not low <= value <= high or (is_open and value == low):
-            beyond = "over" if is_open else "from"
-            raise invalid(name, f"expected a number {beyond} {low:g} to {high:g}, got {_shown(value)}")
-        return float(value)
-
-    def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
-        value = self.raw(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(name, f"expected a whole number, got {_shown(value)}")
-        if not low <= value <= high:
-            raise invalid(name, f"expected a whole number from {low} to {high}, got {_shown(value)}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.raw(name)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise invalid(name, f"expected true or false, got {_shown(value)}")
-        return value
-
-    def text(self, name: str, default: Any = _MISSING) -> str:
-        value = self.raw(name)
-        if value is None and default is not _MISSING:
-            return str(default)
-        if not isinstance(value, str):
-            raise invalid(name, f"expected a text, got {_shown(value)}")
-        return checked_text(name, value)
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        """{} if it is not there."""
-        value = self.raw(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise invalid(name, f"expected an object, got {_shown(value)}")
-        return value
 
 
 def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
@@ -131,57 +126,46 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
 
     Args:
         n_tokens: where the request does not say it.
-        n_logprobs: top tokens whose probability is wanted; None if none are.
     """
-    limits = [fields.integer(name, None, 1, 1 << 31) for name in ("max_completion_tokens", "max_tokens")]
-    options = RequestFields(fields.mapping("stream_options"))
-    best_of = fields.integer("best_of", None, 1, MOST_CHOICES)
-    n = fields.integer("n", 1, 1, MOST_CHOICES) or 1
-    if best_of not in (None, n):
+    if fields.best_of not in (None, fields.n):
         raise invalid("best_of", "only the value of n is supported")
-    deadline = fields.number("deadline_s", 0.0, 0.0, 86400.0)
     return CommonFields(
-        model=fields.text("model", ""),
-        n=n,
-        n_tokens=limits[0] or limits[1] or n_tokens,
+        model=fields.model,
+        n=fields.n,
+        n_tokens=fields.max_completion_tokens or fields.max_tokens or n_tokens,
         sampling=_sampling(fields, n_logprobs),
-        stop=_stop(fields.raw("stop")),
+        stop=_stop(fields.stop),
         n_logprobs=n_logprobs,
-        is_streamed=fields.flag("stream"),
-        with_usage=options.flag("include_usage"),
-        grammar=_grammar(fields.mapping("response_format")),
-        deadline_s=deadline or None,
+        is_streamed=fields.stream,
+        with_usage=bool(fields.stream_options.include_usage),
+        grammar=_grammar(fields.response_format),
+        deadline_s=fields.deadline_s or None,
     )
 
 
 def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
-    top_k = fields.integer("top_k", None, -1, 1 << 31)
-    seed = fields.integer("seed", None, -(1 << 63), (1 << 64) - 1)
+    seed = fields.seed
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise invalid("seed", "expected a whole number of 64 bits")
     values = {
-        "temperature": fields.number("temperature", 1.0, 0.0, 2.0),
-        "top_p": fields.number("top_p", 1.0, 0.0, 1.0, is_open=True),
-        "top_k": top_k if top_k is not None and top_k > 0 else None,
-        "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
-        "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        "repetition_penalty": fields.number("repetition_penalty", 1.0, 0.0, 10.0, is_open=True),
-        "logit_bias": _logit_bias(fields.mapping("logit_bias")),
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k if fields.top_k > 0 else None,
+        "min_p": fields.min_p,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "repetition_penalty": fields.repetition_penalty,
+        "logit_bias": _logit_bias(fields.logit_bias),
         "n_logprobs": n_logprobs,
     }
     return Sampling(values, secrets.randbits(63) if seed is None else seed)
 
 
-def _logit_bias(given: Mapping[str, Any]) -> list[tuple[int, float]]:
-    if len(given) > 1024:
-        raise invalid("logit_bias", "more than 1024 tokens")
-    found = []
-    for token, value in given.items():
+def _logit_bias(given: Mapping[str, float]) -> list[tuple[int, float]]:
+    for token in given:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise invalid("logit_bias", f"expected token ids as keys, got {_shown(token)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise invalid("logit_bias", f"expected numbers from -100 to 100, got {_shown(value)}")
-        found.append((int(token), float(value)))
-    return found
+    return [(int(token), float(value)) for token, value in given.items()]
 
 
 def _stop(value: Any) -> tuple[str, ...]:

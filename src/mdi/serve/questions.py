@@ -19,12 +19,12 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
-from mdi.serve.live import node_state
+from mdi.serve.snapshot import node_state
 from mdi.tracing.recorder import Activity
 from mdi.units import counted
 
 if TYPE_CHECKING:
-    from mdi.node.starter import StarterNode
+    from mdi.run.run import Run
     from mdi.serve.host import ModelHost
     from mdi.serve.snapshot import Snapshots
 
@@ -37,7 +37,7 @@ FAST_BYTES_S = 125e6  # a link that is not full does not show its speed: assume 
 def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
     """Handlers by name; each runs in a thread of its own, and returns plain JSON or raises MdiError."""
 
-    def node(args: dict[str, Any]) -> StarterNode | None:
+    def node(args: dict[str, Any]) -> Run | None:
         loaded = host.loaded.get(args["model"])
         return None if loaded is None else loaded.node
 
@@ -58,7 +58,7 @@ def _want(host: ModelHost, model: str, is_wanted: bool) -> str:
     return ""
 
 
-def doctor(node: StarterNode | None) -> dict[str, Any]:
+def doctor(node: Run | None) -> dict[str, Any]:
     """Problems of a running ring's nodes: whether each answers, its version, clock, memory, disk."""
     if node is None:
         return {"problems": [], "text": "No ring is running."}
@@ -80,7 +80,7 @@ def _in_this_ring(finding: NodeFinding, trouble: str) -> NodeFinding:
     return replace(finding, status={**finding.status, "state": state}, route=route)
 
 
-def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
+def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
     """The best placement of the blocks, if nodes and links stay as fast as they are now.
 
     The times of a frame on each node are those of the run so far, so a ring that has done nothing yet cannot be planned.
@@ -94,7 +94,7 @@ def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
             "error": "Nodes of this ring compute blocks together: only where each has blocks of its own is another cut planned."
         }
     running = max(1, ring["texts"]["running"])
-    shape = model_shape(node.weights.config, node.format, node.computing.kv_dtype)
+    shape = model_shape(node.model.weights.config, node.model.format, node.model.computing.kv_dtype)
     profile = profile_now(node, ring, shape)
     work = Workload(running, node.max_length, replay_bytes=node.replay_bytes)
     try:
@@ -111,7 +111,7 @@ def plan_now(node: StarterNode | None, ring: dict[str, Any]) -> dict[str, Any]:
     return {"words": words, "text": format_plan(report), "plan": report.to_json()}
 
 
-def profile_now(node: StarterNode, ring: dict[str, Any], shape: ModelShape) -> ClusterProfile:
+def profile_now(node: Run, ring: dict[str, Any], shape: ModelShape) -> ClusterProfile:
     """The cluster as the running ring shows it; rows are those of the frames that were running."""
     rows = max(1, ring["texts"]["running"] // len(ring["nodes"]))
     machines = Counter(one["addr"] for one in ring["nodes"])
@@ -125,11 +125,15 @@ def profile_now(node: StarterNode, ring: dict[str, Any], shape: ModelShape) -> C
         if one["delay_s"] is not None
     )
     return ClusterProfile(
-        nodes=nodes, links=links, model=node.weights.model, config_hash=shape.config_hash, format=node.format
+        nodes=nodes,
+        links=links,
+        model=node.model.weights.model,
+        config_hash=shape.config_hash,
+        format=node.model.format,
     )
 
 
-def _head_s(node: StarterNode) -> float:
+def _head_s(node: Run) -> float:
     """Recent seconds per frame of the starter's head; 0 if unknown."""
     spans = [] if node.run_trace is None else node.run_trace.recorder.buffer.last()
     heads = [span.duration_ns / 1e9 for span in spans if span.activity == Activity.HEAD]

@@ -1,4 +1,4 @@
-"""The texts of one request: from prompts to pieces of text, for all endpoints."""
+"""The texts of one request: from prompts to pieces of text and their probabilities, for all endpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.detokenize import TextStream
-from mdi.engine.requests import UNMATCHED
-from mdi.engine.seeds import seed_of
+from mdi.engine.sequence import UNMATCHED, seed_of
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.api_state import ApiState
@@ -18,6 +17,7 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
 from mdi.serve.serve_settings import ApiKey
+from mdi.text import TextCodec
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -173,3 +173,52 @@ class Usage:
         total = self.n_prompt + self.n_completion
         counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
         return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())}}
+
+
+LEAST = -9999.0  # means "never": JSON has no infinity
+
+
+class TextLogprobs:
+    """Of one text of /v1/completions, as its pieces come."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._n_chars = 0
+        self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
+        """What is new; None if nothing is."""
+        if not piece.tokens:
+            return None
+        new: dict[str, list[Any]] = {name: [] for name in self.all}
+        for token, (own, best) in zip(piece.tokens, piece.logprobs or [], strict=False):
+            text = _text(self._codec, token)
+            new["tokens"].append(text)
+            new["token_logprobs"].append(_finite(own))
+            new["top_logprobs"].append({_text(self._codec, i): _finite(value) for i, value in best})
+            new["text_offset"].append(self._n_chars)
+            self._n_chars += len(text)
+        for name, values in new.items():
+            self.all[name] += values
+        return new
+
+
+def chat_logprobs(codec: TextCodec, piece: TextPiece) -> list[dict[str, Any]]:
+    """Of a piece of a chat's answer."""
+    return [
+        {**_entry(codec, token, own), "top_logprobs": [_entry(codec, i, value) for i, value in best]}
+        for token, (own, best) in zip(piece.tokens, piece.logprobs or [], strict=False)
+    ]
+
+
+def _entry(codec: TextCodec, token: int, value: float | None) -> dict[str, Any]:
+    text = _text(codec, token)
+    return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+
+
+def _text(codec: TextCodec, token: int) -> str:
+    return codec.decode([token], continues=True)
+
+
+def _finite(value: float | None) -> float:
+    return LEAST if value is None else value

@@ -154,8 +154,7 @@ class ParallelOptions:
         "measure themselves; equal with --placement even)", ("--shares",), metavar="X,X,...", read=_shares,
     )] = None
     algorithm: Annotated[str, Option(
-        "... how the nodes sum their results (%(default)s: the cheapest by the measured delay and rate of the links; gloo and "
-        "nccl: by torch, without encryption)", ("--reduce",), choices=_sums,
+        "... how the nodes sum their results (%(default)s: exchange)", ("--reduce",), choices=_sums,
     )] = "auto"
     reduce_dtype: Annotated[str, Option(
         "... number format of partial sums on the links (%(default)s)", choices=REDUCE_DTYPES

@@ -1,13 +1,12 @@
-"""The sum of an array over all nodes of a group, in five ways. All nodes get the same bits.
+"""The sum of an array over all nodes of a group, in four ways. All nodes get the same bits.
 
 star      all send to the first node, which sums and sends the sum back (as TPI-LLM does)
 exchange  all send to all, and each sums: one delay instead of two, more bytes
-scatter   each node sums its piece of the array and sends the sum to all: two delays, fewest bytes; for long prompts
 ring      pieces go round the ring and are summed on the way, then the sums go round
 tree      pairs of nodes, pairs of pairs ..., then back down
 
-Star, exchange and scatter add in the order of ranks, and agree to the bit in float32; star and exchange in all number types.
-Ring and tree add in other orders, which the number of nodes alone decides.
+Star and exchange add in the order of ranks, and agree to the bit. Ring and tree add in other orders, which the number of nodes
+alone decides.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mdi.partition.sum_cost import AUTO, BY_RANK, LinkSpeed, fastest
+from mdi.partition.sum_cost import AUTO, DEFAULT
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import EXACT, Numbers
 
@@ -28,15 +27,13 @@ class AllReduce:
     """Sums over a mesh.
 
     Args:
-        algorithm: "auto" or one of ALGORITHMS; "auto" takes for each size the cheapest of those that agree to the bit.
+        algorithm: "auto" or one of ALGORITHMS.
         numbers: what partial sums travel as.
-        speed: of the links, the same numbers on all nodes.
     """
 
-    def __init__(self, mesh: Mesh, algorithm: str, numbers: Numbers, speed: LinkSpeed) -> None:
-        self.mesh, self._numbers, self._speed = mesh, numbers, speed
-        self._forced = None if algorithm == AUTO else algorithm
-        self._chosen: dict[tuple[int, int], str] = {}
+    def __init__(self, mesh: Mesh, algorithm: str, numbers: Numbers) -> None:
+        self.mesh, self._numbers = mesh, numbers
+        self._add = _WAYS[DEFAULT if algorithm == AUTO else algorithm]
 
     def reduce(self, x: Floats) -> None:
         """float32 (n_rows, n_cols), contiguous: becomes the sum over all nodes, which call this in the same order.
@@ -52,20 +49,8 @@ class AllReduce:
         self.mesh.tally.count(time.perf_counter() - begin)
 
     def _sum(self, x: Floats) -> None:
-        numbers = self._numbers if x.shape[1] > 2 else EXACT  # sums of squares are few, and rounding would tell
-        _WAYS[self._algorithm(x.shape, numbers)](self.mesh, x, numbers)
-
-    def _algorithm(self, shape: tuple[int, int], numbers: Numbers) -> str:
-        if self._forced is not None:
-            return self._forced
-        found = self._chosen.get(shape)
-        if found is None:
-            # A ring that is formed again measures other speeds, and must give the same bits. A row that is cut is rounded in
-            # other blocks.
-            ways = BY_RANK if numbers.is_exact or shape[0] >= self.mesh.size else BY_RANK[:2]
-            found = fastest(self.mesh.size, numbers.n_bytes(*shape), self._speed, ways)
-            self._chosen[shape] = found
-        return found
+        # Sums of squares are few, and all other numbers are divided by them: they are never rounded.
+        self._add(self.mesh, x, self._numbers if x.shape[1] > 2 else EXACT)
 
 
 def _star(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
@@ -98,25 +83,6 @@ def _add_up(x: Floats, own: memoryview, parts: dict[int, memoryview], rank: int,
     for array in arrays[2:]:
         total += array
     x[:] = total
-
-
-def _scatter(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
-    pieces = _pieces(x, mesh.size)
-    others = [rank for rank in range(mesh.size) if rank != mesh.rank]
-    mine, own = pieces[mesh.rank], numbers.encode(pieces[mesh.rank])
-    parts = mesh.swap(
-        [(rank, numbers.encode(pieces[rank])) for rank in others if pieces[rank].size],
-        [(rank, len(own)) for rank in others if mine.size],
-    )
-    if mine.size:
-        _add_up(mine, own, parts, mesh.rank, numbers)
-    total = EXACT.encode(mine)
-    sums = mesh.swap(
-        [(rank, total) for rank in others if mine.size],
-        [(rank, pieces[rank].nbytes) for rank in others if pieces[rank].size],
-    )
-    for rank, data in sums.items():
-        pieces[rank][:] = EXACT.decode(data, *pieces[rank].shape)
 
 
 def _ring(mesh: Mesh, x: Floats, numbers: Numbers) -> None:
@@ -173,7 +139,6 @@ def _pieces(x: Floats, n: int) -> list[Floats]:
 _WAYS: dict[str, Callable[[Mesh, Floats, Numbers], None]] = {
     "star": _star,
     "exchange": _exchange,
-    "scatter": _scatter,
     "ring": _ring,
     "tree": _tree,
 }

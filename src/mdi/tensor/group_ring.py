@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mdi.engine.arrays import ArrayRows, rows_of
-from mdi.engine.secondary_loop import FrameStage, SecondaryLoop
+from mdi.engine.rows import ArrayRows, rows_of
+from mdi.engine.worker import FrameStage, SecondaryLoop
 from mdi.net.ring import Ring, TcpRing
 from mdi.net.wire import Frame
 from mdi.tensor.group import Group

@@ -1,28 +1,25 @@
 """Connects the nodes of a group: each calls those before it, on their ring ports, once the ring is closed.
 
-The handshake is the ring's: a HELLO that must fit, after a proof of the cluster key where there is one. Then the first node
-measures the links, and tells all what it found, so that all choose alike.
+The handshake is the ring's: a HELLO that must fit, after a proof of the cluster key where there is one. Then all send
+each other as much as opens TCP's windows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mdi.errors import AccessError, MdiError, NodeLostError, WireError
-from mdi.net.frame_io import read_frame, tune
 from mdi.net.handshake import CONNECT_S
 from mdi.net.hello import Hello
 from mdi.net.listener import Expectation, RingListener
 from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat
-from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, FrameType
-from mdi.partition.sum_cost import TORCH_SUMS, LinkSpeed
+from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, FrameType, read_frame, tune
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group
 from mdi.tensor.mesh import Mesh
@@ -31,9 +28,7 @@ from mdi.tensor.peer import Peer
 from mdi.tensor.reconnects import Reconnects
 
 _EPOCH = 0x7465_6E73_6F72_0000  # a group's connections are not those of its ring
-N_PINGS, N_BULKS, BULK_BYTES = 6, 2, 1 << 18
 _FIRST_BYTES = 1 << 16
-_SPEED = struct.Struct("<dd")
 _DEPTH_BYTES = 1 << 22  # of a socket's own buffers, asked for
 
 Check = Callable[[float], None]
@@ -106,11 +101,8 @@ class GroupLinks:
                 peers[rank] = self._await(rank, expectation, check)
             mesh = Mesh(group.rank, peers, is_busy, check)
             Reconnects(mesh, self._silence_s, _deepen)
-            if group.algorithm in TORCH_SUMS:
-                from mdi.tensor.torch_sums import TorchSums
-
-                return TorchSums(mesh, [member.addr for member in group.members], group.algorithm)
-            return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype), agree_on_speed(mesh))
+            open_windows(mesh)
+            return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype))
         except BaseException:
             if mesh is not None:
                 mesh.close()
@@ -173,30 +165,7 @@ def _deepen(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, _DEPTH_BYTES)
 
 
-def agree_on_speed(mesh: Mesh) -> LinkSpeed:
-    """The slowest link's delay and rate, as the first node measures them; the same numbers on all nodes."""
-    if mesh.size == 1:
-        return LinkSpeed(0.0, 1e9)
-    bulk = bytes(BULK_BYTES)
-    _open_windows(mesh)
-    if mesh.rank != 0:
-        for n_bytes in (1,) * N_PINGS + (BULK_BYTES,) * N_BULKS:
-            mesh.swap([], [(0, n_bytes)])
-            mesh.swap([(0, bulk[:n_bytes])], [])
-        delay_s, bytes_s = _SPEED.unpack(mesh.swap([], [(0, _SPEED.size)])[0])
-        return LinkSpeed(delay_s, bytes_s)
-    delays, rates = [], []
-    for rank in range(1, mesh.size):
-        delay = min(_round_trip(mesh, rank, b"x") for _ in range(N_PINGS)) / 2
-        whole = min(_round_trip(mesh, rank, bulk) for _ in range(N_BULKS)) / 2
-        delays.append(delay)
-        rates.append(BULK_BYTES / max(whole - delay, 1e-9))
-    speed = LinkSpeed(max(delays), min(rates))
-    mesh.swap([(rank, _SPEED.pack(speed.delay_s, speed.bytes_s)) for rank in range(1, mesh.size)], [])
-    return speed
-
-
-def _open_windows(mesh: Mesh) -> None:
+def open_windows(mesh: Mesh) -> None:
     """Send something larger than a sum over every connection, so that TCP does not pace or hold back the sums.
 
     Only connections of the first node carry more than rows otherwise. With BBR and links of 10 ms, an exchange of 8 KB between
@@ -205,10 +174,3 @@ def _open_windows(mesh: Mesh) -> None:
     others = [rank for rank in range(mesh.size) if rank != mesh.rank]
     data = bytes(_FIRST_BYTES)
     mesh.swap([(rank, data) for rank in others], [(rank, len(data)) for rank in others])
-
-
-def _round_trip(mesh: Mesh, rank: int, data: bytes) -> float:
-    begin = time.perf_counter()
-    mesh.swap([(rank, data)], [])
-    mesh.swap([], [(rank, len(data))])
-    return time.perf_counter() - begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mdi.engine.encoding import ENCODERS
+from mdi.engine.rows import ENCODERS
 from mdi.net.wire import REDUCE_DTYPES as REDUCE_DTYPES
 
 Floats = np.ndarray

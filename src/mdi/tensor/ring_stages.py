@@ -41,7 +41,7 @@ def groups_after(before: Mapping[str, str | None], names: Sequence[str]) -> dict
 
     Args:
         before: the groups of the ring that broke, in ring order.
-        names: of the next ring's nodes, in ring order, as mdi.recovery.replacement chooses them.
+        names: of the next ring's nodes, in ring order, as mdi.run.policy chooses them.
     """
     lost = iter([group for name, group in before.items() if name not in names])
     return {name: before[name] if name in before else next(lost, None) for name in names}

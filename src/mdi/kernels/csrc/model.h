@@ -71,17 +71,18 @@ struct MdiStage {
   int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
 };
 
-// Rows of one sequence: positions start, start + 1, ... Tables have one entry per cache class.
+// Rows of one sequence: positions start, start + 1, ... The record that frames carry on the wire (slices.py), 4-byte aligned.
 struct MdiSlice {
-  int32_t start, n_rows;
-  const int32_t* const* pages;  // numbers of pages
-  const int32_t* first;         // which 32 positions the first page has
+  uint32_t seq_id[2];
+  int32_t start, n_rows, n_logits;
 };
 
 struct MdiFrame {
   float* rows;  // (n_rows, n_embd), changed in place
   const MdiSlice* slices;
-  uint8_t* const* pool;        // base of the pages, per class
-  const int64_t* page_bytes;   // per class
+  const int32_t* const* pages;  // numbers of pages, per slice and cache class
+  const int32_t* first;         // which 32 positions the first page has, per slice and class
+  uint8_t* const* pool;         // base of the pages, per class
+  const int64_t* page_bytes;    // per class
   int32_t n_slices, n_rows;
 };

@@ -265,7 +265,7 @@ struct Stage {
     std::vector<int32_t> pages[2];
     for (int p = 0; p < 2 * n_pages; p++) pages[p % 2].push_back((p + 3) % (2 * n_pages));
     const int32_t* tables[] = {pages[0].data(), pages[1].data()};
-    int32_t first = 0;
+    int32_t first[] = {0, 0};
     Floats x = Random(4).numbers((size_t)2 * kLength * 72);
     if (bad != 0) x[(size_t)kBadRow * 72 + 3] = bad;
     size_t piece = 0;
@@ -274,8 +274,8 @@ struct Stage {
       size_t n_floats = (size_t)n * 72, from[] = {(size_t)at * 72, (size_t)(kLength + at) * 72};
       Floats rows(2 * n_floats);
       for (int s = 0; s < 2; s++) std::memcpy(&rows[s * n_floats], &x[from[s]], n_floats * sizeof(float));
-      MdiSlice slices[] = {{at, n, &tables[0], &first}, {at, n, &tables[1], &first}};
-      MdiFrame frame{rows.data(), slices, &pool, &page_bytes, 2, 2 * n};
+      MdiSlice slices[] = {{{0, 0}, at, n, 0}, {{1, 0}, at, n, 0}};
+      MdiFrame frame{rows.data(), slices, tables, first, &pool, &page_bytes, 2, 2 * n};
       require(!mdi_forward(context.handle, &stage, &frame), "memory");
       for (int s = 0; s < 2; s++) std::memcpy(&x[from[s]], &rows[s * n_floats], n_floats * sizeof(float));
       at += n;

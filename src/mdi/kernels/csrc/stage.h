@@ -181,7 +181,8 @@ class Runner {
 
   PageView page_of(const MdiBlock& block, const MdiSlice& slice, int page, int group) const {
     int c = block.cache_class;
-    int64_t number = slice.pages[c][page - slice.first[c]];
+    int64_t at = (&slice - frame_.slices) * stage_.n_classes + c;
+    int64_t number = frame_.pages[at][page - frame_.first[at]];
     return view(model_, frame_.pool[c] + number * frame_.page_bytes[c], block.cache_layer, group);
   }
 

@@ -1,0 +1,185 @@
+"""The nodes' memory for caches: whether sequences fit, and which caches of ended ones are kept.
+
+A new sequence that begins with the same tokens as an ended one continues from a copy of its caches. Pages are shared and not
+copied (kernels.pages), so kept caches only cost memory that is not needed at that moment.
+
+Pure: from the nodes' reports to numbers; which caches exist, which one fits best, and which one to drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass
+from mdi.units import size
+
+KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
+
+
+@dataclass(frozen=True)
+class NodeCaches:
+    """What one node can hold.
+
+    Attributes:
+        name: of the node.
+        limit_bytes: what all caches together may take there.
+        classes: what pages take there.
+        chunk_rows: rows that a slice has at most.
+    """
+
+    name: str
+    limit_bytes: int
+    classes: tuple[CacheClass, ...]
+    chunk_rows: int = CHUNK_ROWS
+
+    def n_bytes(self, length: int) -> int:
+        """What a sequence of `length` positions takes at most, from its first token to its last: whole pages."""
+        return sum(c.n_bytes(length, self.chunk_rows) for c in self.classes)
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The cache memory of a whole ring."""
+
+    nodes: tuple[NodeCaches, ...]
+    _by_pages: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def needs(self, length: int) -> tuple[int, ...]:
+        """Bytes on each node that a sequence of `length` positions takes at most: whole pages."""
+        n_pages = -(-length // PAGE)
+        found = self._by_pages.get(n_pages)
+        if found is None:
+            found = self._by_pages[n_pages] = tuple(node.n_bytes(length) for node in self.nodes)
+        return found
+
+    def holds(self, n_bytes: Sequence[int]) -> bool:
+        """Whether every node can hold its share of `n_bytes`."""
+        return all(n <= node.limit_bytes for n, node in zip(n_bytes, self.nodes, strict=True))
+
+    def refusal(self, length: int) -> str | None:
+        """Why a sequence of `length` positions can never enter; None if it can."""
+        for node, needed in zip(self.nodes, self.needs(length), strict=True):
+            if needed > node.limit_bytes:
+                return (
+                    f"a sequence of up to {length} tokens needs {size(needed)} of cache on {node.name}, which has "
+                    f"{size(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
+                    "per token (--kv-dtype bf16), or give it fewer blocks (--layers)"
+                )
+        return None
+
+    def n_sequences(self, length: int) -> int | None:
+        """How many sequences of `length` positions fit at once; None if any number does."""
+        fits = [node.limit_bytes // n for node, n in zip(self.nodes, self.needs(length), strict=True) if n]
+        return min(fits) if fits else None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The caches of a sequence that has ended.
+
+    Attributes:
+        ids: whose rows they hold.
+        owner: only sequences of the same owner may continue from them.
+        n_bytes: on each node.
+    """
+
+    seq_id: int
+    owner: str
+    ids: tuple[int, ...]
+    n_bytes: tuple[int, ...]
+
+
+class Prefixes:
+    """All that are kept, the one used longest ago first.
+
+    Args:
+        memory: of the ring that has them; says which windows there are.
+        share: of each node's memory, that they may take.
+    """
+
+    def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE) -> None:
+        windows = [c.window for node in memory.nodes for c in node.classes if c.window is not None]
+        self._window = min(windows, default=None)
+        self._kept: dict[int, Kept] = {}
+        # (owner, hash of the first pages' ids) -> those that begin so
+        self._by_pages: dict[tuple[str, int], list[int]] = {}
+        self._limits = [share * node.limit_bytes for node in memory.nodes]
+        self.total = [0] * len(memory.nodes)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, kept: Kept) -> list[int]:
+        """Keep one more; those that are given up for it: its own beginnings, and the oldest where the share is full."""
+        needless = [
+            other
+            for key in _page_keys(kept.owner, kept.ids)
+            for other in self._by_pages.get(key, ())
+            if (ids := self._kept[other].ids) == kept.ids[: len(ids)]
+        ]
+        gone = list(dict.fromkeys(needless))
+        for seq_id in gone:
+            self.drop(seq_id)
+        self._kept[kept.seq_id] = kept
+        for key in _page_keys(kept.owner, kept.ids):
+            self._by_pages.setdefault(key, []).append(kept.seq_id)
+        self._count(kept, 1)
+        while any(n > limit for n, limit in zip(self.total, self._limits, strict=True)):
+            gone.append(self.drop_oldest())
+        return gone
+
+    def find(self, owner: str, ids: Sequence[int]) -> tuple[int, int] | None:
+        """The sequence whose caches to continue from, and after how many tokens; None if none help.
+
+        The last token is never among them: its row gives the first new one.
+        """
+        candidates: list[int] = []
+        for key in _page_keys(owner, ids):
+            if not (found := self._by_pages.get(key)):
+                break
+            candidates = found
+        best: tuple[int, int] | None = None
+        for seq_id in candidates:
+            n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
+            if n >= PAGE and (best is None or n > best[1]) and self._can_be_cut(len(self._kept[seq_id].ids), n):
+                best = seq_id, n
+        if best is not None:  # used just now
+            self._kept[best[0]] = self._kept.pop(best[0])
+        return best
+
+    def drop(self, seq_id: int) -> None:
+        kept = self._kept.pop(seq_id)
+        for key in _page_keys(kept.owner, kept.ids):
+            self._by_pages[key].remove(seq_id)
+            if not self._by_pages[key]:
+                del self._by_pages[key]
+        self._count(kept, -1)
+
+    def drop_oldest(self) -> int:
+        """Drop the least recently used one, and return it."""
+        seq_id = next(iter(self._kept))
+        self.drop(seq_id)
+        return seq_id
+
+    def _can_be_cut(self, length: int, n: int) -> bool:
+        """Whether blocks with a window still have the positions that the row after `n` tokens sees."""
+        return self._window is None or length <= self._window or n >= length - WINDOW_SLACK
+
+    def _count(self, kept: Kept, sign: int) -> None:
+        for node, n_bytes in enumerate(kept.n_bytes):
+            self.total[node] += sign * n_bytes
+
+
+def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """For each whole page, a key for the ids up to its end. Equal keys are compared by their ids before they are used."""
+    keys, chain = [], 0
+    for end in range(PAGE, len(ids) + 1, PAGE):
+        chain = hash((chain, *ids[end - PAGE : end]))
+        keys.append((owner, chain))
+    return keys
+
+
+def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

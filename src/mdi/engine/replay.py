@@ -1,0 +1,162 @@
+"""Restores the caches of nodes that have lost them: a node keeps the rows that it has sent to the next one, for replays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mdi.engine.sequence import Plan, PlannedSlice, Sequence
+from mdi.errors import EngineError
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
+from mdi.slices import Slice, Slices
+
+COMPUTE, FILL, PASS = "compute", "fill", "pass"  # the parts that a node can have in replays, see SecondaryLoop
+
+
+@dataclass
+class _Text:
+    """Of one sequence, all positions from the first on: scales and values, row by row."""
+
+    scales: bytearray = field(default_factory=bytearray)
+    values: bytearray = field(default_factory=bytearray)
+    n_rows: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.scales) + len(self.values)
+
+
+class SentRows:
+    """Rows by sequence and position, in bounded memory: the oldest text is forgotten first, as a whole.
+
+    Args:
+        limit_bytes: of all rows together.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._n_bytes = 0
+        self._texts: dict[int, _Text] = {}  # the oldest first
+        self._dtype, self._n_cols = "bytes", 0
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Positions that are here of each sequence, from the first on."""
+        return {seq_id: text.n_rows for seq_id, text in list(self._texts.items())}
+
+    @property
+    def n_bytes(self) -> int:
+        return self._n_bytes
+
+    def add(self, frame: Frame) -> None:
+        """A frame leaves, with all its rows."""
+        for seq_id in frame.freed:
+            self._forget(seq_id)
+        for seq_id, new_id in frame.copies:
+            self._copy(seq_id, new_id)
+        if not frame.n_rows or not self._limit_bytes:
+            return
+        if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
+            self.clear()
+            self._dtype, self._n_cols = frame.dtype, frame.n_cols
+        scale, value = self._row_bytes
+        payload = memoryview(frame.payload).cast("B")
+        scales, values = payload[: frame.n_rows * scale], payload[frame.n_rows * scale :]
+        row = 0
+        for part in frame.slices:
+            end = row + part.n_rows
+            self._append(part, scales[row * scale : end * scale], values[row * value : end * value])
+            row = end
+        while self._n_bytes > self._limit_bytes:
+            self._forget(next(iter(self._texts)))
+
+    def fill(self, slices: Slices) -> tuple[str, int, bytes]:
+        """The rows of these slices: their type, columns, and payload. Raises EngineError if some are not here."""
+        scale, value = self._row_bytes
+        scales, values = bytearray(), bytearray()
+        for part in slices:
+            text, end = self._texts.get(part.seq_id), part.start + part.n_rows
+            if text is None or text.n_rows < end:
+                raise EngineError(f"the sent rows of sequence {part.seq_id} are not stored any more")
+            scales += text.scales[part.start * scale : end * scale]
+            values += text.values[part.start * value : end * value]
+        return self._dtype, self._n_cols, bytes(scales + values)
+
+    def clear(self) -> None:
+        self._texts.clear()
+        self._n_bytes = 0
+
+    @property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of the scales and of the values of a row."""
+        form: PayloadType = DTYPES[DTYPE_CODES[self._dtype]]
+        return form.n_scales(self._n_cols) * form.scale_bytes, self._n_cols * form.value_bytes
+
+    def _append(self, part: Slice, scales: memoryview, values: memoryview) -> None:
+        text = self._texts.get(part.seq_id)
+        if text is None:
+            if part.start:
+                return  # its beginning was forgotten
+            text = self._texts[part.seq_id] = _Text()
+        if part.start > text.n_rows:
+            return self._forget(part.seq_id)
+        before = text.n_bytes
+        scale, value = self._row_bytes
+        del text.scales[part.start * scale :], text.values[part.start * value :]
+        text.scales += scales
+        text.values += values
+        text.n_rows = part.start + part.n_rows
+        self._n_bytes += text.n_bytes - before
+
+    def _copy(self, seq_id: int, new_id: int) -> None:
+        self._forget(new_id)
+        text = self._texts.get(seq_id)
+        if text is not None:
+            self._texts[new_id] = _Text(bytearray(text.scales), bytearray(text.values), text.n_rows)
+            self._n_bytes += text.n_bytes
+
+    def _forget(self, seq_id: int) -> None:
+        text = self._texts.pop(seq_id, None)
+        if text is not None:
+            self._n_bytes -= text.n_bytes
+
+
+class Replays:
+    """Sequences that wait for a replay, in order; each is replayed up to `Sequence.n_sent`."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Sequence, int]] = deque()  # and how many positions have been replayed
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append((sequence, 0))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Removes the sequence, if it is one of them."""
+        self._waiting = deque(pair for pair in self._waiting if pair[0] is not sequence)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def take(self, n_rows: int) -> tuple[list[PlannedSlice], list[Sequence]]:
+        """The next rows, `n_rows` at most, and the sequences that have all of theirs with them."""
+        slices: list[PlannedSlice] = []
+        restored: list[Sequence] = []
+        while self._waiting and n_rows:
+            sequence, start = self._waiting.popleft()
+            n = min(n_rows, sequence.n_sent - start)
+            slices.append(PlannedSlice(sequence.seq_id, start, n, 0, (), sequence.life))
+            n_rows -= n
+            if start + n < sequence.n_sent:
+                self._waiting.appendleft((sequence, start + n))
+            else:
+                restored.append(sequence)
+        return slices, restored
+
+    def unfinished(self, in_flight: Iterable[Plan]) -> set[int]:
+        """Sequences whose replays are not over, so that no node has them completely."""
+        flying = {part.seq_id for plan in in_flight if plan.is_replay for part in plan.slices}
+        return flying | {sequence.seq_id for sequence, _ in self._waiting}

@@ -1,0 +1,357 @@
+"""The loop of the starter: schedule, compute, send; receive, draw, update. It uses token ids, not text."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mdi.engine.memory import CacheMemory
+from mdi.engine.replay import SentRows
+from mdi.engine.sampling import Row, log_probs, on_host, sample
+from mdi.engine.scheduler import PromptPace, Scheduler
+from mdi.engine.sequence import (
+    FAILED,
+    UNMATCHED,
+    Constraint,
+    Ends,
+    Event,
+    Events,
+    Inbox,
+    Plan,
+    Request,
+    SamplingParams,
+    Sequence,
+)
+from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
+from mdi.errors import EngineError, RingEndedError, UsageError
+from mdi.net.ring import Ring
+from mdi.net.wire import Frame, FrameType
+from mdi.slices import Slice, Slices, SliceTable
+
+# Rows whose tokens are dropped: of a sequence that has ended, and of one that ends because its constraint failed.
+_DROPPED, _UNMATCHED = Row(SamplingParams(temperature=0), 0), Row(SamplingParams(temperature=0), 0)
+
+logger = logging.getLogger(__name__)
+
+
+class StarterEngine:
+    """Drives the generation of all sequences over one ring after the other, rings of one node included.
+
+    `run` belongs to one thread. `submit`, `cancel` and `close` may be called from any, at any time, and never wait for it.
+
+    Args:
+        stage: the starter's own part of the model, loaded and prepared.
+        scheduler: chooses the rows of the frames; knows the nodes' memory for caches.
+        max_length: tokens that a sequence may reach, prompt included.
+        rows: as the stage has them.
+        wire: number format of rows on the links (net.wire.WIRE_DTYPES).
+
+    Attributes:
+        stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
+        pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
+        kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
+            have theirs; None if no node has caches. Set between two runs.
+        sent: rows that were sent to the next node; `fills_replays` says whether that node needs them again.
+        has_fresh: whether there are nodes without caches at all.
+        last_token_s, first_token_s: time.perf_counter() of the last token of all, and of the first over this ring.
+    """
+
+    def __init__(
+        self, stage: StarterFrameStage, scheduler: Scheduler, max_length: int, rows: StarterRows, wire: str = "auto"
+    ) -> None:
+        self.stage = stage
+        self.scheduler = scheduler
+        self._max_length = max_length
+        self._rows = rows
+        self._wire = wire
+        self._inbox = Inbox()
+        self._live: dict[int, Request] = {}
+        self._ids = itertools.count()
+        self._ring: Ring | None = None  # the one that was run last
+        self._closing = False
+        self._left: int | None = None  # epoch of the ring that is to be left
+        self.last_token_s: float | None = None
+        self.first_token_s: float | None = None
+        self.kept: Mapping[int, int] | None = None
+        self.sent = SentRows(0)
+        self.fills_replays = self.has_fresh = False
+        self.memory: CacheMemory | None = scheduler.memory
+        self.pace: PromptPace | None = None
+        self.compute_s = 0.0
+        self.n_tokens = 0  # generated so far, of all sequences
+
+    def submit(
+        self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None,
+        generated: Iterable[int] = (), constraint: Constraint | None = None, owner: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Queue a sequence.
+
+        Args:
+            generated: tokens that it has already, of an earlier run; its next one is drawn as it would have been then.
+            ends: sees each token and may end the sequence, see `Ends`.
+            events: queue for its events; None makes one.
+            constraint: what its tokens may be; None any.
+            owner: see Sequence.
+
+        Raises:
+            UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
+            EngineError: the engine has ended.
+        """
+        prompt = tuple(prompt_ids)
+        if not prompt:
+            raise UsageError("a prompt without any token cannot be continued")
+        if len(prompt) > self._max_length:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
+            )
+        ids = [*prompt, *generated]
+        sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
+        if (reason := self.scheduler.refusal(sequence)) is not None:
+            raise UsageError(reason)
+        request = Request(sequence, events, ends, self.cancel, constraint)
+        if not self._inbox.put(partial(self._take, request)):
+            raise EngineError("no more texts are generated: the run is over")
+        self._wake()
+        return request
+
+    def cancel(self, seq_id: int, reason: str = "cancelled") -> None:
+        """Have a sequence ended; its last event carries `reason`. One that has ended already is left alone."""
+        if self._inbox.put(partial(self._end, seq_id, reason)):
+            self._wake()
+
+    def texts(self) -> tuple[int, int, int]:
+        """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
+        scheduler = self.scheduler
+        return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
+
+    @property
+    def cache_use(self) -> list[tuple[str, int, int]]:
+        """Of each node whose caches have a limit: its name, bytes of cache that are used, and the limit."""
+        memory, used = self.scheduler.memory, self.scheduler.used
+        nodes = () if memory is None else memory.nodes
+        return [(node.name, n, node.limit_bytes) for node, n in zip(nodes, used, strict=False)]
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens of prompts that did not have to be computed, because an earlier text had begun with them."""
+        return self.scheduler.n_reused
+
+    def close(self) -> None:
+        """Let `run` return; the sequences in flight stay unfinished."""
+        self._closing = True
+        self._wake()
+
+    def leave(self, epoch: int) -> None:
+        """Let `run` of the ring with this epoch return after its present frame. From any thread, also before it begins."""
+        self._left = epoch
+        self._wake()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    @property
+    def in_flight(self) -> dict[int, tuple[int, int]]:
+        """Positions of each sequence in the frames that are under way, or were when the ring was over."""
+        return self.scheduler.in_flight
+
+    @property
+    def n_known(self) -> dict[int, int]:
+        """Tokens that each sequence has so far, those of its prompt included; between two runs."""
+        return {seq_id: len(request.sequence.ids) for seq_id, request in self._live.items()}
+
+    @property
+    def n_rounds_left(self) -> int:
+        """Tokens that the longest text may still get; between two runs."""
+        sequences = [request.sequence for request in self._live.values()]
+        return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether texts are to run one by one."""
+        return self.scheduler.is_isolating
+
+    def isolate(self, seq_ids: Iterable[int]) -> None:
+        """Over the next ring, let no two of these run at the same time before they have their next tokens; between two runs."""
+        self.scheduler.isolate(seq_ids)
+
+    def run(self, ring: Ring, until_idle: bool = True) -> None:
+        """Generate until nothing is left to do, or, with `until_idle` false, until `close`; in any case until `leave`.
+
+        Over another ring than the last time, all sequences continue from their token ids.
+
+        Args:
+            ring: formed; a LoopbackRing if there are no other nodes.
+
+        Raises:
+            NodeLostError, RingError: the ring broke; the sequences can continue over another one.
+            EngineError: the ring was stopped by another node, or gave back what cannot be.
+        """
+        if ring is not self._ring:
+            self._ring = ring
+            self.first_token_s = None
+            kept, self.kept = self.kept, None
+            if kept is None:
+                self._tell(self.scheduler.rewind(ring.capacity, self.memory))
+                self.stage.caches.clear()
+                self.sent.clear()
+            else:
+                self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
+        try:
+            while not (self._closing or self._left == ring.epoch):
+                for command in self._inbox.take():
+                    command()
+                if until_idle and not self.scheduler.has_work:
+                    return
+                self._step(ring)
+        except RingEndedError:
+            if not self._closing:
+                raise EngineError("the run was stopped before its sequences were finished") from None
+
+    def end_all(self, reason: str = FAILED) -> None:
+        """End the remaining sequences after the last run: each reader gets a last event, and no new text is accepted."""
+        self._inbox.close()
+        for command in self._inbox.take():
+            command()
+        for seq_id in list(self._live):
+            self._end(seq_id, reason)
+
+    def _step(self, ring: Ring) -> None:
+        for plan in iter(self.scheduler.schedule, None):
+            if self.pace is not None:
+                self.pace.sent(plan, time.perf_counter())
+            ring.send(self._compute(plan, ring))
+        frame = ring.recv()
+        if frame is not None:
+            self._tell(self.scheduler.update(frame.number, self._draw(frame, ring)))
+            if self.pace is not None:
+                self.pace.returned(frame.number, time.perf_counter())
+                self.scheduler.doubling_rows = self.pace.doubling_rows
+
+    def _compute(self, plan: Plan, ring: Ring) -> Frame:
+        """Embed the rows of a plan, and run the starter's own blocks over them."""
+        begin = time.perf_counter()
+        for seq_id in plan.freed:
+            self.stage.caches.free(seq_id)
+        for seq_id, new_id in plan.copies:
+            self.stage.caches.copy(seq_id, new_id)
+        slices = SliceTable([Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices])
+        if plan.is_replay:
+            return self._replay(plan, slices, ring)
+        ids = [token for s in plan.slices for token in s.ids]
+        if ids:
+            x = self.stage.embed(self._rows.ids(ids))
+            x = self.stage(x, slices)
+        else:
+            x = self._rows.none(self.stage.n_embd)
+        is_alone = ring.n_nodes == 1  # nothing travels
+        if is_alone:
+            x = self._rows.wanting_logits(x, slices)
+        dtype, payload = self._rows.payload(x, "auto" if is_alone else self._wire)
+        n_rows, n_cols = x.shape
+        frame = Frame(
+            FrameType.BATCH, ring.epoch, plan.number, dtype, n_rows, n_cols, slices, plan.freed, payload, plan.copies
+        )
+        if not is_alone:
+            self.sent.add(frame)
+        self.compute_s += time.perf_counter() - begin
+        return frame
+
+    def _replay(self, plan: Plan, slices: SliceTable, ring: Ring) -> Frame:
+        """The frame of a replay, with its rows if the next node is to have them."""
+        frame = Frame(FrameType.BATCH, ring.epoch, plan.number, slices=slices, freed=plan.freed, is_replay=True)
+        self.sent.add(frame)
+        if not self.fills_replays:
+            return frame
+        dtype, n_cols, payload = self.sent.fill(slices)
+        return replace(frame, dtype=dtype, n_rows=slices.n_rows, n_cols=n_cols, payload=payload)
+
+    def _draw(self, frame: Frame, ring: Ring) -> dict[int, list[int]]:
+        """Final norm, head and sampling for the rows that came back: new tokens by seq_id."""
+        begin = time.perf_counter()
+        tokens: dict[int, list[int]] = {}
+        if n_wanting := frame.slices.n_logits:
+            x = self._rows.read(frame, self.stage.returned_width)
+            if len(x) != n_wanting:
+                raise EngineError(f"{len(x)} rows came back for {n_wanting} sequences")
+            check_finite(self._rows, x, "the blocks returned numbers")
+            logits = self.stage.head(x)
+            check_finite(self._rows, logits, "the head gave logits")
+            tokens = self._sampled(logits, frame.slices)
+        ring.release(frame)
+        self.compute_s += time.perf_counter() - begin
+        return tokens
+
+    def _sampled(self, logits: Any, slices: Slices) -> dict[int, list[int]]:
+        """New tokens by seq_id, one for each row of logits. A sequence whose constraint fails ends here."""
+        wanting = [(s.seq_id, s.start + s.n_rows - s.n_logits + i) for s in slices for i in range(s.n_logits)]
+        rows = [self._row_of(seq_id, position) for seq_id, position in wanting]
+        if any([row.params.n_logprobs is not None for row in rows]):
+            logits = on_host(logits)  # once for both
+        tokens: dict[int, list[int]] = {}
+        for i, ((seq_id, _), row, token) in enumerate(zip(wanting, rows, sample(logits, rows), strict=True)):
+            tokens.setdefault(seq_id, []).append(token)
+            if row.params.n_logprobs is not None:
+                self._live[seq_id].keep_logprobs(row.n_drawn, log_probs(logits[i], token, row.params.n_logprobs))
+        for seq_id in [seq_id for (seq_id, _), row in zip(wanting, rows, strict=True) if row is _UNMATCHED]:
+            self._end(seq_id, UNMATCHED)
+        return tokens
+
+    def _row_of(self, seq_id: int, position: int) -> Row:
+        """How the row of a position is drawn; one of a sequence that has ended is drawn greedily, and dropped."""
+        request = self._live.get(seq_id)
+        if request is None:
+            return _DROPPED
+        sequence, allowed = request.sequence, None
+        if request.constraint is not None:
+            try:
+                allowed = request.constraint.allowed()
+            except Exception:  # of a grammar: its own sequence ends, and no other
+                logger.exception("a sequence is ended, because its grammar failed")
+                return _UNMATCHED
+        return Row(sequence.params, position + 1 - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
+
+    # Commands
+
+    def _take(self, request: Request) -> None:
+        self._live[request.seq_id] = request
+        self.scheduler.submit(request.sequence)
+
+    def _end(self, seq_id: int, reason: str) -> None:
+        event = self.scheduler.cancel(seq_id, reason)
+        if event is not None:
+            self._tell([event])
+
+    def _tell(self, events: list[Event]) -> None:
+        """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
+        now = time.perf_counter()
+        for seq_id, tokens, reason in [(event.seq_id, event.tokens, event.finish_reason) for event in events]:
+            request = self._live[seq_id]
+            if tokens:
+                self.n_tokens += len(tokens)
+                self.last_token_s = now
+                self.first_token_s = self.first_token_s or now
+            if reason is None and (reason := self._own_end(request, tokens)) is not None:
+                self.scheduler.cancel(seq_id, reason)
+            if reason is not None:
+                del self._live[seq_id]
+            logprobs = () if request.sequence.params.n_logprobs is None else request.logprobs_of_next(len(tokens))
+            request.events.put(Event(seq_id, tokens, reason, now, logprobs))
+
+    @staticmethod
+    def _own_end(request: Request, tokens: tuple[int, ...]) -> str | None:
+        try:
+            return "stop" if request.is_met_by(tokens) else None
+        except Exception:  # of the reader: its own sequence ends, and no other
+            logger.exception("a sequence is ended, because the check for its end failed")
+            return FAILED if request.constraint is None else UNMATCHED
+
+    def _wake(self) -> None:
+        ring = self._ring
+        if ring is not None:
+            ring.wake()

@@ -1,0 +1,131 @@
+"""The loop of a secondary: receive, compute, send. The stage decides whether rows are arrays or tensors."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
+from mdi.errors import RingEndedError, WireError
+from mdi.net.ring import Ring
+from mdi.net.wire import Frame
+from mdi.slices import Slices
+
+
+class Caches(Protocol):
+    def free(self, seq_id: int) -> None: ...
+    def copy(self, seq_id: int, new_id: int) -> None: ...
+    def clear(self) -> None: ...
+
+
+class FrameStage(Protocol):
+    """Blocks that compute the rows of a frame: model.stage.Stage, or kernels.kernel_stage.KernelStage."""
+
+    n_embd: int
+
+    @property
+    def caches(self) -> Caches: ...
+
+    def __call__(self, x: Any, slices: Slices) -> Any:
+        """The rows (N, n_embd) of all slices -> (N, n_embd)"""
+
+
+class FrameRows(Protocol):
+    """How a stage's rows come from frames and into them: engine.rows.ArrayRows, engine.rows.TensorRows."""
+
+    def read(self, frame: Frame, n_cols: int) -> Any:
+        """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
+
+    def wanting_logits(self, x: Any, slices: Slices) -> Any:
+        """The rows of a frame that need logits."""
+
+    def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
+        """What rows travel as, the name of the type and the bytes, which may be their memory."""
+
+
+class SecondaryLoop:
+    """Runs a stage over the frames of a ring: of one ring until it ends (`run`), or frame by frame, beside others (`step`).
+
+    Args:
+        rows: as the stage has them.
+        is_last: whether the next node is the starter, which needs only the rows for logits.
+        wire: number format of rows on the links (net.wire.WIRE_DTYPES).
+        sent: where the rows are kept that go to the next node, if that is not the starter.
+        replay: this node's part in replays: COMPUTE those that have rows, and PASS them on with their rows, or FILL those that
+            have none for the next node.
+    """
+
+    def __init__(
+        self, stage: FrameStage, rows: FrameRows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
+        replay: str = COMPUTE,
+    ) -> None:  # fmt: skip
+        self._stage = stage
+        self._rows = rows
+        self._ring = ring
+        self._is_last = is_last
+        self._wire = wire
+        self._sent = SentRows(0) if sent is None or is_last else sent
+        self._replay = replay
+        self.compute_s = 0.0
+
+    def run(self) -> None:
+        """Return when the ring was ended in good order.
+
+        Raises:
+            RingError: the ring broke.
+            MdiError: this node cannot continue; the caller must tell the ring.
+        """
+        while True:
+            try:
+                frame = self._ring.recv()
+            except RingEndedError:
+                return
+            if frame is not None:
+                self._pass_on(frame)
+
+    def step(self) -> None:
+        """Compute and send on the next frame, if there is one; never waits.
+
+        Raises:
+            RingEndedError: the ring was ended in good order. Else as `run`.
+        """
+        frame = self._ring.poll()
+        if frame is not None:
+            self._pass_on(frame)
+
+    def _pass_on(self, frame: Frame) -> None:
+        self._ring.send(self._compute(frame))
+        self._ring.release(frame)
+
+    def _compute(self, frame: Frame) -> Frame:
+        """The frame with its rows after this stage."""
+        begin = time.perf_counter()
+        for seq_id in frame.freed:
+            self._stage.caches.free(seq_id)
+        for seq_id, new_id in frame.copies:
+            self._stage.caches.copy(seq_id, new_id)
+        if frame.is_replay and not frame.n_rows:
+            return self._without_rows(frame)
+        if frame.n_rows != frame.slices.n_rows:
+            raise WireError(f"a frame of {frame.n_rows} rows lacks rows of its slices")
+        x = self._rows.read(frame, self._stage.n_embd)
+        if frame.n_rows:
+            x = self._stage(x, frame.slices)
+        if self._is_last:
+            x = self._rows.wanting_logits(x, frame.slices)
+        dtype, payload = self._rows.payload(x, self._wire)
+        out = replace(frame, dtype=dtype, n_rows=len(x), n_cols=x.shape[1], payload=payload)
+        self._sent.add(out)
+        if frame.is_replay and self._replay != PASS:
+            out = replace(out, dtype="bytes", n_rows=0, n_cols=0, payload=b"")
+        self.compute_s += time.perf_counter() - begin
+        return out
+
+    def _without_rows(self, frame: Frame) -> Frame:
+        """A replay for another node, with its rows if that is the next one."""
+        self._sent.add(frame)
+        if self._replay != FILL:
+            return frame
+        dtype, n_cols, payload = self._sent.fill(frame.slices)
+        return replace(frame, dtype=dtype, n_rows=frame.slices.n_rows, n_cols=n_cols, payload=payload)

@@ -1,0 +1,504 @@
+"""The first ring of a run: its model, the weight format, and which nodes get which blocks, as the nodes measure themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mdi.cancel import Cancel
+from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.weights import own_packing
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import N_TEXTS
+from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
+from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import check_format, choose_device, choose_dtype
+from mdi.machine.resources import device_free_bytes
+from mdi.machine.torch_use import load_torch
+from mdi.measure.model_shape import model_shape
+from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
+from mdi.measure.window_plan import without_limits
+from mdi.node.model_family import ModelFamily
+from mdi.node.sharing_out import Division, SharingOut, division_by_hand
+from mdi.node.starter_weights import StarterWeights
+from mdi.partition.cost import CostModel
+from mdi.partition.grouping import with_groups
+from mdi.partition.methods import DEFAULT_METHOD
+from mdi.partition.model import Workload
+from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured
+from mdi.partition.plan import PlanReport
+from mdi.partition.profile import ClusterProfile
+from mdi.partition.tensor_plan import plan_tensor
+from mdi.run.ports import StarterPorts
+from mdi.run.roll_call import free_nodes
+from mdi.run.texts import check_prompt, context_length
+from mdi.spec.options import Requested, StarterOptions
+from mdi.tensor.ring_stages import RingStage, stages_of
+from mdi.tensor.shares import why_not_shared_out
+from mdi.text import TextCodec
+from mdi.units import duration
+from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
+from mdi.window.window_options import window_of
+
+ALL_NODES = "all nodes"
+
+logger = logging.getLogger("mdi")
+
+
+class Choice:
+    """The model of a run, and the nodes and the cut of its first ring.
+
+    Args:
+        family: of the model; None is litgpt's.
+        ports: of the starter.
+
+    Attributes:
+        options: the user's, with what was chosen in the place of "auto".
+        cluster: the nodes of the ring in its order, from `place` on; before, all of them.
+        left_out: nodes that the placement gave no part, or that were lost before it.
+        profile: what the nodes have measured; None if they were not asked.
+        make_own: of the starter's stage, where that is not just its blocks.
+        n_sequences: at the same time.
+        weights, config, directory, codec: of the model, from `open` on: the weights with the cut, litgpt's Config, the folder,
+            the tokenizer.
+        computing: of the starter.
+    """
+
+    weights: StarterWeights
+    config: Any
+    directory: Path
+    codec: TextCodec
+    computing: Computing
+
+    def __init__(
+        self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None, ports: StarterPorts, run: str
+    ) -> None:  # fmt: skip
+        self.device = device = choose_device(options.device or cluster.starter.device)
+        self._asked = Requested(device=device, dtype=options.dtype or cluster.starter.dtype)
+        choose_dtype(self._asked.dtype, "float32", device)
+        if window_of(options.weight_memory) is not None and options.n_frames is None:
+            options = replace(options, n_frames=1)  # a frame is a pass over the weights: one carries all texts
+        self._is_auto = options.quantize == AUTO
+        if self._is_auto:
+            options = with_format(options, None)
+        check_format(options.quantize, device)
+        check_format(options.quantize_head, device)
+        self.options = options
+        self.cluster = cluster
+        self.family = family or ModelFamily()
+        self.left_out: list[NodeConfig] = []
+        self.profile: ClusterProfile | None = None
+        self.make_own: SharingOut | None = None
+        self.n_sequences = N_TEXTS
+        self._ports = ports
+        self._run = run
+        self._is_open = False
+
+    def open(self) -> None:
+        """Find the weights. Reports every mistake in them: MdiError."""
+        options = self.options
+        will_be_cut = self.cluster.n_nodes > 1 and options.placement not in (None, "even") and options.layers is None
+        with contextlib.ExitStack() as stack:
+            weights = self.family.open_weights(
+                options.ckpt, options.chunk, nodes_of_chunks(options, self.cluster), options.layers,
+                options.quantize, will_be_cut,
+            )  # fmt: skip
+            stack.callback(weights.close)
+            self.codec = self.family.open_codec(weights.directory, options.prompt_style)
+            self.weights, self.config = weights, self.family.config(weights.config)
+            self.directory = weights.directory
+            stack.pop_all()
+        self._is_open = True
+        self._take_format(options.quantize)
+
+    def close(self) -> None:
+        """Harmless if repeated."""
+        if self._is_open:
+            self._is_open = False
+            self.weights.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.cluster.nodes)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence: the user's choice, else the model's context."""
+        return context_length(self.config, self.family.max_length(self.config), self.options.sequence_length)
+
+    @property
+    def format(self) -> str:
+        """The form of the weights on this node."""
+        return self.computing.quantize or self.computing.dtype
+
+    @property
+    def formats(self) -> tuple[str | None, str | None]:
+        """Formats of the blocks and of the head: as requested or, with "auto", as chosen."""
+        return self.options.quantize, self.options.quantize_head
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
+        check_prompt(prompt_ids, self.config, self.context_length, self.directory)
+
+    def _take_format(self, form: str | None) -> None:
+        if self._is_auto:
+            self.options = with_format(self.options, form)
+        self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
+
+    def place(self, n_sequences: int, max_length: int, cancel: Cancel) -> None:
+        """Decide which node gets which blocks, as the nodes measure themselves; after `open`.
+
+        Blocks given by hand, an even placement and chunks that are there stay as they are, and nothing is measured. A node
+        that is lost while it measures itself is left out, or a spare takes its place, unless options.fixed.
+
+        Args:
+            n_sequences: of the run, at the same time.
+            max_length: tokens that the longest can reach.
+
+        Raises:
+            PlacementError: the model does not fit; MdiError: a node was never there or cannot measure itself.
+        """
+        self.n_sequences = n_sequences
+        length = min(max_length, self.context_length)
+        work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes)
+        while True:
+            try:
+                return self._place(work, cancel)
+            except NodeLostError as e:
+                if self.options.fixed:
+                    raise
+                there = without(self.cluster, e)
+                self.left_out += [node for node in self.cluster.nodes if node.name == e.node]
+                self.cluster = there
+
+    def _place(self, work: Workload, cancel: Cancel) -> None:
+        weights, options = self.weights, self.options
+        if (stages := self._chosen_stages(work, cancel)) is not None:
+            return self._share_out(stages, work, cancel)
+        formats = formats_to_try(weights) if self._is_auto else [options.quantize]
+        has_window = window_of(options.weight_memory) is not None  # then memory does not limit the placement
+        is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
+        if (
+            not self.cluster.secondaries
+            or is_cut
+            or options.placement == "even"
+            or has_window
+            or not self.family.is_placed
+        ):
+            if self._is_auto:  # the starter's own memory decides
+                fit = (form for form in formats if fits_here(weights, form, self.device))
+                self._take_format(next(fit, formats[-1]))
+            if not self.cluster.secondaries and len(weights.blocks) > 1:
+                weights.cut_anew((weights.n_layer,))  # it was cut for nodes that were lost
+            elif self.cluster.secondaries:
+                how = "as --layers says" if options.layers else "as its chunks are" if is_cut else "shared out evenly"
+                logger.info("blocks %s, %s", told_blocks(self.names, weights.blocks), how)
+            return
+        first_that_fits(formats, lambda form: self._place_in(form, work, cancel))
+
+    def _chosen_stages(self, work: Workload, cancel: Cancel) -> tuple[RingStage, ...] | None:
+        """See `chosen_stages`; with `--parallel auto` nodes measure themselves, unless the cut is made by hand."""
+        options, weights = self.options, self.weights
+        is_measured = options.placement != "even" and options.layers is None
+        return chosen_stages(
+            options, self.family.kernel_config(weights.config), self.computing, self.cluster, work.n_sequences,
+            (lambda: faster_way(self._profiled(cancel), weights, self.computing, work)) if is_measured else None,
+        )  # fmt: skip
+
+    def _share_out(self, stages: tuple[RingStage, ...], work: Workload, cancel: Cancel) -> None:
+        """Give the nodes of each stage shares of its blocks."""
+        weights, options = self.weights, self.options
+        division = divide(stages, weights, options, self.computing, self.names, work, lambda: self._profiled(cancel))
+        if options.n_frames is None and len(division.stages) > 1:
+            self.options = options = replace(options, n_frames=len(division.stages))
+        self.make_own = SharingOut(
+            self.family,
+            self.config,
+            self._ports.over(self.cluster).starter.port_in,
+            options,
+            weights,
+            self.computing,
+            division,
+        )
+        self._take_nodes([name for stage in division.stages for name in stage.members])
+
+    def _take_nodes(self, names: Sequence[str]) -> None:
+        """The nodes of the ring, in its order; the others are left out."""
+        nodes = {node.name: node for node in self.cluster.nodes}
+        self.cluster = replace(self.cluster, secondaries=tuple(nodes[name] for name in names[1:]))
+        self.left_out += [node for name, node in nodes.items() if name not in names]
+
+    def _profiled(self, cancel: Cancel) -> ClusterProfile:
+        """What the nodes measure of themselves, in the format of the run."""
+        if self.profile is None or self.profile.format != self.computing.format:
+            here = self._ports.over(self.cluster)
+            found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
+            has_window = window_of(self.options.weight_memory) is not None
+            self.profile = without_limits(found) if has_window else found
+        return self.profile
+
+    def _place_in(self, form: str | None, work: Workload, cancel: Cancel) -> None:
+        """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
+        self._take_format(form)
+        report = planned_ring(self._profiled(cancel), self.weights, self.options, self.computing, work)
+        placement, n_frames = report.placement, len(report.nodes) + report.more_frames
+        if self.options.n_frames is None and report.more_frames:
+            self.options = replace(self.options, n_frames=n_frames)
+        self.weights.cut_anew(placement.counts)
+        self._take_nodes(placement.names)
+
+
+# Nodes and blocks
+
+
+def measured_cluster(
+    cluster: ClusterConfig, weights: StarterWeights, options: StarterOptions, computing: Computing, run: str,
+    cancel: Cancel,
+) -> ClusterProfile:  # fmt: skip
+    """What the nodes are, and the links between them.
+
+    Args:
+        cluster: with the ports that the starter really has.
+        computing: what the starter computes with.
+        run: id of the run to place.
+
+    Raises:
+        MdiError: a node is not there or cannot measure itself.
+    """
+    return profile_cluster(
+        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, check=cancel.check, run=run
+    )
+
+
+def without(cluster: ClusterConfig, error: NodeLostError) -> ClusterConfig:
+    """The nodes of a run without blocks yet, after a loss: a spare that answers takes the lost node's place.
+
+    Raises:
+        NodeLostError: `error`, where it is about no secondary, or about one that was never there and no spare is.
+    """
+    free = free_nodes([ControlClient(node, cluster.keys) for node in cluster.spares])
+    spare = next((node for node in cluster.spares if node.name in free), None)
+    is_known = any(node.name == error.node for node in cluster.secondaries)
+    if not is_known or (error.code == ABSENT and spare is None):
+        raise error
+    place = () if spare is None else (spare,)
+    logger.warning(
+        "warning: %s; %s", error, f"{spare.name} takes its place" if spare else "the others go on without it"
+    )
+    return replace(
+        cluster,
+        secondaries=tuple(
+            one for node in cluster.secondaries for one in (place if node.name == error.node else (node,))
+        ),
+        spares=tuple(node for node in cluster.spares if node is not spare),
+    )
+
+
+def planned_ring(
+    profile: ClusterProfile, weights: StarterWeights, options: StarterOptions, computing: Computing, workload: Workload,
+) -> PlanReport:  # fmt: skip
+    """The ring of nodes, or of groups. PlacementError if the model does not fit."""
+    method = options.placement or DEFAULT_METHOD
+    return choose(profile, model_of(weights), method, workload, options.prefer_memory, computing.kv_dtype)
+
+
+def faster_way(
+    profile: ClusterProfile, weights: StarterWeights, computing: Computing, workload: Workload
+) -> ParallelChoice:
+    """A ring of nodes or groups, or all blocks on all nodes. PlacementError if the model fits none."""
+    return choose_measured(profile, model_shape(weights.config, computing.format, computing.kv_dtype), workload)
+
+
+def divide(
+    stages: tuple[RingStage, ...], weights: StarterWeights, options: StarterOptions, computing: Computing,
+    names: Sequence[str], workload: Workload, measured: Callable[[], ClusterProfile],
+) -> Division:  # fmt: skip
+    """Which node gets which share of which blocks in the first ring.
+
+    Args:
+        stages: some of them groups.
+        names: of all nodes, as they are listed.
+        measured: what nodes and links are, called if it is to be known.
+
+    Raises:
+        PlacementError: the model does not fit; MdiError: a node is not there or cannot measure itself.
+    """
+    by_chunks = not options.placement and weights.is_cut_by_chunks and len(weights.blocks) == len(stages)
+    is_cut = len(stages) > 1 and (options.layers is not None or by_chunks)
+    if options.parallel.parts is not None or options.placement == "even" or is_cut:
+        return division_by_hand(stages, weights, options.parallel, names)
+    if len(stages) == 1:
+        shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+        return _of_all_blocks(CostModel(measured(), shape, workload), stages)
+    groups = {name: stage.name for stage in stages if stage.is_group for name in stage.members}
+    return _planned_groups(planned_ring(with_groups(measured(), groups), weights, options, computing, workload), stages)
+
+
+def _planned_groups(report: PlanReport, stages: tuple[RingStage, ...]) -> Division:
+    """The stages that a plan uses, in its order, and what each node's share is proportional to."""
+    named = {stage.name: stage for stage in stages}
+    parts = {name: part for group in report.groups for name, part in zip(group.members, group.parts, strict=True)}
+    used = tuple(named[name] for name in report.placement.names)
+    return Division(used, report.placement.counts, {name: parts.get(name, 1.0) for s in used for name in s.members})
+
+
+def _of_all_blocks(cost: CostModel, stages: tuple[RingStage, ...]) -> Division:
+    """Shares for all nodes. PlacementError if nothing fits."""
+    plan = plan_tensor(cost)
+    logger.info(
+        "shares %s by the nodes' own measurements: %s for a token, %s of it sums (%s)",
+        "/".join(f"{part:.0%}" for part in plan.parts), duration(plan.token_s), duration(plan.sums_s), plan.algorithm,
+    )  # fmt: skip
+    return Division(stages, (cost.n_layer,), dict(zip(plan.names, plan.parts, strict=True)))
+
+
+def model_of(weights: StarterWeights) -> Model:
+    return Model(weights.model, weights.config, weights.config_hash, weights.dtype)
+
+
+# Ring or shares
+
+
+def stages_in(cluster: ClusterConfig) -> tuple[RingStage, ...]:
+    """The stages of a ring, as its nodes file has them."""
+    return stages_of({node.name: node.group for node in cluster.nodes})
+
+
+def chosen_stages(
+    options: StarterOptions, config: Mapping[str, Any] | None, computing: Computing, cluster: ClusterConfig,
+    n_sequences: int, choose: Callable[[], ParallelChoice] | None,
+) -> tuple[RingStage, ...] | None:  # fmt: skip
+    """The stages of the ring, if some are groups, one of all nodes with `--parallel tensor`; None if each node is its own.
+
+    With `--parallel auto` these are the groups of the nodes file, one group of all nodes, or groups by measurement.
+
+    Args:
+        config: litgpt's Config as a plain dict; None of a model that is none of litgpt's.
+        computing: of the starter.
+        choose: what is better by what the nodes measure, called if that is to be known; None where nothing is measured.
+
+    Raises:
+        UsageError: it was asked for, and cannot be. PlacementError: the model does not fit.
+    """
+    mode, n_nodes = options.parallel.mode, cluster.n_nodes
+    stages = stages_in(cluster)
+    has_groups = any(stage.is_group for stage in stages)
+    if n_nodes == 1 or (mode == "ring" and not has_groups):
+        return None
+    why_not = _why_not_shared(config, computing)
+    whole = (RingStage(ALL_NODES, tuple(node.name for node in cluster.nodes)),)
+    if mode == "tensor":
+        if why_not is not None:
+            raise UsageError(f"--parallel tensor: {why_not} cannot be shared out: use --parallel ring")
+        return whole
+    if mode == "auto":
+        stages = _by_measure(why_not, stages, whole, n_sequences, choose)
+    if not any(stage.is_group for stage in stages):
+        return None
+    if why_not is not None:
+        raise UsageError(
+            f'the nodes file has groups, but {why_not} cannot be shared out: leave "group" out for this model'
+        )
+    if options.parallel.is_head_shared and len(stages) > 1:
+        raise UsageError("--head shared needs all nodes in one group: use --parallel tensor, or leave it out")
+    return stages
+
+
+def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> str | None:
+    reason = "a model that is not litgpt's" if config is None else why_not_shared_out(config)
+    if reason is None and computing.packing is None:
+        reason = "a starter that computes in torch"
+    return reason
+
+
+def _by_measure(
+    why_not: str | None, stages: tuple[RingStage, ...], whole: tuple[RingStage, ...], n_sequences: int,
+    choose: Callable[[], ParallelChoice] | None,
+) -> tuple[RingStage, ...]:  # fmt: skip
+    """`stages`, `whole`, or other groups, by what the nodes measure; without that, by how many texts there are."""
+    if why_not is not None:
+        logger.info("--parallel auto: ring, because %s cannot be shared out", why_not)
+        return stages
+    n_nodes = len(whole[0].members)
+    if choose is None:
+        if n_sequences < n_nodes:
+            logger.info("--parallel auto: tensor, because fewer texts (%d) than nodes (%d) leave nodes of a ring idle",
+                        n_sequences, n_nodes)  # fmt: skip
+            return whole
+        logger.info("--parallel auto: ring, because %d texts keep all %d nodes of a ring busy", n_sequences, n_nodes)
+        return stages
+    choice = choose()
+    logger.info("--parallel auto: %s; %s", choice.mode, choice.reason)
+    if choice.mode == GROUPS and choice.grouping is not None:
+        groups = choice.grouping.groups
+        return stages_of({name: groups.get(name) for name in whole[0].members})
+    return whole if choice.mode == TENSOR else stages
+
+
+def nodes_of_chunks(options: StarterOptions, cluster: ClusterConfig) -> int:
+    """For how many nodes the chunks are cut that a run looks for: shares are cut out of those of any number of nodes.
+
+    Where there are none, shares of all blocks begin with a cut for one node: there may be more nodes than blocks.
+    """
+    stages, is_tensor = stages_in(cluster), options.parallel.mode == TENSOR
+    n_stages = cluster.n_nodes if is_tensor else len(stages)
+    is_shared = is_tensor or any(stage.is_group for stage in stages)
+    if not is_shared or options.ckpt is None or options.chunk is not None or options.layers is not None:
+        return n_stages
+    found = (n for n in (n_stages, 1) if find_chunk(options.ckpt, n, "starter", options.quantize).is_file())
+    return next(found, 1 if is_tensor else n_stages)
+
+
+# Formats
+
+
+def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Requested) -> Computing:
+    """What the starter computes with. Raises UsageError if the device does not support the user's choice."""
+    formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
+    config = family.kernel_config(weights.config)
+    computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)
+    if computing.packing is None:
+        load_torch(computing.why_torch or "this model")
+    return computing
+
+
+def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
+    """The options with a format instead of "auto"."""
+    head = form if options.quantize_head in (None, AUTO) else options.quantize_head
+    return replace(options, quantize=form, quantize_head=head)
+
+
+def formats_to_try(weights: StarterWeights) -> list[str | None]:
+    """For "auto": what loses nothing first, then ever smaller ones. Weights that are stored in a format keep it."""
+    if weights.quantize is not None:
+        return [weights.quantize]
+    own = LAYOUTS[own_packing(weights.dtype).blocks].bits
+    return [None, *(form for form in ROUNDED if LAYOUTS[form].bits < own)]
+
+
+def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:
+    """Try one format after the other until one can be placed. Raises PlacementError if none can."""
+    for form, smaller in _pairs(formats):
+        try:
+            return place(form)
+        except PlacementError:
+            if smaller is None:
+                raise
+            logger.info("the model does not fit in %s: trying %s", form or "the checkpoint's own numbers", smaller)
+
+
+def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
+    """Whether the starter's own part of a cut that is given fits into the memory that is free."""
+    parts = [weights.part_bytes(part) for part in stage_parts(0, weights.blocks[0][1], starter=True)]
+    held = form or weights.stored_format or own_packing(weights.dtype).blocks
+    return held_bytes(parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
+
+
+def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:
+    yield from zip(formats, [*formats[1:], None], strict=True)

@@ -1,0 +1,241 @@
+"""Another cut of the model over the nodes that are left, or with one more: few blocks move, and no node is much slower.
+
+Pure. Time is weighed: that of moving weights, once, against that of a frame, as often as the texts still need one. Nodes count
+by their measurements, or by cautious guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
+
+from mdi.partition.cost import CostModel
+from mdi.partition.model import ModelShape, Workload
+from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
+from mdi.run.policy import Form, Stage, cut_over
+
+# Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.
+READ_BYTES_S = 5e9
+LOAD_BYTES_S = 5e8
+N_PACES = 48  # different paces that are tried, the fastest possible ones first
+JOIN_GAIN = 1.1  # a node joins if a round then takes so much less
+INFINITE = float("inf")
+
+
+class MovingCut:
+    """See the module; the first node is the starter, which has all weights on its disk.
+
+    Args:
+        shape: the model, in the format that it runs in.
+        profile: measurements of nodes and links; None if there are none.
+        workload: texts at the same time, and their lengths.
+        part_bytes: of a block, as it is sent.
+        n_rounds: how many rounds the texts still need; may be set again.
+    """
+
+    def __init__(
+        self, shape: ModelShape, profile: ClusterProfile | None, workload: Workload, part_bytes: float,
+        n_rounds: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._shape = shape
+        self._workload = workload
+        # The two together, because another thread may plan while a node is learnt.
+        self._measured = None if profile is None else (profile, CostModel(profile, shape, workload))
+        self._part_bytes = part_bytes
+        self.n_rounds = n_rounds
+
+    def learn(self, node: NodeProfile) -> None:
+        """A node that has come was measured. Its links are guessed."""
+        if self._measured is not None:
+            profile = replace(self._measured[0], nodes=(*self._measured[0].nodes, node))
+            self._measured = profile, CostModel(profile, self._shape, self._workload)
+
+    def __call__(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
+        """Blocks of each of these nodes, whose stages are their present ones; None if the model does not fit them.
+
+        Args:
+            most: blocks that a node can hold at most, where it has said so.
+        """
+        n_frames = max(1, self.n_rounds()) * self._n_frames(len(stages))
+        return cut(self.holders(stages, most), self._block_bytes, n_frames)
+
+    def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
+        """Seconds of a round of these nodes with `counts` blocks; without measurements, of a frame.
+
+        What more nodes bring without smaller frames is guessed in no other way than by an even placement: the slowest node
+        gets as little as possible.
+        """
+        return slowest_s(self.holders(stages, {}), counts) * self._n_frames(len(stages))
+
+    def moving_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
+        """How long it takes to move the weights for such a cut."""
+        seconds, start = 0.0, 0
+        for holder, count in zip(self.holders(stages, {}), counts, strict=True):
+            seconds += holder.move_s * holder.n_moved(start, start + count)
+            start += count
+        return seconds
+
+    def _n_frames(self, n_nodes: int) -> int:
+        """Frames of a round."""
+        return self._workload.frames(n_nodes) if self._measured is not None else 1
+
+    def holders(self, stages: Sequence[Stage], most: Mapping[str, int]) -> list[Holder]:
+        return [self._holder(k, stage, len(stages), most.get(stage.name)) for k, stage in enumerate(stages)]
+
+    @property
+    def _block_bytes(self) -> list[float]:
+        n, length = self._workload.n_sequences, self._workload.sequence_length
+        return [block.weight_bytes + n * block.cache_bytes(length) for block in self._shape.blocks]
+
+    def _holder(self, place: int, stage: Stage, n_used: int, most: int | None) -> Holder:
+        block_s, base_s, most_bytes = self._times(place, stage.name, n_used)
+        move_s = self._part_bytes / LOAD_BYTES_S
+        if place:
+            move_s += self._part_bytes / self._link_bytes_s(stage.name)
+        return Holder(
+            stage.name, (stage.start, stage.stop), block_s, base_s, move_s, most_bytes, least=min(place, 1), most=most
+        )
+
+    def _times(self, place: int, name: str, n_used: int) -> tuple[float, float, float]:
+        """Seconds per block and beside blocks, and bytes that there are for blocks."""
+        head_s = 0.0 if place else self._shape.head_bytes / READ_BYTES_S
+        if (measured := self._measured) is None:
+            return self._shape.reference.weight_bytes / READ_BYTES_S, head_s, float("inf")
+        profile, cost = measured
+        terms, known = cost.terms(n_used), _index(profile, name)
+        if known is not None:
+            return terms.unit_s(known), terms.base_s[known], min(terms.capacity(known))
+        return fmean(terms.unit_s(i) for i in range(len(profile.nodes))), head_s, float("inf")
+
+    def _link_bytes_s(self, name: str) -> float:
+        if (measured := self._measured) is None:
+            return DEFAULT_BYTES_S
+        profile, cost = measured
+        known = _index(profile, name)
+        return DEFAULT_BYTES_S if known is None else cost.links.of(0, known)[1]
+
+
+def _index(profile: ClusterProfile, name: str) -> int | None:
+    return next((i for i, node in enumerate(profile.nodes) if node.name == name), None)
+
+
+def better_with(ring: Sequence[Stage], name: str, cut: MovingCut) -> Form | None:
+    """The ring with one more node, at the place where the fewest bytes move; None if it does not gain JOIN_GAIN.
+
+    The rule of Petals (Borzunov et al. 2023).
+    """
+    now_s = cut.round_s(ring, [stage.stop - stage.start for stage in ring])
+    best: Form | None = None
+    best_s = float("inf")
+    for place in range(1, len(ring) + 1):
+        holders = [*ring[:place], Stage(name, 0, 0), *ring[place:]]
+        found = cut_over(holders, {}, cut)
+        if (
+            found is not None
+            and cut.round_s(found.stages, found.counts) * JOIN_GAIN <= now_s
+            and (s := cut.moving_s(holders, found.counts)) < best_s
+        ):
+            best, best_s = found, s
+    return best
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A node that can hold blocks.
+
+    Attributes:
+        has: blocks in its memory, half-open; (0, 0) if there are none.
+        block_s: of one block and a frame.
+        base_s: seconds per frame for everything but blocks.
+        move_s: of getting one more block: over its link, or from its disk.
+        most_bytes: of weights and caches of blocks.
+        least, most: blocks that it must hold (none for a starter), and can hold; None is any number.
+    """
+
+    name: str
+    has: tuple[int, int]
+    block_s: float
+    base_s: float
+    move_s: float
+    most_bytes: float
+    least: int = 1
+    most: int | None = None
+
+    def n_moved(self, start: int, stop: int) -> int:
+        """How many of these blocks it does not have."""
+        return (stop - start) - max(0, min(stop, self.has[1]) - max(start, self.has[0]))
+
+
+def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_frames: float) -> tuple[int, ...] | None:
+    """Blocks of each node, in ring order, so that moving and `n_frames` frames take the least time; None if nothing fits.
+
+    Args:
+        block_bytes: of each block, weights with its caches.
+    """
+    best: tuple[float, tuple[int, ...]] | None = None
+    for pace_s in _paces(holders, block_bytes):
+        found = _moved_least(holders, block_bytes, pace_s)
+        if found is None:
+            continue
+        moving_s, counts = found
+        total = moving_s + n_frames * slowest_s(holders, counts)
+        if best is None or total < best[0]:
+            best = (total, counts)
+    return None if best is None else best[1]
+
+
+def slowest_s(holders: Sequence[Holder], counts: Sequence[int]) -> float:
+    """Seconds of the slowest node for a frame; the others wait for it."""
+    return max(h.base_s + h.block_s * n for h, n in zip(holders, counts, strict=True))
+
+
+def _paces(holders: Sequence[Holder], block_bytes: Sequence[float]) -> list[float]:
+    """Times of the slowest stage that are worth a try, from the shortest that is possible on."""
+    n = len(block_bytes)
+    paces = sorted({h.base_s + h.block_s * count for h in holders for count in range(h.least, n + 1)})
+    low, high = 0, len(paces)
+    while low < high:  # the more time, the more fits
+        middle = (low + high) // 2
+        if _moved_least(holders, block_bytes, paces[middle]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return paces[low : low + N_PACES]
+
+
+def _moved_least(
+    holders: Sequence[Holder], block_bytes: Sequence[float], pace_s: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The cut with the least time of moving in which no stage takes more than `pace_s`; None if there is none."""
+    n = len(block_bytes)
+    sums = [0.0, *accumulate(block_bytes)]
+    costs = [0.0] + [INFINITE] * n  # of the cheapest way in which the nodes so far hold the first blocks
+    ways: list[list[int]] = []
+    for holder in holders:
+        free_s = pace_s - holder.base_s
+        most = int(free_s / holder.block_s * (1 + 1e-9)) if holder.block_s else n
+        if free_s < 0:
+            most = 0
+        if holder.most is not None:
+            most = min(most, holder.most)
+        after, way = [INFINITE] * (n + 1), [0] * (n + 1)
+        for start, cost in enumerate(costs):
+            if cost == INFINITE:
+                continue
+            for stop in range(start + holder.least, min(n, start + most) + 1):
+                if sums[stop] - sums[start] > holder.most_bytes:
+                    break
+                total = cost + holder.move_s * holder.n_moved(start, stop)
+                if total < after[stop]:
+                    after[stop], way[stop] = total, start
+        costs = after
+        ways.append(way)
+    if costs[n] == INFINITE:
+        return None
+    counts, stop = [], n
+    for way in reversed(ways):
+        counts.append(stop - way[stop])
+        stop = way[stop]
+    return costs[n], tuple(reversed(counts))

@@ -1,0 +1,651 @@
+"""Forms the rings of a run, the first one and every later one alike: gets all nodes ready, then closes the links.
+
+`Former.form` is all of it. Its two halves, `prepare` and `close`, can be apart in time: what is prepared changes nothing in a
+ring that generates, as far as its nodes and the starter's stage allow that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from mdi.cancel import Cancel
+from mdi.config import ClusterConfig, NodeConfig
+from mdi.control.client import ControlClient
+from mdi.control.fan_out import FanOut
+from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.reach_node import reach_node
+from mdi.engine.memory import CacheMemory
+from mdi.engine.replay import COMPUTE, FILL, PASS
+from mdi.errors import MdiError, NodeLostError, RingError, UsageError
+from mdi.kernels import library
+from mdi.machine.computing import Computing
+from mdi.net.handshake import close_starter_ring
+from mdi.net.listener import RingListener
+from mdi.net.ring import LoopbackRing, Seat, TcpRing
+from mdi.node.cache_budget import SharedCaches, share_extensions, share_out
+from mdi.node.forming import receive_buffers, ring_limits
+from mdi.node.model_family import ModelFamily
+from mdi.node.own_stage import OwnStage
+from mdi.node.part_sending import Holders
+from mdi.node.setup import SecondarySetup, with_true_port
+from mdi.node.starter_weights import StarterWeights
+from mdi.periodic import Periodic
+from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
+from mdi.run.identity import numbers_of
+from mdi.run.policy import Form, Stage
+from mdi.spec.options import Requested, StarterOptions
+from mdi.tracing.recorder import extensions_of
+from mdi.window.window_options import extensions_of as window_extensions
+
+REACH_S = 2.0  # a node that gets blocks of another one has just answered
+# Errors for which other nodes may replace a node in the first ring; the user must mend all others.
+ENDED = ("left", "leaving", "disk")
+
+logger = logging.getLogger("mdi")
+
+Link = LoopbackRing | TcpRing
+Measured = tuple[float, float, int, int]
+MakeOwn = Callable[[ClusterConfig, Mapping[str, str]], tuple[ClusterConfig, OwnStage]]
+Counts = Mapping[int, int]  # of each text, positions whose rows were sent and kept, from the first on
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What all rings of a run have in common.
+
+    Attributes:
+        run: its id; ring n of the run has the id `run + n`.
+        family, config: of the model; weights: with the cut of the ring that is formed.
+        options: the user's choices; `computing` is what follows from them.
+        max_length: tokens that a sequence of the run may reach.
+        n_sequences: at the same time, at most.
+        process: a number that the starter's process drew.
+        listener: the starter's ring port; None in a ring of one node.
+        caches: of all runs of this process.
+        make_own: where the starter's own stage is not just its blocks: gives that, and the nodes in another order, for nodes
+            and, by the names of the secondaries, the numbers that their processes drew.
+    """
+
+    run: int
+    family: ModelFamily
+    config: Any
+    options: StarterOptions
+    computing: Computing
+    weights: StarterWeights
+    max_length: int
+    n_sequences: int
+    process: str
+    listener: RingListener | None
+    caches: SharedCaches
+    make_own: MakeOwn | None = None
+
+    @property
+    def run_id(self) -> str:
+        """As the nodes know it."""
+        return f"{self.run:016x}"
+
+
+# Caches that are restored from rows
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Attributes:
+    is_by_starter: whether the starter's own rows are replayed.
+    kept: positions of each text, from the first on, whose rows are there.
+    """
+
+    is_by_starter: bool
+    kept: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class ReplayRoles:
+    """The parts of a ring's nodes in restoring caches from rows.
+
+    Computing the rows of a text again on one node is never slower than on all of them, one after the other: so it is done where
+    the rows are there.
+
+    Attributes:
+        by_name: of each secondary that has a part in it, what it does with replays (engine.worker).
+        is_by_starter: whether the starter's own rows are replayed.
+        has_lost: whether a node has lost its caches, so that there is something to restore.
+    """
+
+    by_name: Mapping[str, str]
+    is_by_starter: bool
+    has_lost: bool
+
+    def plan(self, own: Counts, sent: Mapping[str, Counts]) -> ReplayPlan | None:
+        """By the rows that all nodes have that send some; None if no text can be restored so.
+
+        Args:
+            own: the rows that the starter has.
+            sent: what each secondary reports.
+        """
+        senders = [sent.get(name, {}) for name, role in self.by_name.items() if role == FILL]
+        if self.is_by_starter:
+            senders.append(own)
+        kept = _least(senders) if self.has_lost else dict.fromkeys(own, 1 << 60)
+        return ReplayPlan(self.is_by_starter, kept) if kept else None
+
+
+def replay_roles(names: Sequence[str], fresh: frozenset[str]) -> ReplayRoles | None:
+    """For a ring with the cut of the one before; None if the starter has lost its caches, or is alone.
+
+    Args:
+        names: of its nodes; `fresh` are those without caches.
+    """
+    if names[0] in fresh or len(names) < 2:
+        return None
+    before = [names[k - 1] for k, name in enumerate(names) if name in fresh]
+    roles = {name: PASS if name in fresh else FILL for name in before if name != names[0]}
+    return ReplayRoles(roles, names[0] in before, bool(fresh.intersection(names)))
+
+
+def _least(counts: Sequence[Counts]) -> dict[int, int]:
+    """The common part of all of them."""
+    common = set.intersection(*(set(one) for one in counts)) if counts else set()
+    return {seq_id: min(one[seq_id] for one in counts) for seq_id in common}
+
+
+# Rings
+
+
+@dataclass
+class Ring:
+    """A ring of a run: prepared, and closed once it has a `link`.
+
+    Attributes:
+        number: from 1 on; rings that could not be formed count, too.
+        cluster, clients: its nodes, and how its secondaries are reached.
+        stages: its nodes with their blocks.
+        own: the starter's stage.
+        memory: what the caches of all nodes hold.
+        processes: of its secondaries, the numbers that their processes drew.
+        ring_ports: by name of each secondary, the ring port that it says it has.
+        placement: hash of model, cut and ring; "" in a ring of one node.
+        numbers: see `numbers_of`.
+        is_exact: whether it gives texts the tokens that the ring before would have given them.
+        replay: how caches are restored from rows; None: from the token ids.
+        has_fresh: whether there are nodes without caches.
+        link: from and to this node; None before it is closed, and after its end.
+        computed: the same as the engine sees it.
+    """
+
+    number: int
+    cluster: ClusterConfig
+    clients: list[ControlClient]
+    stages: tuple[Stage, ...]
+    own: OwnStage
+    memory: CacheMemory
+    processes: Mapping[str, str]
+    ring_ports: Mapping[str, Any]
+    placement: str
+    sent_rows: Mapping[str, Counts]
+    numbers: str = ""
+    is_exact: bool = True
+    replay: ReplayPlan | None = None
+    has_fresh: bool = False
+    link: Link | None = None
+    computed: Link | None = None
+
+
+class Former:
+    """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured` and `admit`.
+
+    Args:
+        nodes: all secondaries that may take part.
+        starter: this node, and the keys of the cluster.
+
+    Attributes:
+        ring: that was closed last; None before the first one.
+        reached: of the secondaries that were reached for the last ring, or the one that could not be formed, the numbers that
+            their processes drew.
+        is_known: whether secondaries know the run, so that they must also be told its end.
+        clients: of the secondaries of the ring that was formed or tried last.
+    """
+
+    def __init__(self, basis: Basis, starter: ClusterConfig, nodes: Sequence[NodeConfig]) -> None:
+        self.basis = basis
+        self.cluster = starter
+        self.ring: Ring | None = None
+        self.own: OwnStage | None = None
+        self.reached: Mapping[str, str] = {}
+        self.is_known = False
+        self.clients: list[ControlClient] = []
+        self._nodes = {node.name: node for node in nodes}
+        self._n_rings = 0
+        self._has_caches = False  # whether the starter's own are those of the texts
+        self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
+        self._arithmetic: dict[str, str] = {}
+        self._unreached: Counter[str] = Counter()  # processes that live, and that no ring could be closed with
+        self._closing: list[tuple[threading.Thread, Link]] = []
+        self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
+        self._lock = threading.Lock()  # of these two
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes compute blocks together."""
+        return self.own is not None and self.own.is_shared
+
+    def admit(self, node: NodeConfig) -> ControlClient:
+        """From any thread: a node that may take part from now on."""
+        self._nodes[node.name] = node
+        return ControlClient(node, self.cluster.keys)
+
+    def form(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
+        """Form a ring; the present one, if there is one, ends.
+
+        Args:
+            rows: of the starter, that were sent and kept; None if texts must not be restored from rows.
+
+        Raises:
+            NodeLostError: of a node that could not take part; MdiError: it cannot be done at all.
+        """
+        self.close_links(is_awaited=False)  # a node that is silent would hold it up
+        return self.close(self.prepare(plan, cancel, rows))
+
+    def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
+        """Get all nodes ready. Raises as `form`."""
+        basis = self.basis
+        cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
+        if not self.is_shared and plan.counts != tuple(stop - start for start, stop in basis.weights.blocks):
+            basis.weights.cut_anew(plan.counts)
+        beside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.beside)]
+        fresh = plan.fresh
+        while rows and not plan.is_moved and self._has_caches and not self.is_shared:
+            if (roles := replay_roles(plan.names, fresh)) is None:
+                break
+            ring = self._prepare(cluster, cancel, roles.by_name, beside)
+            lacking = frozenset(plan.names[1:]) - ring.sent_rows.keys() - fresh
+            if not lacking:
+                ring.replay = roles.plan(rows, ring.sent_rows)
+                if ring.replay is None:
+                    break
+                ring.has_fresh = bool(fresh)
+                return ring
+            fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
+        self._has_caches = False  # if this ring is not closed, the next one cannot use them
+        ring = self._prepare(cluster, cancel, None, beside)
+        ring.has_fresh = bool(fresh)
+        return ring
+
+    def close(self, ring: Ring) -> Ring:
+        """Close the links of a ring that is prepared. Raises NodeLostError, RingError."""
+        basis, cluster = self.basis, ring.cluster
+        names = tuple(node.name for node in cluster.nodes)
+        following = cluster.nodes[1 % cluster.n_nodes]
+        number = basis.run + ring.number
+        seat = Seat(
+            number, 0, names, ring.placement, following.addr, following.port_in, basis.options.wire_dtype,
+            basis.process, cluster.keys, basis.options.silence_s,
+        )  # fmt: skip
+        ring.own.expect(basis.listener, number, ring.placement, basis.process)
+        try:
+            inner = self._linked(ring, seat)
+        except NodeLostError as e:
+            if self.ring is not None:
+                raise
+            process = self.reached.get(e.node, "")
+            self._unreached[process] += 1
+            if self._unreached[process] > 1:  # the node is not lost, but its ring port cannot be reached
+                raise RingError(str(e)) from None
+            raise
+        before, self.ring = self.ring, ring
+        ring.link = inner  # from here on it is known, and will be closed
+        ring.computed = ring.own.over(inner)
+        ring.numbers = self._numbers(ring)
+        ring.is_exact = before is None or before.numbers == ring.numbers
+        self._has_caches = True
+        return ring
+
+    def _linked(self, ring: Ring, seat: Seat) -> Link:
+        basis, cluster = self.basis, ring.cluster
+        n_frames = basis.options.n_frames or cluster.n_nodes
+        if n_frames != cluster.n_nodes:
+            logger.info(
+                "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)",
+                n_frames,
+                cluster.n_nodes,
+            )
+        if basis.listener is None or not cluster.secondaries:  # none there, or all left out
+            return LoopbackRing(n_frames, seat.epoch)
+        limits, allocate = (
+            ring_limits(basis.family.widest_row(basis.config)),
+            receive_buffers(basis.computing.device),
+        )
+        try:
+            link = close_starter_ring(basis.listener, seat, n_frames, limits, allocate=allocate)
+        except NodeLostError as e:
+            first = cluster.secondaries[0]
+            lost = next((node for node in cluster.secondaries if node.name == e.node), first)
+            raise with_true_port(e, lost, ring.ring_ports.get(e.node)) from None
+        logger.info("the ring is closed: %s", " -> ".join([*seat.names, seat.names[0]]))
+        return link
+
+    def _prepare(
+        self, cluster: ClusterConfig, cancel: Cancel, replays: Mapping[str, str] | None, beside: Sequence[ControlClient]
+    ) -> Ring:
+        """A ring whose nodes are ready, with the cut that the weights have.
+
+        Args:
+            replays: where nodes are to keep the caches of the ring before: by name, what they do with replays.
+            beside: nodes that are not in the ring, and are there: they may have parts.
+        """
+        basis, own, is_first = self.basis, self.own, not self._n_rings
+        wait_s = basis.options.wait_s if is_first else REACH_S
+        known = frozenset(() if self.ring is None else self.ring.processes)
+        self.cluster, self.clients = cluster, [ControlClient(node, cluster.keys) for node in cluster.secondaries]
+        self._n_rings += 1
+        if basis.make_own is not None:  # every set of nodes has different shares
+            self.cluster, own = basis.make_own(cluster, self._ask_processes(wait_s, cancel))
+            self.clients = [ControlClient(node, cluster.keys) for node in self.cluster.secondaries]
+            if self.own not in (None, own):
+                assert self.own is not None
+                self.own.drop()
+        elif own is None:
+            own = OwnStage(cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
+        work = Preparation(
+            basis, self.cluster, self.clients, own, self._n_rings, wait_s, known, self._holders(beside), replays
+        )
+        try:
+            memory = work.run(cancel)
+        except BaseException as e:
+            if own is not self.own:
+                own.drop()
+            raise self._named(e, work.failed, is_first) if isinstance(e, MdiError) else e from None
+        finally:
+            self.is_known = self.is_known or work.has_begun
+            if self.ring is None:
+                self.reached = work.processes or self.reached
+        self.own, self.reached = own, work.processes
+        self._arithmetic.update(work.arithmetic)
+        for name, parts in work.parts.items():
+            self._have.setdefault(name, set()).update(part.sha256 for part in parts)
+        pairs = zip(self.cluster.nodes, basis.weights.blocks, strict=True)
+        stages = tuple(Stage(node.name, start, stop) for node, (start, stop) in pairs)
+        return Ring(
+            self._n_rings, self.cluster, self.clients, stages, own, memory, work.processes, work.ring_ports, work.placement,
+            work.sent_rows,
+        )  # fmt: skip
+
+    def _holders(self, beside: Sequence[ControlClient]) -> Holders:
+        """Nodes of the ring, and beside it, that may have parts."""
+        known: dict[str, list[ControlClient]] = {}
+        for client in (*self.clients, *beside):
+            for sha256 in self._have.get(client.node.name, ()):
+                known.setdefault(sha256, []).append(client)
+        return Holders(known, beside)
+
+    def _ask_processes(self, wait_s: float, cancel: Cancel) -> dict[str, str]:
+        """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
+        is_off = threading.Event()
+        try:
+            asked = FanOut({
+                client.node.name: partial(reach_node, client, wait_s, is_off) for client in self.clients
+            })  # fmt: skip
+            found = asked.wait(cancel.check)
+        finally:
+            is_off.set()
+        return {
+            client.node.name: str(status.get("process", "")) for client, status in zip(self.clients, found, strict=True)
+        }
+
+    def _named(self, error: MdiError, failed: str | None, is_first: bool) -> MdiError:
+        """The error with the node that it is about, so that another ring can be formed without it."""
+        if isinstance(error, NodeLostError) or (is_first and error.code not in ENDED):
+            return error
+        if failed is None and isinstance(error, UsageError):  # this node's own memory
+            return NodeLostError(self.cluster.starter.name, str(error), "memory")
+        return error if failed is None else NodeLostError(failed, str(error), error.code)
+
+    def _numbers(self, ring: Ring) -> str:
+        own, basis, names = ring.own, self.basis, [node.name for node in ring.cluster.nodes]
+        computing = basis.computing
+        ours = library.arithmetic() if computing.packing is not None else "torch"
+        arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
+        shares = [own.share_of(index) for index in range(len(names))]
+        config = basis.family.kernel_config(basis.weights.config)
+        return numbers_of(
+            basis.weights.blocks, names, shares, arithmetic, computing, basis.options, basis.run + ring.number, config
+        )
+
+    # Ends of rings
+
+    def close_links(self, is_awaited: bool = True) -> None:
+        """End the present ring, if there is one; its nodes keep their stages."""
+        ring = self.ring
+        if ring is not None and ring.link is not None:
+            link, ring.link, ring.computed = ring.link, None, None
+            link.stop("the run is over")
+            closer = threading.Thread(target=link.close, name="ring-close", daemon=True)
+            closer.start()
+            with self._lock:
+                self._closing.append((closer, link))
+            ring.own.leave()
+        if is_awaited:
+            for closer, _ in self._closing:
+                closer.join()
+        self.measured()
+
+    def measured(self) -> Measured:
+        """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far; from any thread."""
+        with self._lock:
+            for closer, link in self._closing:
+                if not closer.is_alive():
+                    self._past = _sum(self._past, _measured_of(link))
+            self._closing = [(closer, link) for closer, link in self._closing if closer.is_alive()]
+            present = None if self.ring is None else self.ring.link
+            found = self._past
+            for link in (*(link for _, link in self._closing), *(() if present is None else (present,))):
+                found = _sum(found, _measured_of(link))
+            return found
+
+
+def _measured_of(link: Link) -> Measured:
+    return link.inbox.wait_s, link.send_s, link.bytes_sent, link.n_frames
+
+
+def _sum(a: Measured, b: Measured) -> Measured:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+# Nodes
+
+
+@dataclass
+class Preparation:
+    """Gets the nodes of one ring ready: configures every node, sends weights, builds stages.
+
+    Args:
+        cluster: the nodes that take part; `clients` are its secondaries.
+        own: the starter's own stage; parts of the last ring's stage are used again if they are the same.
+        number: of the ring.
+        wait_s: how long a node is waited for that does not answer.
+        known: secondaries of the ring before.
+        holders: nodes that may have parts already.
+        replays: as for `Former._prepare`.
+
+    Attributes:
+        placement, ring_ports, processes: see Ring.
+        sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
+            sent on and can send again.
+        parts: the parts that each secondary needs, by its name.
+        arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
+        failed: name of the node that could not get ready; None if it was none of them.
+        has_begun: whether secondaries know the run, so that they must also be told its end.
+    """
+
+    basis: Basis
+    cluster: ClusterConfig
+    clients: Sequence[ControlClient]
+    own: OwnStage
+    number: int
+    wait_s: float
+    known: frozenset[str]
+    holders: Holders
+    replays: Mapping[str, str] | None
+    parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
+    placement: str = ""
+    failed: str | None = None
+    processes: dict[str, str] = field(default_factory=dict)
+    arithmetic: dict[str, str] = field(default_factory=dict)
+    sent_rows: dict[str, dict[int, int]] = field(default_factory=dict)
+    ring_ports: dict[str, Any] = field(default_factory=dict)
+    has_begun: bool = False
+
+    def run(self, cancel: Cancel) -> CacheMemory:
+        """Do it; what the caches of all nodes hold. Raises MdiError: a node is not there or cannot."""
+        basis = self.basis
+        self.own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
+        setups = self._configure_secondaries()
+        try:
+            had = self.own.loaded if self.own.is_loaded else None
+            self.load_stage(lambda: self._check(setups, cancel))
+            while not all(setup.wait(0.1) for setup in setups):
+                self._check(setups, cancel)
+            self._check(setups, cancel)
+            self.ring_ports = {setup.name: setup.ring_port for setup in setups}
+            if self.replays is None:
+                self.own.loaded.caches.clear()
+            memory = self._reckon_memory(
+                setups, self.own.loaded is not had
+            )  # last, when all weights are where they stay
+            self.sent_rows = {setup.name: setup.sent_rows for setup in setups if setup.sent_rows is not None}
+        finally:
+            self.processes = {setup.name: setup.process for setup in setups if setup.process}
+            self.arithmetic = {setup.name: setup.arithmetic for setup in setups if setup.arithmetic is not None}
+            for setup in setups:
+                setup.cancel()
+        for setup in setups:
+            setup.join(1.0)
+        return memory
+
+    def _check(self, setups: list[SecondarySetup], cancel: Cancel) -> None:
+        for setup in setups:
+            if setup.error is not None:
+                self.failed = setup.name
+                raise setup.error
+        cancel.check()
+
+    def _configure_secondaries(self) -> list[SecondarySetup]:
+        """Begin to set every secondary up."""
+        if not self.clients:
+            return []
+        weights, nodes, own = self.basis.weights, self.cluster.nodes, self.own
+        names = tuple(node.name for node in nodes)
+        parts = self._hash_parts()
+        shares = [own.extensions(index) for index in range(1, len(nodes))]
+        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
+        self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
+        self.has_begun = True
+        return [
+            SecondarySetup(
+                client, self._request(index, names, tuple(parts[index - 1]), shares[index - 1]),
+                own.weights_of(weights, index), self.wait_s, client.node.name in self.known, self.holders,
+            )
+            for index, client in enumerate(self.clients, 1)
+        ]  # fmt: skip
+
+    def _request(
+        self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...], share: dict[str, Any]
+    ) -> InitRequest:
+        """The task of node `index` of the ring."""
+        basis, nodes = self.basis, self.cluster.nodes
+        weights, options = basis.weights, basis.options
+        node, following = nodes[index], nodes[(index + 1) % len(nodes)]
+        port_in = following.port_in
+        if index == len(nodes) - 1:
+            assert basis.listener is not None
+            port_in = basis.listener.port
+        asked = replace(
+            Requested.of(options), device=node.device, threads=node.threads, quantize=basis.computing.quantize,
+            quantize_head=None,
+        )  # fmt: skip
+        return InitRequest(
+            run=basis.run_id,
+            epoch=f"{basis.run + self.number:016x}",
+            index=index,
+            names=names,
+            placement=self.placement,
+            next_addr=following.addr,
+            next_port=port_in,
+            model=weights.model,
+            config=weights.config,
+            config_hash=weights.config_hash,
+            stored_dtype=weights.dtype,
+            blocks=weights.blocks[index],
+            parts=parts,
+            max_length=basis.max_length,
+            n_sequences=basis.n_sequences,
+            stored_format=weights.stored_format,
+            n_frames=options.n_frames,
+            silence_s=options.silence_s,
+            hand_over=not (options.fixed or self.own.is_shared),
+            keep_caches=self.replays is not None,
+            replay=(self.replays or {}).get(node.name, COMPUTE),
+            replay_bytes=self._replay_bytes,
+            extensions={
+                **extensions_of(options.n_spans),
+                **window_extensions(options.weight_memory),
+                **share_extensions(options.cache_share),
+                **share,
+            },
+            **vars(asked),
+        )
+
+    def _hash_parts(self) -> list[list[PartSpec]]:
+        """The parts of each secondary. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
+        weights = self.basis.weights
+        parts: list[list[PartSpec]] = []
+        report = Periodic()
+        for index, blocks in enumerate(weights.blocks[1:], 1):
+            parts.append([])
+            source = self.own.weights_of(weights, index)
+            for name in self.own.parts_of(index, self.cluster.n_nodes, blocks):
+                parts[-1].append(source.spec(name))
+                if report.is_due():
+                    logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
+        return parts
+
+    def load_stage(self, check: Callable[[], None]) -> None:
+        """Have the starter's own stage; `check` is called before each part, for loading may take long."""
+        basis = self.basis
+        self.own.load(
+            basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
+            check,
+        )  # fmt: skip
+
+    def _reckon_memory(self, setups: Sequence[SecondarySetup], has_loaded: bool) -> CacheMemory:
+        """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
+        basis, nodes = self.basis, self.cluster.nodes
+        row_bytes = basis.weights.config.get("n_embd", 0) * ROW_VALUE_BYTES
+        kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
+        own = self.own.grant(basis.computing.device, self._kv_memory, kept)
+        is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)
+        reports = [own, *(setup.caches(is_asked) for setup in setups)]
+        memory = CacheMemory(share_out([(n.name, n.addr, report) for n, report in zip(nodes, reports, strict=True)]))
+        n_sequences = memory.n_sequences(basis.max_length)
+        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, basis.max_length)
+        return memory
+
+    @property
+    def _replay_bytes(self) -> int:
+        """What each node may keep of the rows that it has sent."""
+        return 0 if self.own.is_shared else self.basis.options.replay_bytes
+
+    @property
+    def _kv_memory(self) -> int | None:
+        """The user's limit for the starter's own caches; None: the free memory."""
+        by_hand = self.basis.options.kv_memory
+        return self.cluster.starter.kv_memory if by_hand is None else by_hand

@@ -1,0 +1,290 @@
+"""The loop of a run: form a ring, generate, and choose another one when a node was lost, is about to leave, or came.
+
+All that happens comes as an event in one queue, and one thread decides: `Policy` says what is next, `Former` does it. The
+engine computes in a thread of its own; between two rings it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mdi.cancel import Cancel
+from mdi.config import NodeConfig
+from mdi.control.client import ControlClient
+from mdi.engine.starter import StarterEngine
+from mdi.errors import EngineError, MdiError, NodeLostError, RingError
+from mdi.net.hello import Fault
+from mdi.run.form import Former, Link, Ring
+from mdi.run.lookout import Leaving
+from mdi.run.policy import (
+    BROUGHT_DOWN,
+    Answered,
+    Better,
+    Decision,
+    End,
+    Event,
+    Form,
+    Lost,
+    NotFormed,
+    Policy,
+    Wait,
+    takers,
+)
+from mdi.run.records import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
+from mdi.run.roll_call import CallRoll, call_roll
+from mdi.tracing.recorder import Recorder
+
+ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
+JOIN_S = 10.0
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The engine has returned from a ring; None if it was to leave it, or is closed."""
+
+    error: MdiError | None
+
+
+class EngineThread:
+    """Computes over the rings that it gets, and says how each ended.
+
+    Args:
+        put: gets an event after each ring.
+        recorder: records what happens to each frame.
+    """
+
+    def __init__(self, engine: StarterEngine, put: Callable[[Ended], None], recorder: Recorder | None) -> None:
+        self._engine = engine
+        self._put = put
+        self._recorder = recorder
+        self._rings: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def compute(self, ring: Link) -> None:
+        self._rings.put(ring)
+
+    def close(self) -> None:
+        """Once the engine is closed."""
+        self._rings.put(None)
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while (ring := self._rings.get()) is not None:
+            error: MdiError | None = None
+            try:
+                self._engine.run(ring if self._recorder is None else self._recorder.over(ring), until_idle=False)
+            except MdiError as e:
+                # Whoever keeps it, a log say, would keep the frames, and they the ring's buffers.
+                error = e.with_traceback(None)
+            except BaseException as e:  # for example out of memory: the samples' texts so far must still be reported
+                logger.debug("the engine failed", exc_info=True)
+                error = EngineError(f"starter failed: {type(e).__name__}: {e}")
+            del ring
+            self._put(Ended(error))
+
+
+class RingLoop:
+    """See the module.
+
+    Args:
+        nodes: clients of all secondaries that may take part, spares best first.
+        cancel: ends the run.
+        name: of the starter, in its rings.
+        ask: the roll call; clock: that of the tokens.
+
+    Attributes:
+        engine: continues over the rings; None before the first one is closed.
+        running: the ring that generates; None while there is none. `is_recovering` says that one is sought.
+        failure: what ended the loop, if that was not `close`; then all texts have ended.
+        differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
+            undisturbed run.
+    """
+
+    def __init__(
+        self, former: Former, policy: Policy, nodes: Sequence[ControlClient], cancel: Cancel, name: str,
+        ask: CallRoll = call_roll, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._former = former
+        self.policy = policy
+        self.clients: dict[str, ControlClient] = {client.node.name: client for client in nodes}
+        self._cancel = cancel
+        self._name = name
+        self._ask = ask
+        self._clock = clock
+        self._events: queue.SimpleQueue[Ended | Leaving | Better] = queue.SimpleQueue()
+        self.engine: StarterEngine | None = None
+        self._computing: EngineThread | None = None
+        self._thread: threading.Thread | None = None
+        self._records = Records()
+        self.running: Ring | None = None
+        self.is_recovering = False
+        self.failure: MdiError | None = None
+        self.differs_from: dict[int, int] = {}
+
+    # From any thread
+
+    def put(self, event: Leaving | Better) -> None:
+        """Something was seen."""
+        self._events.put(event)
+
+    def admit(self, node: NodeConfig) -> ControlClient:
+        """A node that has come may take part from now on."""
+        client = self._former.admit(node)
+        self.clients = {**self.clients, node.name: client}  # a new table: another thread may go through the old one
+        return client
+
+    def may_use(self, name: str) -> bool:
+        return self.policy.may_use(name, self._clock())
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        return self._records.so_far(None if self.engine is None else self.engine.first_token_s)
+
+    # The run
+
+    def form_first(self, cancel: Cancel) -> Ring:
+        """The first ring. Raises MdiError.
+
+        Args:
+            cancel: what it raises besides the run's own end is the loss of a node.
+        """
+        return self.next_ring(None, cancel)
+
+    def start(self, engine: StarterEngine, ring: Ring, recorder: Recorder | None) -> None:
+        """Generate from here on, in other threads."""
+        self.engine = engine
+        self._computing = EngineThread(engine, self._events.put, recorder)
+        self._thread = threading.Thread(target=self._run, args=(ring,), name="run", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the engine end after the frame that it is at; the run is cancelled."""
+        if self.engine is not None and self._thread is not None and self._computing is not None:
+            self.engine.close()
+            self._thread.join(JOIN_S)
+            self._computing.close()
+
+    def _run(self, ring: Ring) -> None:
+        engine = self.engine
+        assert engine is not None
+        try:
+            while not self._cancel.is_cancelled and (cause := self._generate(ring, engine)) is not None:
+                self.is_recovering = True
+                ring = self.next_ring(cause, self._cancel)
+                self.is_recovering = False
+        except MdiError as e:
+            e.with_traceback(None)  # who keeps it would keep the frames
+            self.failure = None if self._cancel.is_cancelled and not isinstance(e, RingError) else e
+        except BaseException as e:
+            logger.debug("the run failed", exc_info=True)
+            self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
+        self.running = None
+        if self._cancel.is_cancelled:
+            # Who closes rings may be through with it: forming one may take longer than it waits.
+            self._former.close_links(is_awaited=False)
+        link = None if self._former.ring is None else self._former.ring.link
+        if link is not None and self.failure is not None and not isinstance(self.failure, RingError):
+            # This process still sends PINGs, so the other nodes would wait for a computation that has ended.
+            link.fail(Fault(self._name, f"it failed: {self.failure}", self._name, self.failure.code))
+        engine.end_all()
+
+    def _generate(self, ring: Ring, engine: StarterEngine) -> Event | Form | None:
+        """Let the engine compute until another ring is needed, or is better; None at the end of the run."""
+        assert self._computing is not None and ring.computed is not None
+        wanted: Lost | Form | None = None
+        self.running = ring
+        self._computing.compute(ring.computed)
+        while True:
+            event = self._events.get()
+            if isinstance(event, Ended):
+                break
+            if wanted is None and (wanted := self._wanted(event, ring)) is not None:
+                engine.leave(ring.computed.epoch)
+        self.running = None
+        if isinstance(event.error, RingError) and not self._cancel.is_cancelled:
+            return Lost(event.error, engine.in_flight, engine.n_known)
+        if event.error is not None:
+            raise event.error
+        return wanted
+
+    def _wanted(self, event: Leaving | Better, ring: Ring) -> Lost | Form | None:
+        """Why the present ring is to be left; None if it is not."""
+        if isinstance(event, Better):
+            decision = self.policy.next(event, self._clock())
+            if not isinstance(decision, Form):
+                return None
+            joining = set(decision.names).difference(stage.name for stage in ring.stages)
+            logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
+            return decision
+        if event.ring != ring.number:
+            return None
+        return Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+
+    def next_ring(self, cause: Event | Form | None, cancel: Cancel) -> Ring:
+        """Another ring in the place of one that broke or was left, or the first one. Raises MdiError: there is none."""
+        engine = self.engine
+        last_s = (engine.last_token_s if engine is not None else None) or self._clock()
+        if engine is not None and engine.first_token_s is not None:
+            self._records.end(engine.first_token_s)
+        if isinstance(cause, Form):
+            decision: Decision = cause
+            self.policy.trouble = "blocks move to other nodes; the texts wait"
+        else:
+            decision = self.policy.next(cause, self._clock())
+        while not isinstance(decision, End):
+            try:
+                if isinstance(decision, Wait):
+                    cancel.wait(decision.until - self._clock())
+                    event: Event = Answered(self._ask(list(self.clients.values()), decision.awaited, ASK_S))
+                else:
+                    cancel.check()
+                    ring = self._form(decision, cancel)
+                    self._note(ring, last_s)
+                    return ring
+            except MdiError as e:
+                if self._cancel.is_cancelled:
+                    raise
+                event = NotFormed(e, decision if isinstance(decision, Form) else None, self._former.reached)
+            decision = self.policy.next(event, self._clock())
+        raise decision.error
+
+    def _form(self, plan: Form, cancel: Cancel) -> Ring:
+        engine = self.engine
+        if engine is None:
+            return self._former.form(plan, cancel)
+        if plan.ended is not None:
+            logger.warning("warning: a text is ended, because two nodes in a row were lost while they computed it")
+            engine.cancel(plan.ended, BROUGHT_DOWN)
+        if plan.isolated:
+            engine.isolate(plan.isolated)
+        ring = self._former.form(plan, cancel, None if engine.is_isolating else engine.sent.counts)
+        engine.stage, engine.memory = ring.own.stage, ring.memory
+        engine.kept = None if ring.replay is None else ring.replay.kept
+        engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
+        engine.has_fresh = ring.has_fresh
+        return ring
+
+    def _note(self, ring: Ring, last_s: float) -> None:
+        """Report what became of the lost nodes."""
+        lost, seconds = self.policy.formed(ring.stages, ring.processes, self._clock())
+        known: Mapping[int, int] = {} if self.engine is None or ring.is_exact else self.engine.n_known
+        differs = dict(known)
+        for seq_id, n_ids in differs.items():
+            self.differs_from.setdefault(seq_id, n_ids)
+        self._records.begin(list(lost), last_s)
+        if differs:
+            logger.warning("warning: %s", MAY_DIFFER)
+        for name, stage in lost.items():
+            by = takers(stage, ring.stages)
+            self._records.replace(name, by, TOKENS if ring.replay is None else REPLAY, differs)
+            logger.info("%s's blocks are now on %s", name, ", ".join(by))
+        if seconds is not None:
+            logger.info("ring restored after %.1f s", seconds)

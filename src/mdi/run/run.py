@@ -1,0 +1,452 @@
+"""A run of one model at its starter: opened, its nodes are found, the blocks placed and loaded, and the ring is closed.
+
+`with Run(...) as run`, then `submit` and `read` as often as needed, in any order and from any thread; `close` ends it. From
+`open` to `close` a thread forms rings and another one computes (`RingLoop`); who asked for a text reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+import mdi
+from mdi.cancel import Cancel
+from mdi.config import ClusterConfig
+from mdi.control.client import ControlClient
+from mdi.control.messages import CONTROL_VERSION, N_TEXTS
+from mdi.control.server import StatusOnly
+from mdi.engine.replay import SentRows
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.starter import StarterEngine
+from mdi.errors import ControlError, NodeLostError, UsageError
+from mdi.machine.neighbours import host_of
+from mdi.measure.model_shape import model_shape
+from mdi.measure.planning import profile_request
+from mdi.metrics import NodeMetrics, RunMetrics
+from mdi.node.model_family import ModelFamily
+from mdi.node.windowed import prompt_rows
+from mdi.partition.model import Workload
+from mdi.partition.profile import NodeProfile
+from mdi.run.choice import Choice, model_of
+from mdi.run.cut import MovingCut
+from mdi.run.ending import dismiss
+from mdi.run.form import Basis, Former, Ring
+from mdi.run.identity import identity_of
+from mdi.run.lookout import Joins, Lookout
+from mdi.run.loop import RingLoop
+from mdi.run.measurements import differing, measured_here, metrics_of_run
+from mdi.run.nodes import NodeSource
+from mdi.run.policy import Cut, Policy, Stage
+from mdi.run.ports import StarterPorts
+from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
+from mdi.run.trace import RunTrace
+from mdi.spec.options import StarterOptions
+from mdi.tracing.trace import Trace
+
+N_RING_BITS = 20  # of a ring's id, the lowest ones, count the rings of its run; the others are the run's
+
+logger = logging.getLogger("mdi")
+
+
+class Watched(Cancel):
+    """A child that also calls `look` whenever it is checked; what that raises is raised once, and cancels nothing."""
+
+    def __init__(self, parent: Cancel, look: Callable[[], None]) -> None:
+        super().__init__(parent=parent)
+        self._look = look
+
+    def check(self) -> None:
+        super().check()
+        self._look()
+
+
+class Run(StatusOnly):
+    """See the module. Left with an error, or not: the run is ended on all nodes, and everything is given back.
+
+    What it measured can still be asked afterwards. A run is opened once.
+
+    Args:
+        nodes: the nodes of the run; they outlive it.
+        options: the user's choices.
+        n_tokens: that a text may have beyond the longest prompt.
+        prompts: texts that will be submitted, or their ids; placement and caches are made for these.
+        n_texts: at the same time; None: as many as prompts, or any number.
+        family: makes that of the model; None is litgpt's.
+        leave: end the processes of all secondaries as well, once the run is left without an error.
+        on_close: called when the run begins to end.
+        ports: that it shares with other runs of this process; None: its own.
+
+    Attributes:
+        model: what it generates with; from `open` on.
+        prompt_ids: of `prompts`, once it is open.
+        was_open: whether the ring has been closed, now or before.
+        max_length: tokens that a text of the run may have; from `open` on.
+        secondary_metrics: what each secondary measured, once the run has ended.
+        trace_of: records frames; None where nothing is recorded.
+    """
+
+    model: Choice
+    engine: StarterEngine
+
+    def __init__(
+        self, nodes: NodeSource, options: StarterOptions, n_tokens: int, prompts: Sequence[str | Sequence[int]] = (),
+        n_texts: int | None = None, family: Callable[[], ModelFamily] | None = None, leave: bool = False,
+        on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
+    ) -> None:  # fmt: skip
+        self._nodes = nodes
+        self.options = options
+        self._n_tokens = n_tokens
+        self._prompts = prompts
+        self._n_texts = n_texts or len(prompts) or N_TEXTS
+        self._family = family
+        self._leave = leave
+        self._on_close = on_close
+        self._ports, self._has_own_ports = ports or StarterPorts(), ports is None
+        self._id = secrets.randbits(64 - N_RING_BITS) << N_RING_BITS
+        self._process = secrets.token_hex(8)
+        self._cancel = Cancel()
+        self._state = "IDLE"
+        self._cluster: ClusterConfig | None = None
+        self._former: Former | None = None
+        self._loop: RingLoop | None = None
+        self._lookout: Lookout | None = None
+        self._texts: RunTexts | None = None
+        self._is_open = self.was_open = False
+        self._has_model = False
+        self.prompt_ids: list[list[int]] = []
+        self.max_length = 0
+        self.secondary_metrics: list[dict[str, Any]] = []
+        self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
+
+    # Opening
+
+    def open(self) -> None:
+        """Raises MdiError; nothing is left open then."""
+        try:
+            self._open()
+        except BaseException:
+            self._on_close()
+            self._state = "BROKEN"
+            self._end(leave=False)
+            raise
+        self._is_open = self.was_open = True
+
+    def _open(self) -> None:
+        cluster = self._cluster = self._nodes.cluster()
+        family = None if self._family is None else self._family()
+        model = Choice(cluster, self.options, family, self._ports, self.run_id)
+        self._ports.add(self, cluster)
+        model.open()
+        self.model, self._has_model = model, True
+        self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
+        length = max(map(len, self.prompt_ids), default=0) + self._n_tokens
+        with Watched(self._cancel, self._nodes.check) as cancel:
+            self._state = "PLANNING" if cluster.secondaries else "LOADING"
+            model.place(self._n_texts, length, cancel)
+            self.max_length = min(length, model.context_length)
+            self._state = "LOADING"
+            if model.cluster.secondaries:
+                logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
+            loop, cut = self._make_loop(model)
+            ring = loop.form_first(cancel)
+        self._start(loop, cut, ring)
+
+    def _ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
+        """Raises UsageError if the prompt does not fit the context."""
+        ids = self.model.codec.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            self.model.check_prompt(ids)
+        except UsageError as e:
+            raise UsageError(f"prompt {index}: {e}") from None
+        return ids
+
+    def _make_loop(self, model: Choice) -> tuple[RingLoop, MovingCut | None]:
+        """The loop, and how blocks are cut again; None if the first ring is the only one."""
+        options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
+        basis = Basis(
+            self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
+            self._process, self._ports.listener, self._ports.caches, model.make_own,
+        )  # fmt: skip
+        nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
+        self._former = former = Former(basis, cluster, nodes)
+        moving: MovingCut | None = None
+        if not options.fixed and cluster.secondaries and model.family.is_placed:
+            work = Workload(model.n_sequences, self.max_length, replay_bytes=options.replay_bytes)
+            shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+            part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
+            moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
+        stages = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
+        policy = Policy(
+            stages, [node.name for node in nodes if node.is_spare], self._cut_by(former, moving), options.silence_s,
+            is_fixed=moving is None, is_measured=model.profile is not None,
+        )  # fmt: skip
+        clients = [ControlClient(node, cluster.keys) for node in nodes]
+        self._loop = RingLoop(former, policy, clients, self._cancel, cluster.starter.name)
+        return self._loop, moving
+
+    def _cut_by(self, former: Former, moving: MovingCut | None) -> Cut:
+        def cut(holders: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
+            if former.is_shared:  # they get new shares
+                return (former.basis.weights.n_layer, *(0 for _ in holders[1:]))
+            return None if moving is None else moving(holders, most)
+
+        return cut
+
+    def _start(self, loop: RingLoop, cut: MovingCut | None, ring: Ring) -> None:
+        """Have the engine compute over the first ring; from here on sequences can be submitted."""
+        model, options = self.model, self.model.options
+        recorder = None
+        if self.run_trace is not None:
+            recorder = self.run_trace.recorder
+            self.run_trace.read_clocks(self.clients)
+        scheduler = model.family.scheduler(model.config, self.cluster.n_nodes) or Scheduler(
+            chunk_rows=prompt_rows(options.weight_memory, model.config), memory=ring.memory
+        )
+        self.engine = engine = StarterEngine(
+            ring.own.stage, scheduler, self.max_length, ring.own.rows, options.wire_dtype
+        )
+        engine.sent = SentRows(self.replay_bytes)
+        self._state = "RUNNING"
+        self._texts = RunTexts(engine, model.codec, self.max_length)
+        if recorder is not None:
+            recorder.texts = engine.texts
+        loop.start(engine, ring, recorder)
+        if cut is not None:
+            cut.n_rounds = lambda: engine.n_rounds_left
+        if cut is not None and not ring.own.is_shared:  # otherwise all nodes have shares of all blocks
+            measure = self._measure if model.profile is not None else None
+            spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
+            joins = Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel)
+
+    def _measure(self, client: ControlClient) -> NodeProfile:
+        """A node that has come, as it measures itself. Raises MdiError."""
+        model, node = self.model, client.node
+        request = profile_request(model_of(model.weights), model.computing, model.options, run=self.run_id)
+        answer = client.profile(request)
+        profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
+        return replace(profile, machine=host_of(node.addr))
+
+    # Texts
+
+    def submit(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = (),
+        on_text: OnText | None = None, reader: SampleReader | None = None, before: Sequence[int] = (),
+        finish_reason: str | None = None,
+    ) -> Sample:  # fmt: skip
+        """Have a text continued, whose events `read` takes, or `reader`; see `RunTexts.submit`. `Sample.cancel` ends it."""
+        self.model.check_prompt(prompt_ids)
+        assert self._texts is not None
+        return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason)
+
+    def record_to(self, record: Record) -> None:
+        """Set a listener for the new tokens of each sample that `read` reads."""
+        assert self._texts is not None
+        self._texts.reader.record = record
+
+    def read(self) -> None:
+        """Until all texts that were submitted without a reader have ended.
+
+        Raises:
+            MdiError: what ended the run before: a lost node, out of memory.
+        """
+        assert self._texts is not None
+        self._texts.read()
+        self.raise_failure()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended the run, so that no text continues or begins."""
+        return self._loop is not None and self._loop.failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the run, if that was an error: MdiError."""
+        if self._loop is not None and self._loop.failure is not None:
+            self._state = "BROKEN"
+            raise self._loop.failure
+
+    # The end
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, and give everything back; harmless if repeated.
+
+        Args:
+            error: that was in the way, if one was.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._on_close()
+        if isinstance(error, NodeLostError):  # do not wait long for any node
+            self._state = "BROKEN"
+        self._end(leave=self._leave and error is None)
+
+    def __enter__(self) -> Run:
+        self.open()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _end(self, leave: bool) -> None:
+        """End the run on all nodes, and collect what they measured; also if it was opened in part."""
+        try:
+            self._cancel.cancel()
+            if self._lookout is not None:
+                self._lookout.join()
+                self._lookout = None  # it refers to this run, whose memory is to be free when it is forgotten
+            if self._loop is not None:
+                self._loop.close()
+            former = self._former
+            if former is not None:
+                if former.is_known and self.run_trace is not None:
+                    self.run_trace.read_clocks(self.clients)
+                former.close_links()
+                if former.is_known:
+                    self.secondary_metrics = dismiss(former.clients, self.run_id, leave, self._state != "BROKEN")
+            if leave and self._cluster is not None:
+                present = self.cluster.secondaries
+                others = [node for node in (*self.model.left_out, *self._cluster.spares) if node not in present]
+                keys = self._cluster.keys
+                dismiss([ControlClient(node, keys) for node in others], self.run_id, leave, patient=False)
+            self._state = "IDLE"
+        finally:
+            self._ports.remove(self)
+            if self._has_own_ports:
+                self._ports.close()
+            if self._has_model:
+                self.model.close()
+            if self._former is not None and self._former.own is not None:
+                self._former.own.close()
+
+    # What it is
+
+    @property
+    def run_id(self) -> str:
+        """As the nodes know it."""
+        return f"{self._id:016x}"
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The nodes of the ring, as it is now."""
+        if self._former is not None:
+            return self._former.cluster
+        assert self._cluster is not None
+        return self.model.cluster if self._has_model else self._cluster
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.cluster.nodes)
+
+    @property
+    def clients(self) -> list[ControlClient]:
+        """Of the secondaries, in ring order."""
+        return [] if self._former is None else list(self._former.clients)
+
+    @property
+    def ring(self) -> Ring | None:
+        """That was closed last."""
+        return None if self._former is None else self._former.ring
+
+    @property
+    def loop(self) -> RingLoop:
+        """From `open` on."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes compute blocks together."""
+        return self._former is not None and self._former.is_shared
+
+    @property
+    def identity(self) -> str:
+        """See `identity_of`; once it is open."""
+        model = self.model
+        return identity_of(model.weights, model.computing, model.options, self.max_length)
+
+    @property
+    def numbers(self) -> str:
+        """See `numbers_of`: of the present ring."""
+        assert self.ring is not None
+        return self.ring.numbers
+
+    @property
+    def replay_bytes(self) -> int:
+        """Room for the rows that this node has sent; from `open` on."""
+        cannot_recover = self.model.options.fixed or self.cluster.n_nodes == 1 or not self.model.family.is_placed
+        return 0 if cannot_recover or self.is_shared else self.model.options.replay_bytes
+
+    # What it does
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All that were submitted."""
+        return [] if self._texts is None else self._texts.samples
+
+    @property
+    def n_recoveries(self) -> int:
+        """How often blocks of a lost node have moved."""
+        return 0 if self._loop is None else len(self._loop.recoveries)
+
+    @property
+    def trouble(self) -> str:
+        """Why no text goes on, in words; "" while the ring is closed."""
+        return "" if self._loop is None else self._loop.policy.trouble
+
+    def metrics(self) -> RunMetrics:
+        """The measurements of the run, so far or in all."""
+        duration_s = 0.0 if self._texts is None else self._texts.duration_s
+        model = self.model if self._has_model else None
+        return metrics_of_run(
+            model, self.names, self.samples, self.measured(), self.secondary_metrics, duration_s,
+            [] if self._loop is None else self._loop.recoveries, self.may_differ_from,
+        )  # fmt: skip
+
+    def measured(self) -> NodeMetrics | None:
+        """What this node did in the run so far; None before the ring is closed."""
+        former = self._former
+        if former is None or former.own is None or self._texts is None:
+            return None
+        return measured_here(self.names[0], self.model.weights.blocks[0], former, self.engine)
+
+    def may_differ_from(self, sample: Sample) -> int | None:
+        """See SampleMetrics."""
+        found = differing(self._loop.differs_from if self._loop is not None else {}, [sample])
+        known = [sample.may_differ_from, *(one["token"] for one in found)]
+        return min((n for n in known if n is not None), default=None)
+
+    def trace(self) -> Trace | None:
+        """The frames of the run on all nodes, once it has ended; None if they were not recorded."""
+        if self.run_trace is None:
+            return None
+        n_tokens = 0 if self._texts is None else self.engine.n_tokens
+        measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
+        weights = self.model.weights
+        return self.run_trace.trace(weights.model, self.cluster.nodes, weights.blocks, measured, n_tokens)
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {
+            "name": self.cluster.starter.name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "process": self._process,
+            "state": "RECOVERING" if self._loop is not None and self._loop.is_recovering else self._state,
+            "clock_s": time.time(),
+            "model": self.model.weights.model if self._has_model else None,
+            "n_nodes": self.cluster.n_nodes,
+            "samples": [{"n_tokens": len(s.token_ids), "finish_reason": s.finish_reason} for s in list(self.samples)],
+        }
+
+    def check_echo(self) -> None:
+        if self._state == "RUNNING":
+            raise ControlError("the starter is in the middle of a run", 409, code="busy")

@@ -1,0 +1,260 @@
+"""The texts of a run for their readers: submitted as words, read as they grow, with the time of each token."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mdi.detokenize import TextStream
+from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
+from mdi.engine.starter import StarterEngine
+from mdi.errors import UsageError
+from mdi.metrics import SampleMetrics
+from mdi.text import TextCodec
+
+OnText = Callable[["Sample", str], None]
+# Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.
+Record = Callable[[int, list[int], str | None], None]
+
+
+class Sample:
+    """Collects the events of one sequence.
+
+    Args:
+        stream: makes text of its ids.
+        begin: time.perf_counter() when the run was ready.
+        on_text: called by the reader's thread with each piece of text that is final; with "" when the sample has ended.
+
+    Attributes:
+        request: set once it has been submitted.
+        finish_reason: None until it has ended, and when it could not be finished.
+        is_over: whether its last event has been taken.
+        may_differ_from: as in SampleMetrics, by an earlier run.
+    """
+
+    def __init__(
+        self, index: int, prompt: str, prompt_ids: Sequence[int], stream: TextStream, begin: float,
+        on_text: OnText | None = None,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.prompt = prompt
+        self.prompt_ids = list(prompt_ids)
+        self.token_ids: list[int] = []
+        self.token_times_s: list[float] = []
+        self.finish_reason: str | None = None
+        self.request: Request | None = None
+        self.is_over = False
+        self.may_differ_from: int | None = None
+        self._stream = stream
+        self._begin = begin
+        self._on_text = on_text
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Have it ended soon."""
+        if self.request is not None:
+            self.request.cancel(reason)
+
+    def take(self, event: Event) -> None:
+        for token in event.tokens:
+            if self._stream.is_stopped:
+                break  # the engine stops at the same token; further tokens are not shown
+            self.token_ids.append(token)
+            self.token_times_s.append(event.time_s - self._begin)
+            self._show(self._stream.push([token]))
+        if event.finish_reason is not None:
+            self._show(self._stream.flush())
+            reason = "stop" if self._stream.is_stopped else event.finish_reason
+            self.finish_reason = None if reason == FAILED else reason
+            self.is_over = True
+            if self._on_text is not None:
+                self._on_text(self, "")
+
+    def restore(self, token_ids: Sequence[int], finish_reason: str | None, n_tokens: int) -> bool:
+        """Take what an earlier run had reached.
+
+        Args:
+            n_tokens: that it may have.
+
+        Returns:
+            whether it goes on.
+        """
+        self.take(Event(-1, tuple(token_ids), None, self._begin))
+        if finish_reason is None:  # its end was not recorded, but follows from its tokens
+            finish_reason = "stop" if self._stream.is_stopped else "length" if len(token_ids) >= n_tokens else None
+        if finish_reason is not None:
+            self.take(Event(-1, (), finish_reason, self._begin))
+        return finish_reason is None
+
+    def _show(self, text: str) -> None:
+        self._pieces.append(text)
+        if text and self._on_text is not None:
+            self._on_text(self, text)
+
+    def metrics(self) -> SampleMetrics:
+        """What is known by now, of an unfinished sample too."""
+        return SampleMetrics.from_times(
+            self.prompt, self.text, self.token_ids, self.prompt_ids, self.finish_reason, self.token_times_s
+        )
+
+
+class SampleReader:
+    """Reads any number of samples in one thread, each piece as it comes. If left early, it cancels unfinished ones.
+
+    Attributes:
+        record: called with the new tokens of each sample.
+    """
+
+    def __init__(self) -> None:
+        self.events: Events = queue.SimpleQueue()
+        self.record: Record | None = None
+        self._samples: dict[int, Sample] = {}  # unfinished ones, by seq_id
+
+    def add(self, sample: Sample, request: Request) -> None:
+        """A sample whose request puts its events into `events`; from the thread that reads."""
+        sample.request = request
+        self._samples[request.seq_id] = sample
+
+    def read(self) -> None:
+        """Return when all samples have ended. Exceptions of `on_text` pass through; reading can be continued after them."""
+        while self._samples:
+            event = wait_for_event(self.events)
+            sample = self._samples[event.seq_id]
+            if event.finish_reason is not None:
+                del self._samples[event.seq_id]
+            n_before = len(sample.token_ids)
+            sample.take(event)
+            if self.record is not None:
+                self.record(sample.index, sample.token_ids[n_before:], sample.finish_reason)
+
+    def __enter__(self) -> SampleReader:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sample in self._samples.values():
+            sample.cancel()
+
+
+def stops_at(stream: TextStream, before: Sequence[int] = ()) -> Ends:
+    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it.
+
+    Args:
+        before: tokens that the text has already.
+    """
+    stream.push(before)
+
+    def ends(token: int) -> bool:
+        stream.push([token])
+        return stream.is_stopped
+
+    return ends
+
+
+class RunTexts:
+    """See the module. Made when the run is ready: times count from here.
+
+    Attributes:
+        samples: all submitted samples.
+        reader: reads the samples without a reader of their own.
+    """
+
+    def __init__(self, engine: StarterEngine, codec: TextCodec, max_length: int) -> None:
+        self._engine, self._codec, self._max_length = engine, codec, max_length
+        self.samples: list[Sample] = []
+        self.reader = SampleReader()
+        self._indices = itertools.count()
+        self._begin, self._end = time.perf_counter(), 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """From the beginning to the last time that all texts had been read, or until now."""
+        return max((self._end or time.perf_counter()) - self._begin, 1e-9)
+
+    def submit(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, stop: Sequence[str], on_text: OnText | None,
+        reader: SampleReader | None, before: Sequence[int], finish_reason: str | None,
+    ) -> Sample:  # fmt: skip
+        """Queue a sample; its own random numbers follow from params.seed and its number in this run. From any thread.
+
+        Args:
+            stop: strings that end the text and are not part of it.
+            reader: reads it in this thread; None leaves that to `read`.
+            before: its tokens from an earlier run, which also ended it if there is a `finish_reason`.
+
+        Raises:
+            UsageError: the nodes could never hold the text.
+            EngineError: the run is over.
+        """
+        reader = self.reader if reader is None else reader
+        index = next(self._indices)
+        params = replace(
+            params,
+            seed=seed_of(params.seed, index),
+            eos_ids=self._codec.eos_ids,
+            stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
+        )
+        # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
+        streams = [TextStream(self._codec, stop, self._codec.prompt_style is None) for _ in range(2)]
+        sample = Sample(index, prompt, prompt_ids, streams[0], self._begin, on_text)
+        ends = stops_at(streams[1], before) if stop else None
+        n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
+        if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
+            reader.add(sample, self._engine.submit(prompt_ids, params, ends, reader.events, before))
+        elif reader.record is not None:
+            reader.record(index, [], sample.finish_reason)
+        self.samples.append(sample)
+        return sample
+
+    def read(self) -> None:
+        """Read all samples that were submitted without a reader, until they have ended."""
+        try:
+            self.reader.read()
+        finally:
+            self._end = time.perf_counter()
+
+
+def context_length(config: Any, longest: int, wanted: int | None) -> int:
+    """Tokens that a sequence may have.
+
+    Args:
+        config: of the model; `longest` is what that allows.
+        wanted: by the user; None leaves it to the model.
+
+    Raises:
+        UsageError: it is more than the model was made for.
+    """
+    if wanted is None:
+        return longest
+    if not 1 <= wanted <= config.block_size:
+        raise UsageError(
+            f"--sequence-length {wanted}: {config.name or 'the model'} has a context of {config.block_size}"
+        )
+    return wanted
+
+
+def check_prompt(prompt_ids: Sequence[int], config: Any, n_context: int, directory: Path) -> None:
+    """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
+    if not prompt_ids:
+        raise UsageError("a prompt without any token cannot be continued: give it some text")
+    if len(prompt_ids) > n_context:
+        raise UsageError(
+            f"a prompt has {len(prompt_ids)} tokens, but the context holds {n_context}: shorten it, or choose a larger "
+            "--sequence-length if the model allows it"
+        )
+    if max(prompt_ids) >= config.padded_vocab_size:
+        raise UsageError(
+            f"a prompt has the token {max(prompt_ids)}, but the model knows {config.padded_vocab_size} tokens: the "
+            f"tokenizer in {directory} belongs to another model"
+        )
