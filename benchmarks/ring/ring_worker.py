@@ -73,7 +73,7 @@ class RingSystem:
         args = parse([*flags, *options["flags"]])
         choose_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = Run(
-            GivenNodes(self._ring.cluster, check=self._ring.check),
+            GivenNodes(self._ring.cluster, look=self._ring.check),
             run_options(args),
             options["max_length"],
         )
