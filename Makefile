@@ -14,7 +14,7 @@ TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getco
 # machine has besides its best one, and once each with what torch computes with on older processors.
 NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blocks.py layout.py not_finite.py) \
   $(addprefix test_,batch_independence.py device_layers.py folding.py packed_linear.py stage.py \
-  tensor_shards.py tensor_sums.py) window/test_window_bits.py)
+  tensor_shards.py tensor_sums.py) window/test_window_bits.py backends/test_backends.py)
 
 .PHONY: help demo serve test numerical references mutants lint types check kernels sanitize bench figures venv clean
 

@@ -75,7 +75,7 @@ def make_model(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from mdi.checkpoint.chunks import write_chunks
-    from mdi.checkpoint.packed import PackedSource
+    from mdi.checkpoint.derived import PackedSource
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
 
@@ -150,7 +150,7 @@ def chunk_of(folder: Path) -> Path:
 
 def time_until_ready(path: Path, client: Any) -> float:
     """Seconds from /init until the status says READY; the run is then called off."""
-    from mdi.checkpoint.chunkfile import ChunkFile
+    from mdi.checkpoint.chunks import ChunkFile
     from mdi.control.messages import InitRequest, PartSpec
 
     chunk = ChunkFile(path)
@@ -188,7 +188,7 @@ def resident(pid: int) -> tuple[int, int]:
 
 def memory(folder: Path, n_samples: int = 4, n_tokens: int = 100) -> dict[str, int]:
     """Resident bytes of a secondary in a run, of its weights and caches, and of a process with the libraries alone."""
-    from mdi.checkpoint.chunkfile import ChunkFile
+    from mdi.checkpoint.chunks import ChunkFile
     from mdi.kernels.pages import PAGE
 
     chunk = ChunkFile(chunk_of(folder))

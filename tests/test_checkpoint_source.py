@@ -21,9 +21,8 @@ from litgpt.config import Config
 from safetensors.torch import load, load_file, save_file
 
 from families import FAMILIES
-from mdi.checkpoint.cast import CastSource
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk, siblings, write_chunks
+from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings, write_chunks
+from mdi.checkpoint.derived import CastSource
 from mdi.checkpoint.manifest import METADATA_KEY, config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.source import LitCheckpoint, open_source

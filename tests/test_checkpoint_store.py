@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from mdi.checkpoint.checked import BELIEVED_S, stamp_of
 from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.records import BELIEVED_S, stamp_of
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
 from mdi.window.files import WeightBytes
@@ -244,11 +244,11 @@ def test_what_was_hashed_long_ago_is_hashed_again(
     store = BlockStore(tmp_path)
     store.receive(INFO, 0, io.BytesIO(DATA).read)
     later = time.time() + age_s
-    monkeypatch.setattr("mdi.checkpoint.checked.time.time", lambda: later)
+    monkeypatch.setattr("mdi.checkpoint.records.time.time", lambda: later)
     for one in (store, BlockStore(tmp_path)):
         asked: list[int] = []
         assert one.has(INFO.sha256, lambda asked=asked: asked.append(1)) and asked
-        monkeypatch.setattr("mdi.checkpoint.checked.time.time", lambda: later + 2 * age_s)
+        monkeypatch.setattr("mdi.checkpoint.records.time.time", lambda: later + 2 * age_s)
 
 
 def test_many_parts_are_looked_for_at_a_time(tmp_path: Path) -> None:

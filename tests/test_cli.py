@@ -158,7 +158,7 @@ def test_too_little_memory_is_not_told_as_damage(
     with monkeypatch.context() as patch:
         patch.setattr("torch.load", fail)
         assert "damaged" in failure("sample", "--ckpt", checkpoint, status=1)
-        patch.setattr("mdi.checkpoint.mapping.mmap.mmap", refuse)
+        patch.setattr("mdi.checkpoint.weightfile.mmap.mmap", refuse)
         told = failure("sample", "--ckpt", checkpoint, status=1)
     assert "memory" in told and "damaged" not in told
     monkeypatch.setattr("mdi.cli.starter.generate", lambda *args: bytes(1 << 62))

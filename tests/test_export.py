@@ -11,8 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from mdi.checkpoint.convert import convert
-from mdi.checkpoint.export import export_hf
-from mdi.checkpoint.hfwrite import hf_config
+from mdi.checkpoint.export import export_hf, hf_config
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from families import FAMILIES, model_of
-from mdi.checkpoint.folding import folded, norm_before
-from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.packing import Packing, folded, norm_before
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, why_not_in_kernels

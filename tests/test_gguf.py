@@ -18,9 +18,9 @@ from families import greedy, prompt
 from gguf_files import as_stored, gguf_families, rope_factors, write_gguf, write_shard
 from gguf_reference.write_ids import write_nano
 from loopback import CPU
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
-from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, unpack

@@ -10,7 +10,7 @@ import torch
 
 import mdi.cli
 from gguf_files import byte_level_tokens, write_gguf
-from mdi.checkpoint.ggufdirectory import gguf_directory
+from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.cli import launch
 from mdi.errors import CheckpointError

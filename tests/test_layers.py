@@ -41,9 +41,7 @@ LIGHT = [
 
 
 # What a node without torch uses to get at its weights.
-ONLY_NUMPY = [
-    f"mdi.checkpoint.{name}" for name in ("chunks", "hashes", "mapping", "shapes", "source", "store", "weightfile")
-]
+ONLY_NUMPY = [f"mdi.checkpoint.{name}" for name in ("chunks", "records", "shapes", "source", "store", "weightfile")]
 
 
 def modules() -> list[Path]:

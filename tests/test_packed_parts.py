@@ -17,23 +17,22 @@ from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
 from mdi.checkpoint import chunks
-from mdi.checkpoint.checked import CheckedFiles
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk, write_chunks
-from mdi.checkpoint.folding import folded
+from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.manifest import METADATA_KEY
-from mdi.checkpoint.packed import PackedSource
 from mdi.checkpoint.packing import (
     BIG_BYTES,
     EMBEDDING,
     EMBEDDING_SCALE,
     Packing,
     arrays_of,
+    folded,
     int8_rows,
     is_packable,
     plain,
 )
 from mdi.checkpoint.parts import PartInfo
+from mdi.checkpoint.records import CheckedFiles
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TensorSpec, read_header
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.store import BlockStore
@@ -217,7 +216,7 @@ def test_formats_and_versions_have_hashes_of_their_own(
     assert packed(path, "int8").known("block.0") is not None
     assert LitCheckpoint(path).known("block.0") is None  # what is kept is of each form
     monkeypatch.setattr("mdi.checkpoint.packing.LAYOUT_VERSION", 99)
-    monkeypatch.setattr("mdi.checkpoint.packed.LAYOUT_VERSION", 99)
+    monkeypatch.setattr("mdi.checkpoint.derived.LAYOUT_VERSION", 99)
     assert packed(path, "int8").known("block.0") is None
     assert packed(path, "int8").info("block.0").sha256 not in shas.values()
 

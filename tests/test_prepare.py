@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mdi.block_ranges import block_span
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.checkpoint.convert import convert, is_hf_dir, needs_conversion
 from mdi.checkpoint.folder import is_lit_dir
 from mdi.checkpoint.manifest import config_hash

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mdi.checkpoint.folder import stated_blocks
-from mdi.checkpoint.hashes import HashCache
+from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.shapes import full_config, read_config
 from mdi.errors import CheckpointError
 from mdi.settings_file import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
-from mdi.checkpoint.packed import PackedSource
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.shapes import read_config
 from mdi.checkpoint.source import open_source

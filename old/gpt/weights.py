@@ -18,9 +18,9 @@ import yaml
 
 from gpt.model import PositionGPT
 from gpt.shape import GPTConfig, config_of, gpt2_config
-from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource

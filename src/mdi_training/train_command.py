@@ -151,11 +151,11 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 
 def find_checkpoint(ckpt: str, token: str | None) -> Path:
     """The folder of a checkpoint in litgpt's format; downloaded and converted where needed. Raises MdiError."""
-    from mdi.checkpoint.destination import ready
+    from mdi.checkpoint.convert import ready
     from mdi.checkpoint.download import download
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
-    from mdi.cli.checks import found_ckpt
+    from mdi.cli.session import found_ckpt
 
     folder = Path(ckpt).expanduser()
     if folder.exists() or not is_repo_id(ckpt):

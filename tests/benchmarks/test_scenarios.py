@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from peers.protocol import Case
 from random_checkpoint import CONTEXT
 from ring.quota import settings

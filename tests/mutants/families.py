@@ -9,14 +9,14 @@ FORMS = "tests/test_hfconfig.py"
 MUTANTS = [
     Mutant(
         "transformers 5's name for the number of experts is not known",
-        "checkpoint.hffamilies:_qwen3_moe",
+        "checkpoint.hfconfig:_qwen3_moe",
         'hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]',
         'hf["num_experts"]',
         FORMS,
     ),
     Mutant(
         "Gemma 2's soft cap of the logits is missing",
-        "checkpoint.hffamilies:_gemma2",
+        "checkpoint.hfconfig:_gemma2",
         'hf["final_logit_softcapping"]',
         "None",
         FORMS,

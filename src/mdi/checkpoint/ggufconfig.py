@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mdi.checkpoint.ggufheader import GgufHeader, shown_field
-from mdi.checkpoint.gguftensors import read_tensor
-from mdi.checkpoint.hfconfig import derive_config
-from mdi.checkpoint.hffamilies import Json
+from mdi.checkpoint.gguf import GgufHeader, read_tensor, shown_field
+from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.errors import CheckpointError
 
 MAX_CONTEXT = 1 << 27

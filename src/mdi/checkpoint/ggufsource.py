@@ -1,25 +1,126 @@
-"""A GGUF file as a source of weights. Unpacks a tensor when it is needed, never the whole model."""
+"""A GGUF file as a source of weights: its tensors under litgpt's names, and the folder that stands for it beside other
+checkpoints, with config, tokenizer and a note with its path.
+
+All that is done to a weight concerns whole rows, so that it can be done to the file's quantized blocks as well.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mdi.checkpoint.cast import cast
-from mdi.checkpoint.ggufblocks import CARRIED_OVER, carry_over
+from mdi.checkpoint.derived import cast
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE
+from mdi.checkpoint.gguf import (
+    CARRIED_OVER,
+    PLAIN,
+    GgufTensor,
+    carry_over,
+    read_gguf,
+    read_rows,
+    read_tensor,
+    slice_tensor,
+    spec_of,
+)
 from mdi.checkpoint.ggufconfig import gguf_config
-from mdi.checkpoint.ggufheader import GgufTensor, read_gguf
-from mdi.checkpoint.ggufnames import GgufPiece, Recipe, recipe
-from mdi.checkpoint.gguftensors import PLAIN, read_rows, read_tensor, slice_tensor, spec_of
-from mdi.checkpoint.hashes import HashCache, PartHashes
+from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.records import HashCache, PartHashes
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError
+from mdi.config import nearest_existing
+from mdi.errors import CheckpointError, UsageError
+from mdi.whole_files import replacing
+
+_TOP = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
+_BLOCK = {
+    "norm_1": "attn_norm",
+    "norm_2": "ffn_norm",
+    "attn.proj": "attn_output",
+    "attn.norm_q": "attn_q_norm",
+    "attn.norm_k": "attn_k_norm",
+    "post_attention_norm": "post_attention_norm",
+    "post_mlp_norm": "post_ffw_norm",
+    "mlp.fc_1": "ffn_gate",
+    "mlp.fc_2": "ffn_up",
+    "mlp.fc": "ffn_up",
+    "mlp.proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+_EXPERT = {"fc_1": "ffn_gate_exps", "fc_2": "ffn_up_exps", "proj": "ffn_down_exps"}
+
+
+@dataclass(frozen=True)
+class GgufPiece:
+    """Some rows of a tensor in the file.
+
+    Attributes:
+        tensor: its name there.
+        expert: which of the stacked matrices, or None.
+        rows: (start, stop), or None for all.
+        paired_heads: if not 0, the rows of each of so many heads lie in pairs, as llama.cpp's Llama rotates them, and are
+            to be put into two halves.
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    paired_heads: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Pieces, one below the other; `minus` is taken off (llama.cpp keeps Gemma's norms with the one that is added)."""
+
+    pieces: tuple[GgufPiece, ...]
+    minus: float = 0.0
+
+
+def recipe(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> Recipe:
+    """How `name` of litgpt's model is made."""
+    is_norm = "norm" in name.rsplit(".", 2)[-2] or "ln_f" in name
+    minus = 1.0 if arch.startswith("gemma") and is_norm else 0.0
+    return Recipe(tuple(_pieces(name, config, arch, tensors)), minus)
+
+
+def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> list[GgufPiece]:
+    stem, ending = name.rsplit(".", 1)
+    if stem in _TOP:
+        found = f"{_TOP[stem]}.{ending}"
+        tied = stem == "lm_head" and ending == "weight" and found not in tensors
+        return [GgufPiece(f"{_TOP['transformer.wte']}.weight" if tied else found)]
+    match = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", stem)
+    assert match is not None  # the only ones in litgpt's models
+    prefix, part = f"blk.{match[1]}.", match[2]
+    if part == "attn.qkv":
+        return _qkv(prefix, ending, config, arch, tensors)
+    if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", part):
+        return [GgufPiece(f"{prefix}{_EXPERT[expert[2]]}.{ending}", expert=int(expert[1]))]
+    if part in ("mlp.fc_1", "mlp.fc_2") and f"{prefix}ffn_gate.weight" not in tensors:  # Phi 3: one above the other
+        n_rows = config["intermediate_size"]
+        rows = (0, n_rows) if part == "mlp.fc_1" else (n_rows, 2 * n_rows)
+        return [GgufPiece(f"{prefix}ffn_up.{ending}", rows=rows)]
+    return [GgufPiece(f"{prefix}{_BLOCK[part]}.{ending}")]
+
+
+def _qkv(
+    prefix: str, ending: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]
+) -> list[GgufPiece]:
+    if f"{prefix}attn_qkv.{ending}" in tensors:
+        return [GgufPiece(f"{prefix}attn_qkv.{ending}")]
+    heads = (config["n_head"], config["n_query_groups"]) if arch == "llama" else (0, 0)
+    paired = {"q": heads[0], "k": heads[1], "v": 0}
+    return [GgufPiece(f"{prefix}attn_{which}.{ending}", paired_heads=n) for which, n in paired.items()]
 
 
 class GgufSource(WeightSource):
@@ -124,3 +225,54 @@ class GgufSource(WeightSource):
             return rows
         order = np.arange(rows.shape[0]).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
         return rows[order]
+
+
+_HASHES = "parts.json"
+
+
+def gguf_directory(path: Path, folder: Path) -> Path:
+    """The directory for a GGUF file, made below `folder` at the first call; another one if the file has changed.
+
+    Raises:
+        UsageError: there is no such file.
+        CheckpointError: it cannot be used; or the disk refuses.
+    """
+    import yaml
+
+    path = path.absolute()
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise UsageError(
+            f"{path} cannot be opened: {e.strerror or e} (the nearest that exists is {nearest_existing(path)})"
+        ) from None
+    stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
+    directory = folder / "gguf" / f"{path.stem}-{stamp}"
+    if (directory / GGUF_NOTE).is_file():
+        return directory
+    header = read_gguf(path)
+    source = GgufSource(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise CheckpointError(f"cannot make {directory}: {e.strerror or e}") from None
+    write_tokenizer(header.fields, directory, path)
+    with replacing(directory / CONFIG_FILE) as file:
+        file.write(yaml.safe_dump(source.config_dict).encode())
+    with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
+        file.write(json.dumps({"file": str(path)}).encode())
+    return directory
+
+
+def open_gguf_directory(directory: Path) -> GgufSource | None:
+    """The GGUF file of a directory as a source; None if it has none. Raises CheckpointError."""
+    note = directory / GGUF_NOTE
+    if not note.is_file():
+        return None
+    try:
+        path = Path(json.loads(note.read_text(encoding="utf-8"))["file"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(
+            f"{note} cannot be read ({e}): remove {directory}, and give the GGUF file again"
+        ) from None
+    return GgufSource(path, directory / _HASHES)

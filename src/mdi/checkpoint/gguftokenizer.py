@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from mdi.checkpoint.ggufheader import shown_field
+from mdi.checkpoint.gguf import shown_field
 from mdi.errors import CheckpointError
 from mdi.whole_files import replacing
 

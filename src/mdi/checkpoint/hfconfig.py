@@ -1,17 +1,305 @@
-"""From a Hugging Face config.json to a litgpt Config: litgpt's own for that name, or a derived one.
+"""From a Hugging Face config.json to a litgpt Config: litgpt's own for that name, or one derived for its architecture.
 
-Knows no weights. What is derived of which architecture is in hffamilies.py.
+Knows no weights. What an architecture can be set to but litgpt cannot do is refused, not ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from mdi.checkpoint.hffamilies import DERIVED, Json, derive
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
 from mdi.settings_file import parse_json
+
+Json = dict[str, Any]
+
+# litgpt has no longrope, and its YaRN stretches the fast frequencies instead of the slow ones
+_ROPE_KINDS = ("default", "linear", "llama3", "dynamic")
+_LLAMA_LIKE: Json = {
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "parallel_residual": False,
+    "bias": False,
+    "rotary_percentage": 1.0,
+}
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+# What the architecture's own defaults say: the language part of a larger model leaves them out of the file.
+_GEMMA3_DEFAULTS: Json = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_local_base_freq": 10_000,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+
+
+def derive(hf: Json) -> Json:
+    """litgpt's settings, without a name, for a model_type of `DERIVED`.
+
+    Raises:
+        KeyError: a field that the architecture needs is not there.
+        TypeError, ValueError, AttributeError: one cannot be understood, or is set to what litgpt cannot do.
+    """
+    kind = hf["model_type"]
+    hf = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in hf.items() if value is not None}}
+    return {**_sizes(hf), **_rope(hf), **DERIVED[kind](hf)}
+
+
+def _sizes(hf: Json) -> Json:
+    """Settings that all architectures have, whatever litgpt's default is."""
+    n_embd, n_head = hf["hidden_size"], hf["num_attention_heads"]
+    sizes = {
+        "n_layer": hf["num_hidden_layers"],
+        "n_embd": n_embd,
+        "n_head": n_head,
+        "n_query_groups": hf.get("num_key_value_heads") or n_head,
+        "intermediate_size": hf["intermediate_size"] if "intermediate_size" in hf else 4 * n_embd,
+        "vocab_size": hf["vocab_size"],
+        "padded_vocab_size": hf["vocab_size"],
+        "block_size": hf["max_position_embeddings"],
+    }
+    if hf.get("head_dim"):
+        sizes["head_size"] = hf["head_dim"]
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
+        raise ValueError(f"not all of its sizes are whole numbers: {sizes}")
+    if "head_size" not in sizes:
+        if n_embd % n_head:
+            raise ValueError(f"it has no head_dim, and hidden_size {n_embd} is no multiple of the {n_head} heads")
+        sizes["head_size"] = n_embd // n_head
+    return sizes
+
+
+def _rope(hf: Json) -> Json:
+    parameters = hf.get("rope_parameters") or {}  # transformers 5 has all in one place
+    scaling = hf.get("rope_scaling") or parameters
+    result: Json = {"rope_base": _whole(parameters.get("rope_theta") or hf.get("rope_theta") or 10000)}
+    kind = _rope_type(scaling)
+    if kind == "linear":
+        result["rope_condense_ratio"] = scaling["factor"]
+    elif kind == "llama3":
+        result["rope_adjustments"] = {
+            "factor": scaling["factor"],
+            "low_freq_factor": scaling["low_freq_factor"],
+            "high_freq_factor": scaling["high_freq_factor"],
+            "original_max_seq_len": scaling["original_max_position_embeddings"],
+        }
+    elif kind == "dynamic":  # the same as none up to the length that it was trained with; longer is not offered
+        trained = scaling.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+        result["block_size"] = min(trained, hf["max_position_embeddings"])
+    return result
+
+
+def _rope_type(scaling: Json) -> str:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise ValueError(f"rope scaling of the type {kind!r} is not supported, only {', '.join(_ROPE_KINDS)}")
+    return str(kind)
+
+
+def _whole(base: Any) -> Any:
+    return int(base) if int(base) == base else base
+
+
+def _refuse(hf: Json, **allowed: Any) -> None:
+    """Settings that litgpt does not have, unless they are at the value at which they do nothing."""
+    for key, values in allowed.items():
+        if hf.get(key) is not None and hf[key] not in values:
+            only = f", only {' or '.join(map(repr, values))} is supported" if values else ", which is not supported"
+            raise ValueError(f"{key} is {hf[key]!r}{only}")
+
+
+def _llama(hf: Json) -> Json:
+    _refuse(hf, attention_bias=(False,), mlp_bias=(False,), hidden_act=("silu", "swish"))
+    return {**_LLAMA_LIKE, "norm_eps": hf["rms_norm_eps"]}
+
+
+def _mistral(hf: Json) -> Json:
+    window = hf.get("sliding_window")
+    return {**_llama(hf), **({"sliding_window_size": window} if window else {})}
+
+
+def _mixtral(hf: Json) -> Json:
+    experts = {"n_expert": hf["num_local_experts"], "n_expert_per_token": hf["num_experts_per_tok"]}
+    return {**_mistral(hf), "mlp_class_name": "LLaMAMoE", **experts}
+
+
+def _qwen2(hf: Json) -> Json:
+    _refuse(hf, use_sliding_window=(False,))
+    return {**_llama(hf), "attn_bias": True}
+
+
+def _qwen3(hf: Json) -> Json:
+    _refuse(hf, use_sliding_window=(False,))
+    return {**_llama(hf), "norm_qk": True}
+
+
+def _qwen3_moe(hf: Json) -> Json:
+    # litgpt's router weighs the chosen experts only, which is norm_topk_prob; transformers' default is without
+    if hf.get("norm_topk_prob") is not True:
+        raise ValueError("norm_topk_prob is not true, which is not supported")
+    _refuse(hf, decoder_sparse_step=(1,), mlp_only_layers=([],))
+    return {
+        **_qwen3(hf),
+        "mlp_class_name": "LLaMAMoE",
+        "moe_intermediate_size": hf["moe_intermediate_size"],
+        "n_expert": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # transformers 5 calls it so
+        "n_expert_per_token": hf["num_experts_per_tok"],
+    }
+
+
+def _gemma(hf: Json) -> Json:
+    _refuse(hf, attention_bias=(False,))
+    # the first Gemma's config.json says "gelu", and means its tanh form
+    _refuse(hf, hidden_act=("gelu", "gelu_pytorch_tanh"), hidden_activation=("gelu_pytorch_tanh",))
+    own = {"mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "scale_embeddings": True}
+    return {**_LLAMA_LIKE, "norm_eps": hf["rms_norm_eps"], "head_size": hf["head_dim"], **own}
+
+
+def _gemma2(hf: Json) -> Json:
+    return {
+        **_gemma(hf),
+        "post_attention_norm": True,
+        "post_mlp_norm": True,
+        "attention_scores_scalar": hf["query_pre_attn_scalar"],
+        "attention_logit_softcapping": hf["attn_logit_softcapping"],
+        "final_logit_softcapping": hf["final_logit_softcapping"],
+        "sliding_window_size": hf["sliding_window"],
+        "sliding_window_indices": _windows(hf, 2),
+    }
+
+
+def _gemma3(hf: Json) -> Json:
+    _refuse(hf, attn_logit_softcapping=(), final_logit_softcapping=(), use_bidirectional_attention=(False,))
+    windows = _windows(hf, hf["sliding_window_pattern"])
+    parameters = hf.get("rope_parameters") or {}
+    far = parameters.get("full_attention") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf["rope_theta"]}
+    near = parameters.get("sliding_attention") or {"rope_theta": hf["rope_local_base_freq"]}
+    kind = _rope_type(far)
+    if kind not in ("default", "linear") or _rope_type(near) != "default":
+        raise ValueError(f"rope scaling of the type {kind!r} is not supported for this architecture")
+    return {
+        **_gemma(hf),
+        "norm_qk": True,
+        "post_attention_norm": True,
+        "post_mlp_norm": True,
+        "attention_scores_scalar": hf["query_pre_attn_scalar"],
+        "sliding_window_size": hf["sliding_window"],
+        "sliding_window_indices": windows,
+        "rope_base": _whole(far["rope_theta"]),
+        "rope_condense_ratio": 1,
+        "rope_adjustments": {"factor": far["factor"]} if kind == "linear" else None,
+        "rope_local_base_freq": _whole(near["rope_theta"]),
+        "rope_indices": list(windows),
+    }
+
+
+def _windows(hf: Json, pattern: int) -> list[int]:
+    """1 for a layer with a sliding window, 0 for one without: every `pattern`-th is without, if the file does not say."""
+    layers: list[str] = hf.get("layer_types") or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(hf["num_hidden_layers"])
+    ]
+    if set(layers) - {"sliding_attention", "full_attention"} or len(layers) != hf["num_hidden_layers"]:
+        raise ValueError("layer_types does not say sliding_attention or full_attention for each layer")
+    return [int(layer == "sliding_attention") for layer in layers]
+
+
+def _olmo(hf: Json) -> Json:
+    _refuse(hf, attention_bias=(False,), hidden_act=("silu", "swish"), clip_qkv=())
+    return {**_LLAMA_LIKE, "norm_class_name": "LayerNorm", "norm_eps": 1e-5}  # its norms have no weights
+
+
+def _olmo2(hf: Json) -> Json:
+    own = {"norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True}
+    return {**_llama(hf), "norm_qk": True, "norm_qk_type": "olmo2", **own}
+
+
+def _stablelm(hf: Json) -> Json:
+    _refuse(hf, use_qkv_bias=(False,), qk_layernorm=(False,), use_parallel_residual=(False,))
+    _refuse(hf, hidden_act=("silu", "swish"))
+    own = {"norm_class_name": "LayerNorm", "norm_eps": hf["layer_norm_eps"], "rotary_percentage": _rotary(hf, 0.25)}
+    return {**_LLAMA_LIKE, **own}
+
+
+def _gpt_neox(hf: Json) -> Json:
+    _refuse(hf, hidden_act=("gelu", *_TANH), attention_bias=(True,))
+    parameters = hf.get("rope_parameters") or {}
+    return {
+        "norm_eps": hf["layer_norm_eps"],
+        "parallel_residual": hf.get("use_parallel_residual", True),
+        "rotary_percentage": _rotary(hf, hf.get("rotary_pct", 0.25)),
+        "rope_base": _whole(parameters.get("rope_theta") or hf.get("rotary_emb_base") or hf.get("rope_theta") or 10000),
+        "gelu_approximate": "tanh" if hf.get("hidden_act") in _TANH else "none",
+    }
+
+
+def _phi(hf: Json) -> Json:
+    _refuse(hf, hidden_act=_TANH, qk_layernorm=(False,))
+    return {
+        "norm_eps": hf["layer_norm_eps"],
+        "rotary_percentage": _rotary(hf, 0.5),
+        "shared_attention_norm": True,
+        "lm_head_bias": True,
+        "gelu_approximate": "tanh",
+    }
+
+
+def _phi3(hf: Json) -> Json:
+    return {**_mistral(hf), "rotary_percentage": _rotary(hf, 1.0)}
+
+
+def _falcon(hf: Json) -> Json:
+    _refuse(hf, alibi=(False,), bias=(False,), parallel_attn=(True,), activation=("gelu",))
+    _refuse(hf, apply_residual_connection_post_layernorm=(False,))
+    is_new = bool(hf.get("new_decoder_architecture"))
+    one_query_group = 1 if hf.get("multi_query", True) else hf["num_attention_heads"]
+    return {
+        "norm_eps": hf["layer_norm_epsilon"],
+        "rotary_percentage": 1.0,
+        "bias": False,
+        "intermediate_size": hf.get("ffn_hidden_size") or 4 * hf["hidden_size"],
+        "n_query_groups": (hf.get("num_kv_heads") or hf["num_attention_heads"]) if is_new else one_query_group,
+        "shared_attention_norm": not is_new or hf.get("num_ln_in_parallel_attn") == 1,
+    }
+
+
+def _rotary(hf: Json, default: float) -> Any:
+    """The share of a head that is rotated."""
+    found = (hf.get("rope_parameters") or {}).get("partial_rotary_factor") or hf.get("partial_rotary_factor")
+    return found or default
+
+
+_DEFAULTS: dict[str, Json] = {
+    "gemma3_text": _GEMMA3_DEFAULTS,
+    "falcon": {"max_position_embeddings": 2048},
+}
+DERIVED: dict[Any, Callable[[Json], Json]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "olmo": _olmo,
+    "olmo2": _olmo2,
+    "stablelm": _stablelm,
+    "gpt_neox": _gpt_neox,
+    "phi": _phi,
+    "phi3": _phi3,
+    "falcon": _falcon,
+}
+
 
 # config.json's name for what litgpt's Config calls otherwise; a named Config must agree with those that are given
 _SAME = {

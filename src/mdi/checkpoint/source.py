@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mdi.checkpoint.chunkfile import ChunkFile
+from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, no_checkpoint
-from mdi.checkpoint.hashes import HashCache
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
@@ -75,7 +75,7 @@ def open_source(path: str | Path) -> WeightSource:
     """A checkpoint's directory, or that of a GGUF file; a checkpoint's weight file; or a chunk. Raises CheckpointError."""
     path = Path(path)
     if path.is_dir():
-        from mdi.checkpoint.ggufdirectory import open_gguf_directory  # needs tokenizers; a chunk does not
+        from mdi.checkpoint.ggufsource import open_gguf_directory  # needs tokenizers; a chunk does not
 
         return open_gguf_directory(path) or LitCheckpoint(path)
     if path.name in WEIGHT_FILES and path.is_file():

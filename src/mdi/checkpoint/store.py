@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mdi.checkpoint.checked import CheckedFiles, in_threads, stamp_of
-from mdi.checkpoint.partfile import PartFile
+from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.parts import Part
+from mdi.checkpoint.records import CheckedFiles, in_threads, stamp_of
 from mdi.disk_space import free_bytes
 from mdi.errors import CheckpointError
 from mdi.units import size

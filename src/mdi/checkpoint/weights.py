@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mdi.checkpoint.folding import folded
-from mdi.checkpoint.hashes import PartHashes
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, plain
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
+from mdi.checkpoint.records import PartHashes
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
@@ -37,7 +36,7 @@ class WeightSource(ABC):
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
         form: names the form that parts have here, among those hashes.
-        folds_gains: whether gains of norms may go into the weights that read them (checkpoint.folding).
+        folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
     """
 
     model: str

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.modelshapes import Shape
 from mdi.checkpoint.parts import part_of
-from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.shapes import Shape, model_shapes
 from mdi.kernels.page_sizes import cache_shape, windows_of
 from mdi.litgpt_module import litgpt_module
 from mdi.partition.model import BlockShape, ModelShape

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from mdi.checkpoint.modelshapes import BLOCKS, shapes_of
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import BLOCKS, shapes_of
 from mdi.errors import LimitError, UsageError
 from mdi.kernels.page_sizes import cache_classes
 from mdi.partition.group_profile import GroupPlan

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mdi.checkpoint.chunkfile import ChunkFile
-from mdi.checkpoint.folding import folded
-from mdi.checkpoint.hashes import HashCache
-from mdi.checkpoint.packed import packed_form
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, stored_bytes
-from mdi.checkpoint.partfile import PartFile
+from mdi.checkpoint.chunks import ChunkFile, PartFile
+from mdi.checkpoint.derived import packed_form
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, stored_bytes
 from mdi.checkpoint.parts import Part
+from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource

@@ -1,0 +1,120 @@
+"""What the nodes of a ring must know about a model: which node gets which parts, and how weights become stages.
+
+The family here is that of all models that litgpt describes. Others derive from it and are given to Run and
+SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
+Torch and litgpt are imported only for stages in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mdi.cancel import Cancel
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import open_source
+from mdi.checkpoint.weights import WeightSource
+from mdi.control.messages import InitRequest
+from mdi.errors import ControlError
+from mdi.litgpt_module import litgpt_module
+from mdi.tensor.group import group_of
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
+
+    from mdi.engine.scheduler import Scheduler
+    from mdi.model.stage import Stage
+    from mdi.node.starter_weights import StarterWeights
+    from mdi.text import TextCodec
+
+
+class ModelFamily:
+    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
+
+    Attributes:
+        is_placed: whether nodes can measure themselves with such a model, so that a placement can be computed.
+    """
+
+    is_placed = True
+
+    def open_source(self, path: Path) -> WeightSource:
+        """A checkpoint or chunk on disk. Raises CheckpointError."""
+        return open_source(path)
+
+    def open_weights(
+        self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
+        will_be_cut: bool,
+    ) -> StarterWeights:  # fmt: skip
+        """What the starter can load and send, and the cut; see StarterWeights."""
+        from mdi.node.starter_weights import StarterWeights
+
+        return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
+
+    def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
+        """Raises CheckpointError, UsageError."""
+        from mdi.text import TextCodec
+
+        return TextCodec.from_checkpoint(directory, prompt_style)
+
+    def config(self, fields: dict[str, Any]) -> Config:
+        """The model's config from its plain form in a checkpoint or in /init."""
+        made: Config = litgpt_module("config").Config(**fields)
+        return made
+
+    def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""
+        return fields
+
+    def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
+        """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
+        return stage_parts(start, stop, starter=False)
+
+    def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
+        return stage_parts(0, stop, starter=True)
+
+    def stage(
+        self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
+    ) -> Stage:
+        """A stage of torch, empty.
+
+        Args:
+            fields: the model's config in its plain form.
+            has_ends: whether it is the starter's.
+            n_nodes: of the ring.
+        """
+        from mdi.model.stage import Stage, StarterStage
+
+        config = self.config(dict(fields))
+        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel.check)
+
+    def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+        """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
+        from mdi.model.cache import TORCH_TYPES
+        from mdi.model.stage import module_bytes, run_bytes
+
+        config = self.config(dict(fields))
+        caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        return caches + module_bytes(config, *blocks)
+
+    def check(self, request: InitRequest) -> None:
+        """Raises ControlError if this secondary cannot play the part that it is given."""
+        group = group_of(request.extensions, request.config)
+        has_head = group is not None and group.shares.vocabulary is not None
+        wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
+        if [p.name for p in request.parts] != wanted:
+            raise ControlError(
+                "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
+            )
+
+    def widest_row(self, config: Config) -> int:
+        """Columns that a row on the ring can have."""
+        return int(config.n_embd)
+
+    def max_length(self, config: Config) -> int:
+        """Tokens that a text may reach, prompt included."""
+        return int(config.block_size)
+
+    def scheduler(self, config: Config, n_nodes: int) -> Scheduler | None:
+        """What decides about frames; None is the engine's own."""
+        return None
