@@ -11,8 +11,8 @@ from own_server import right, run, server
 
 from mdi.kernels import library
 from mdi.node.group_member import share_metrics
-from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.spec.options import ParallelOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -31,7 +31,7 @@ def test_two_models_whose_blocks_are_shared_out(
             found = await asyncio.gather(*(made.write(name, 20) for name in asked))
             assert found == [right(name, 20) for name in asked]
             assert made.serving == {"one", "two"}
-            stages = [slot.stage for node in nodes for slot in node.slots.listed]
+            stages = [slot.stage for node in nodes for slot in node.stages.listed]
             assert len(stages) == 4 and all(share_metrics(stage) is not None for stage in stages), (
                 "shares, and no whole blocks"
             )

@@ -65,12 +65,12 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
     most = 4 << 30
 
     def held(node: SecondaryNode) -> int:
-        return sum(slot.weight_bytes for slot in node.slots.listed if slot.use != "UNUSED")
+        return sum(slot.weight_bytes for slot in node.stages.listed if slot.use != "UNUSED")
 
     async def scenario() -> None:
         nonlocal most
         for node in nodes:
-            node.slots.available = lambda device, node=node: most - held(node)  # type: ignore[misc]
+            node.stages.available = lambda device, node=node: most - held(node)  # type: ignore[misc]
         async with server(folder, nodes, replay_memory=0) as made:
             assert await made.write("two", 20) == right("two", 20)
             most = held(nodes[0]) * 8 // 5  # of three, one finds no memory for its caches
@@ -86,7 +86,7 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
             assert await made.write("", 20) == right("two", 20), "the one that was used last"
             for node in nodes:
                 assert held(node) <= most
-                assert sum(slot.cache_bytes for slot in node.slots.listed) <= node.slots.kv_memory
+                assert sum(slot.cache_bytes for slot in node.stages.listed) <= node.stages.kv_memory
 
     run(scenario())
 
