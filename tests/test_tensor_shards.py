@@ -15,8 +15,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.kernel_stage import KernelStage
-from mdi.kernels.layout import pack
-from mdi.kernels.matrix_cut import cut
+from mdi.kernels.layout import cut, pack
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.pieces import piece_of
 from mdi.tensor.shard_stage import ShardStage

@@ -19,8 +19,7 @@ from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import bf16_from_float32, pack, unpack
-from mdi.kernels.weight_range import MOST, largest_of
+from mdi.kernels.layout import MOST, bf16_from_float32, largest_of, pack, unpack
 from mdi.machine.computing import Computing, choose_computing
 from mdi.node.loading import torch_weights
 from mdi.weight_formats import LAYOUTS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import mdi.kernels.free_cores as free_cores
-from mdi.kernels.free_cores import FreeCores, busy_core_s
+import mdi.kernels.cores as free_cores
+from mdi.kernels.cores import FreeCores, busy_core_s
 
 
 class Machine:

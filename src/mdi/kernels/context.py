@@ -7,11 +7,10 @@ import ctypes
 import numpy as np
 
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.block_reader import check_matrix
-from mdi.kernels.free_cores import FreeCores
+from mdi.kernels.cores import FreeCores
 from mdi.kernels.layout import Matrix
 from mdi.kernels.library import load
-from mdi.kernels.structures import MdiMatrix, MdiModel, MdiNorm
+from mdi.kernels.structures import MdiMatrix, MdiModel, MdiNorm, check_matrix
 
 MOST_THREADS = 256  # csrc/stage.h
 

@@ -10,7 +10,7 @@ from mdi.checkpoint.resident import name_in_faults, populate
 from mdi.checkpoint.weight_memory import WeightPlacer
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels import library
-from mdi.kernels.weight_range import MOST, check_range
+from mdi.kernels.layout import MOST, check_range
 
 if TYPE_CHECKING:
     import torch

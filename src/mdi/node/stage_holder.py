@@ -20,7 +20,7 @@ from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.control.requested import Requested
 from mdi.errors import ControlError, UsageError
-from mdi.kernels.head import Weights
+from mdi.kernels.blocks import Weights
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch

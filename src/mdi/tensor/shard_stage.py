@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mdi.errors import EngineError
-from mdi.kernels.blocks import Blocks
-from mdi.kernels.head import Weights
+from mdi.kernels.blocks import Blocks, Weights
 from mdi.kernels.kernel_stage import KernelStage
 from mdi.slices import Slices
 from mdi.tensor.allreduce import AllReduce

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mdi.kernels.head import Head, Weights
+from mdi.kernels.blocks import Head, Weights
 from mdi.kernels.kernel_stage import KernelStarterStage
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shares import Share

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mdi.errors import KernelError
+from mdi.kernels.blocks import Head, Weights
 from mdi.kernels.context import Context
-from mdi.kernels.head import Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.window.weight_units import HEAD
 from mdi.window.window import Window

@@ -9,7 +9,7 @@ import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.errors import KernelError
-from mdi.kernels.head import Weights
+from mdi.kernels.blocks import Weights
 from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage, WeightUse
 from mdi.kernels.layout import Matrix
 from mdi.slices import Slices
