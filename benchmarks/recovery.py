@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
         cache_dir=default_cache_dir(), threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
     )  # fmt: skip
     node = Run(
-        GivenNodes(ring.cluster, check=ring.check), options, args.n_prompt + args.n_tokens, n_texts=args.n_samples
+        GivenNodes(ring.cluster, look=ring.check), options, args.n_prompt + args.n_tokens, n_texts=args.n_samples
     )
     times = {"lost": 0.0, "formed": 0.0, "first": 0.0}
     result: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def predicted_s(ring: Any, options: Any, args: argparse.Namespace) -> float:
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
 
-    nodes = GivenNodes(ring.cluster, check=ring.check)
+    nodes = GivenNodes(ring.cluster, look=ring.check)
     with Run(
         nodes, replace(options, placement="throughput"), args.n_prompt + args.n_tokens, n_texts=args.n_samples
     ) as run:

@@ -40,10 +40,10 @@ def run_case(case: Case) -> dict[str, Any]:
     from mdi.machine.threads import choose_threads
     from mdi.metrics import tokens_over_time
     from mdi.node.local import LocalRing
-    from mdi.node.model_family import ModelFamily
     from mdi.node.options import StarterOptions
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.stages.model_family import ModelFamily
 
     model = BY_KEY[case.key]
     families: dict[str, tuple[type[LocalRing], ModelFamily]] = {
@@ -58,7 +58,7 @@ def run_case(case: Case) -> dict[str, Any]:
     params = SamplingParams(n_tokens=case.n_tokens, temperature=0.0 if case.is_greedy else 0.8, top_k=200)
     with make_ring(case.n_nodes, None, 1, ckpt, False, False) as ring:
         options = StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", layers=layers, wait_s=120)
-        node = Run(GivenNodes(ring.cluster, check=ring.check), options, case.n_tokens + 1, family=lambda: family)
+        node = Run(GivenNodes(ring.cluster, look=ring.check), options, case.n_tokens + 1, family=lambda: family)
         try:
             node.open()
             for i in range(1 if case.is_greedy else model.n_samples(case.n_nodes)):

@@ -21,7 +21,7 @@ from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import MOST, bf16_from_float32, largest_of, pack, unpack
 from mdi.machine.computing import Computing, choose_computing
-from mdi.node.loading import torch_weights
+from mdi.stages.loading import torch_weights
 from mdi.weight_formats import LAYOUTS
 from tiny_checkpoint import tiny_gpt, write_checkpoint
 from tiny_models import hf_config, hf_state, tiny_state, write_hf

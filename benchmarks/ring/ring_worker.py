@@ -72,7 +72,7 @@ class RingSystem:
         args = parse([*flags, *options["flags"]])
         choose_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = Run(
-            GivenNodes(self._ring.cluster, check=self._ring.check),
+            GivenNodes(self._ring.cluster, look=self._ring.check),
             session_flags.starter_options(args),
             options["max_length"],
         )

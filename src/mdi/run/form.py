@@ -31,9 +31,7 @@ from mdi.machine.computing import Computing
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.cache_budget import SharedCaches, share_extensions, share_out
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
@@ -43,6 +41,9 @@ from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.run.identity import numbers_of
 from mdi.run.policy import Form, Stage
+from mdi.stages.cache_budget import share_extensions, share_out
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.store import StageStore
 from mdi.tracing.recorder import extensions_of
 from mdi.window.window_options import extensions_of as window_extensions
 
@@ -85,7 +86,7 @@ class Basis:
     n_sequences: int
     process: str
     listener: RingListener | None
-    caches: SharedCaches
+    caches: StageStore
     make_own: MakeOwn | None = None
 
     @property
@@ -463,6 +464,19 @@ def _sum(a: Measured, b: Measured) -> Measured:
 # Nodes
 
 
+class Watched(Cancel):
+    """A child that also calls `look` whenever it is checked; what that raises is raised once, and cancels nothing."""
+
+    def __init__(self, parent: Cancel, look: Callable[[], None]) -> None:
+        super().__init__(parent=parent)
+        self._watched, self._look = parent, look
+
+    def check(self) -> None:
+        super().check()
+        self._look()
+        self._watched.check()  # it may look, too
+
+
 @dataclass
 class Preparation:
     """Gets the nodes of one ring ready: configures every node, sends weights, builds stages.
@@ -511,10 +525,11 @@ class Preparation:
         setups = self._configure_secondaries()
         try:
             had = self.own.loaded if self.own.is_loaded else None
-            self.load_stage(lambda: self._check(setups, cancel))
-            while not all(setup.wait(0.1) for setup in setups):
-                self._check(setups, cancel)
-            self._check(setups, cancel)
+            with Watched(cancel, lambda: self._raise_first(setups)) as watching:
+                self.load_stage(watching)
+                while not all(setup.wait(0.1) for setup in setups):
+                    watching.check()
+                watching.check()
             self.ring_ports = {setup.name: setup.ring_port for setup in setups}
             if self.replays is None:
                 self.own.loaded.caches.clear()
@@ -531,12 +546,11 @@ class Preparation:
             setup.join(1.0)
         return memory
 
-    def _check(self, setups: list[SecondarySetup], cancel: Cancel) -> None:
+    def _raise_first(self, setups: list[SecondarySetup]) -> None:
         for setup in setups:
             if setup.error is not None:
                 self.failed = setup.name
                 raise setup.error
-        cancel.check()
 
     def _configure_secondaries(self) -> list[SecondarySetup]:
         """Begin to set every secondary up."""
@@ -619,12 +633,12 @@ class Preparation:
                     logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
         return parts
 
-    def load_stage(self, check: Callable[[], None]) -> None:
-        """Have the starter's own stage; `check` is called before each part, for loading may take long."""
+    def load_stage(self, cancel: Cancel) -> None:
+        """Have the starter's own stage; loading may take long."""
         basis = self.basis
         self.own.load(
             basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
-            check,
+            cancel.check,
         )  # fmt: skip
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup], has_loaded: bool) -> CacheMemory:

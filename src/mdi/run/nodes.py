@@ -108,13 +108,13 @@ class OwnProcesses(NodeSource):
 
 
 class GivenNodes(NodeSource):
-    """A cluster that is known; this process keeps the threads that it has."""
+    """A cluster that is known; this process keeps the threads that it has; `look` is called instead of `check`."""
 
     def __init__(
-        self, cluster: ClusterConfig, newcomers: Newcomers = nobody, check: Callable[[], None] = lambda: None
+        self, cluster: ClusterConfig, newcomers: Newcomers = nobody, look: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(lambda: cluster)
-        self._check = check
+        self._look = look
         self._found = newcomers
 
     @property
@@ -125,4 +125,4 @@ class GivenNodes(NodeSource):
         return self._find()
 
     def check(self) -> None:
-        self._check()
+        self._look()
