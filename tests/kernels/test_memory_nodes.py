@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mdi.kernels import cores as memory_nodes
-from mdi.kernels import layout
-from mdi.kernels.cores import interleave, nodes_of, spread
+from mdi.kernels import layout, memory_nodes
+from mdi.kernels.memory_nodes import interleave, nodes_of, spread
 from mdi.kernels.pages import Pool
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from mdi.errors import EngineError
-from mdi.kernels.cores import spread
+from mdi.kernels.memory_nodes import spread
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
