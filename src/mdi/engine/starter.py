@@ -363,12 +363,3 @@ class StarterEngine:
         ring = self._ring
         if ring is not None:
             ring.wake()
-
-
-def check_finite(rows: StarterRows, x: Any, what: str) -> None:
-    """Raises EngineError: a number is not finite. `what` says where `x` comes from."""
-    if not rows.are_finite(x):
-        raise EngineError(
-            f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or "
-            "weights are damaged"
-        )
