@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mdi.spec.options import Options
+
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
