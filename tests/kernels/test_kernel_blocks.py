@@ -16,9 +16,8 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, why_not_in_kernels
+from mdi.kernels.blocks import Blocks, Head, why_not_in_kernels
 from mdi.kernels.context import Context
-from mdi.kernels.head import Head
 from mdi.kernels.layout import Matrix, pack, unpack
 from tolerance import assert_alike
 
@@ -114,10 +113,10 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     from mdi.kernels.blocks import model_of
-    from mdi.kernels.context import linear
+    from mdi.kernels.context import Linear
 
     config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
-    return linear(Context(), model_of(config), None, matrix, bias, x)
+    return Linear(Context(), model_of(config), None, matrix, bias)(x)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 64), (33, 257), (100, 1000)])
