@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mdi.spec.options import Options
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -25,13 +25,11 @@ import torch
 from mdi.cli import options_of, parser_of
 from mdi.cli import starter as cli_starter
 from mdi.cli.session import run_options
-from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
 from mdi.machine.threads import choose_threads
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
-from mdi.spec.options import Options
 from mdi.spec.options import Options
 from peers.protocol import Case, serve
 from ring.quota import Quotas

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mdi.spec.options import Options
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
