@@ -1,4 +1,4 @@
-"""Choose the ring that a run forms next. Pure: from what is known and what has happened to a decision, without clock or network.
+"""Choose the ring that a run forms next. Pure: from what is known and what has happened to a decision; it has no clock.
 
 The first ring is a recovery from nothing: it is formed from a plan, and if a node is in the way, others replace it as in any
 later ring. Every time comes as `now`, of any clock that only goes on.
