@@ -48,10 +48,10 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
-    from mdi.kernels.kernel_stage import KernelStage
     from mdi.measure.random_weights import random_weights
     from mdi.metrics import peak_rss_bytes
     from mdi.model.stage import Stage
+    from mdi.stages.kernel_stage import KernelStage, Resident
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
@@ -66,12 +66,12 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     parts = [f"block.{i}" for i in range(n_blocks)]
     if fmt == "int8":
-        stage = KernelStage(config_of(width), 0, n_blocks)
         own = {
             part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
             for part in parts
         }
-        stage.load(parts, lambda part: random_weights(own[part], Packing("int8", "int8")))
+        weights = Resident(parts, lambda part: random_weights(own[part], Packing("int8", "int8")))
+        stage = KernelStage(config_of(width), 0, n_blocks, weights)
         stage.prepare(LENGTH)
     else:
         plain.load(parts, tensors, torch.device("cpu"), torch.float32)

@@ -31,9 +31,9 @@ from mdi.checkpoint.safetensors_layout import TensorSpec  # noqa: E402
 from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
 from mdi.checkpoint.torch_tensors import as_array  # noqa: E402
 from mdi.checkpoint.weights import WeightSource  # noqa: E402
-from mdi.kernels.kernel_stage import KernelStarterStage  # noqa: E402
 from mdi.kernels.layout import pack  # noqa: E402
 from mdi.model.packed_linear import PackedLinear, kernel_context  # noqa: E402
+from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.text import TextCodec  # noqa: E402
 from mdi.weight_formats import LAYOUTS  # noqa: E402
 from records import add_json_flag, save  # noqa: E402
@@ -90,15 +90,15 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
     return ChangedSource(source, changed)
 
 
-def stage_of(source: WeightSource, form: str) -> KernelStarterStage:
+def stage_of(source: WeightSource, form: str) -> KernelStage:
     """The whole model in one format, head and embedding too."""
-    stage = KernelStarterStage(source.config_dict, source.config_dict["n_layer"])
-    stage.load(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
+    weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
+    stage = KernelStage(source.config_dict, 0, source.config_dict["n_layer"], weights)
     stage.prepare(source.config_dict["block_size"])
     return stage
 
 
-def judge(stage: KernelStarterStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
+def judge(stage: KernelStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
     """Nats per token, and the most probable token at each position, over windows of the model's whole context."""
     length = stage.max_length
     total, best = 0.0, []

@@ -32,10 +32,10 @@ from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import model_of  # noqa: E402
 from mdi.kernels.context import Context, linear  # noqa: E402
 from mdi.kernels.head import Weights  # noqa: E402
-from mdi.kernels.kernel_stage import KernelStage  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.measure.random_weights import random_weights  # noqa: E402
+from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.weight_formats import LAYOUTS  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
@@ -57,8 +57,8 @@ class Profiled:
             self.matrices += [weight for weight in made.values() if isinstance(weight, Matrix)]
             return made
 
-        self.stage = KernelStage(self.config, 0, n_blocks, n_threads, cache_type)
-        self.stage.load([f"block.{i}" for i in range(n_blocks)], weights)
+        resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
+        self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
         self.stage.prepare(CONTEXT)
         self._context, self._model = Context(n_threads), model_of(self.config)
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from link_speed import agree_on_speed  # noqa: E402
 from mdi.checkpoint.chunks import ChunkFile
-from mdi.kernels.kernel_stage import KernelStarterStage
+from mdi.checkpoint.packing import PartWeights
 from mdi.kernels.library import instruction_set
 from mdi.measure.model_shape import model_shape
 from mdi.partition.cost import CostModel
@@ -38,12 +38,12 @@ from mdi.partition.example import boards
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.partition.tensor_plan import plan_tensor
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.group_sum import GroupSum
 from mdi.tensor.mesh import Mesh, Tally
 from mdi.tensor.numbers import Numbers
 from mdi.tensor.shard_source import ShardSource
-from mdi.tensor.shard_stage import ShardStage
-from mdi.tensor.shared_head import SharedHeadStage
 from mdi.tensor.shares import Share, share_out
 from records import save
 from ring.quota import SHORTEST_US, Quotas
@@ -63,26 +63,23 @@ class Node:
         self.share = Share(share_out(self.config, [1.0] * n, is_head_shared), rank, self.config)
         assert source.packing is not None
         shards = ShardSource(source, self.share, source.packing)
-        self.stage = ShardStage(self.share, 0, self.config["n_layer"])
-        self.stage.load([*blocks, *(["head"] if is_head_shared and rank else [])], shards.weights)
+
+        def of_part(part: str) -> PartWeights:
+            is_cut = part.startswith("block.") or (part == "head" and is_head_shared)
+            return (shards if is_cut else source).weights(part)
+
+        ends = ["embedding", "head"] if rank == 0 else ["head"] if is_head_shared else []
+        place = GroupSum(self.share)
+        weights = Resident([*blocks, *ends], of_part)
+        self.stage = KernelStage(self.config, 0, self.config["n_layer"], weights, group=place)
         self.mesh: Mesh = connected(
             rank, addresses(n, hosts), is_busy=args.quota is None and n + (hosts is not None) <= args.cores
         )
         self.speed = agree_on_speed(self.mesh)
         self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype))
-        self.stage.join("all nodes", self.group)
+        place.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
-        self.first = None
-        if rank == 0:
-            if is_head_shared:
-                self.first = SharedHeadStage(self.config, self.share, lambda: self.mesh, 1, "float32")
-            else:
-                self.first = KernelStarterStage(self.config, 0)
-            self.first.load(
-                ["embedding", "head"],
-                lambda part: (shards if is_head_shared and part == "head" else source).weights(part),
-            )
-            self.first.prepare(16)
+        self.first = self.stage.ends
         self.head_s: list[float] = []
 
     def log_sums(self) -> list[tuple[float, float]]:
@@ -109,7 +106,7 @@ class Node:
             x = np.frombuffer(self.mesh.swap([], [(0, x.nbytes)])[0], dtype=np.float32).reshape(x.shape)
         rows = self.stage(x, [(0, start, len(ids))])[-1:]
         if self.first is None:
-            self.stage.tell_logits(rows)
+            self.stage.send_logits(rows)
             return 0
         begin = time.perf_counter()
         token = int(self.first.head(rows)[0].argmax())

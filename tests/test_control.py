@@ -30,7 +30,7 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.local import free_ports
-from mdi.node.model_family import ModelFamily
+from mdi.stages.model_family import ModelFamily
 from waiting import until_gone
 
 DEADLINE_S = 30.0

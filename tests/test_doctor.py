@@ -246,12 +246,12 @@ def test_a_starter_whose_port_is_taken(two: list[SecondaryNode]) -> None:
 
 def test_a_node_in_another_run(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"state": "RUNNING", "error": None, "error_code": None, "looking": None, "loading": None}
-    job = SimpleNamespace(is_over=False, received_bytes=0, total_bytes=0, **fields)
-    monkeypatch.setitem(two[0].runs.jobs, "a run", job)
+    ring: Any = SimpleNamespace(run="a run", has_ended=threading.Event(), received_bytes=0, total_bytes=0, **fields)
+    two[0].runs.add(ring)
     report = examine(cluster_of(two))
     assert [problem.node for problem in report.problems] == ["secondary0"]
     assert "another run" in report.problems[0].what
-    monkeypatch.undo()
+    ring.has_ended.set()
 
 
 # What is said about what was found

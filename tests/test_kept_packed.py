@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.checkpoint.kept_packed as kept_packed
+import mdi.stages.kept_packed as kept_packed
+from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source
@@ -23,6 +23,7 @@ from mdi.kernels import library
 from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.stages.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from secondaries import cluster_of, secondary
 from test_node import generate
 from tiny_checkpoint import reference, write_checkpoint
@@ -65,7 +66,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def started(folder: Path, source: WeightSource, packing: Packing = INT4, limit: int | None = None) -> WeightSource:
     """What a process that has just begun reads the part from."""
     store = BlockStore(folder, limit)
-    return KeptPacked(store).part(source, source.info(PART), packing, set(), lambda: None)
+    return KeptPacked(store).part(source, source.info(PART), packing, set(), Cancel())
 
 
 def is_equal(a: PartWeights, b: PartWeights) -> bool:
@@ -137,7 +138,7 @@ def test_another_run_does_not_remove_it_before_it_is_loaded(
 
     monkeypatch.setattr(store, "part", part)
     with store.in_use(keep):
-        found = KeptPacked(store).part(source, source.info(PART), INT4, keep, lambda: None)
+        found = KeptPacked(store).part(source, source.info(PART), INT4, keep, Cancel())
         assert is_equal(found.weights(PART, INT4), source.weights(PART, INT4))
     assert store.free_space(limit, set()) > 0
 
@@ -159,7 +160,7 @@ def test_where_there_is_no_space_nothing_is_kept(
 def test_parts_that_are_packed_already_stay_as_they_are(tmp_path: Path, source: WeightSource) -> None:
     packed = PackedSource(source, INT4)
     info = PartInfo(PART, "0" * 64, packed.n_bytes(PART))
-    assert KeptPacked(BlockStore(tmp_path)).part(packed, info, INT4, set(), lambda: None) is packed
+    assert KeptPacked(BlockStore(tmp_path)).part(packed, info, INT4, set(), Cancel()) is packed
 
 
 @pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -22,7 +22,7 @@ from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
 from mdi.limits import LIMITS, excess
 from mdi.model.stage import Stage, module_bytes, run_bytes
-from mdi.node.model_family import ModelFamily
+from mdi.stages.model_family import ModelFamily
 from secondaries import entry_of, secondary
 
 RUN = "0123456789abcdef"
@@ -183,7 +183,11 @@ def test_modules_count_as_memory(built: list[int]) -> None:
     config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
     request = init_request(asdict(config), 64)
     caches = run_bytes(config, 1, 64, request.max_length, torch.float32)
-    assert ModelFamily().stage_bytes(request, "float32") - caches == module_bytes(config, 1, 64) > 300e6
+    assert (
+        ModelFamily().stage_bytes(asdict(config), (1, 64), request.max_length, "float32") - caches
+        == module_bytes(config, 1, 64)
+        > 300e6
+    )
     assert built == []
 
 

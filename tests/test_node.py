@@ -17,7 +17,8 @@ import torch
 
 import mdi.model.stage
 import mdi.net.link
-import mdi.node.job
+import mdi.node.worker
+from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.config import ClusterConfig, NodeConfig
@@ -30,15 +31,15 @@ from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
-from mdi.node.cache_budget import check_capacity
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
-from mdi.node.torch_stage import TorchStage
 from mdi.run.form import Preparation
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.stages.cache_budget import check_capacity
+from mdi.stages.torch_stage import TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 
@@ -145,7 +146,7 @@ def test_a_damaged_part_is_noticed_before_it_is_used(chunked: Path) -> None:
         file.seek(-64, 2)
         file.write(b"\x3f" * 16)
     with weights_of(None, path, 3, None) as weights, pytest.raises(CheckpointError, match="sha256"):
-        weights.verify(["embedding", "head"], lambda: None)
+        weights.verify(["embedding", "head"], Cancel())
 
 
 def test_wrong_requests(chunked: Path, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.node.cache_budget.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.stages.cache_budget.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32", "float32", None)
     stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
     with pytest.raises(UsageError, match=r"blocks 1-2 on secondary4, but .* are left there"):
@@ -378,7 +379,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
     status = wait_state(secondary, "IDLE")
     assert "out of something" in status["error"] and status["error_code"] == "failed"
     monkeypatch.undo()
-    secondary.slots.drop_unused()
+    secondary.stages.drop_unused()
     again, _ = ring()
     assert generate(again) == list(reference("The ring", 6))
     assert wait_state(secondary, "READY")["error"] is None
@@ -446,7 +447,7 @@ def test_requests_out_of_turn(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> No
     def receive(sha256: str, n_bytes: int) -> Callable[[], object]:
         return lambda: secondary.receive_part("0" * 16, sha256, 0, n_bytes, lambda n: b"")
 
-    assert refusal(lambda: secondary.stop("0" * 16, False)) == (409, "run")
+    assert refusal(lambda: secondary.stop("9" * 16, False)) == (409, "run")
     assert refusal(receive("a" * 64, 100)) == (409, "run")
     secondary.init(request())
     assert refusal(lambda: secondary.init(request(run="1" * 16, epoch="1" * 16, exclusive=True))) == (409, "busy")
@@ -468,7 +469,7 @@ def _pieces(n_bytes: int) -> Callable[[int], bytes]:
 
 
 def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.job, "LEASE_S", 0.3)
+    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 0.3)
     _, secondary = ring()
     secondary.init(request())
     assert wait_state(secondary, "IDLE")["error_code"] == "run"

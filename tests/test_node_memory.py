@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import mdi.stages.cache_budget as node_memory
 from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
@@ -17,10 +18,9 @@ from mdi.machine import threads as node_threads
 from mdi.machine.computing import Computing
 from mdi.machine.device import choose_kv_dtype
 from mdi.machine.threads import pin_to_cores
-from mdi.node import cache_budget as node_memory
-from mdi.node.cache_budget import CacheReport, report_caches, share_out
 from mdi.node.local import cores_of_node
-from mdi.node.torch_stage import TorchStage
+from mdi.stages.cache_budget import CacheReport, report_caches, share_out
+from mdi.stages.torch_stage import TorchStage
 
 GB = 10**9
 

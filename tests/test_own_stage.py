@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mdi.kernels.kernel_stage import KernelStarterStage
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.choice import starter_computing
+from mdi.stages.kernel_stage import KernelStage
+from mdi.stages.model_family import ModelFamily
 from tiny_checkpoint import write_checkpoint
 
 
@@ -25,20 +25,20 @@ def test_another_ring_loads_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
         computing = starter_computing(family, weights, options)
         own = OwnStage("starter", family, family.config(weights.config), options)
 
-        def load(max_length: int) -> KernelStarterStage:
+        def load(max_length: int) -> KernelStage:
             loaded.clear()
             own.load(weights, computing, 2, max_length, 1, None, lambda: None)
-            assert isinstance(own.loaded, KernelStarterStage) and own.loaded.max_length >= max_length
+            assert isinstance(own.loaded, KernelStage) and own.loaded.max_length >= max_length
             return own.loaded
 
         first = load(40)
         assert sorted(loaded) == ["block.0", "block.1", "embedding", "head"]
         assert load(40) is first and load(30) is first and load(80) is first and not loaded
-        kept = first.weights_of("block.1")
+        kept = first.weights["block.1"]
         weights.cut_anew((3, 2))
         second = load(80)
         assert second is not first and loaded == ["block.2"]
-        assert second.weights_of("block.1") is kept
+        assert second.weights["block.1"] is kept
         own.check_memory(weights, computing, 2)
     finally:
         weights.close()

@@ -22,11 +22,11 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.node import part_sending
-from mdi.node.job import Job
 from mdi.node.options import StarterOptions
 from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
+from mdi.node.worker import RingWorker
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
@@ -39,12 +39,12 @@ BYTES = bytes(range(256)) * 40
 PART = PartSpec("block.1", hashlib.sha256(BYTES).hexdigest(), len(BYTES))
 
 
-def run_that_is_over() -> Job:
+def ended_ring() -> RingWorker:
     unused: Any = None
     request: Any = SimpleNamespace(run=RUN, hand_over=False)
-    job = Job(request, unused, unused)
-    job.finish(None)
-    return job
+    ring = RingWorker("secondary0", "", request, unused, unused, unused, unused, unused)
+    ring.finish(None)
+    return ring
 
 
 class Waiting(StatusOnly):
@@ -71,7 +71,7 @@ def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> 
         with secondary(0, tmp_path / "a", keys=keys) as node:
             client = ControlClient(entry_of(node), keys)
             request = ForwardRequest(RUN, PART, have, "b", "127.0.0.1", server.port)
-            node.runs.add(run_that_is_over())
+            node.runs.add(ended_ring())
             with pytest.raises(ControlError) as caught:
                 client.forward(request)
             assert caught.value.status == 404 and not target.got
@@ -113,7 +113,7 @@ def test_nodes_that_take_nothing_do_not_hold_this_one(
         errors.append(caught.value)
 
     with secondary(0, tmp_path / "a") as node:
-        node.runs.add(run_that_is_over())
+        node.runs.add(ended_ring())
         node.store.receive(PART, 0, io.BytesIO(BYTES).read)
         threads = [threading.Thread(target=ask, args=(node,)) for _ in range(N_FORWARDS + 3)]
         for thread in threads:

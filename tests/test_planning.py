@@ -260,7 +260,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_sent(
 def test_a_starter_without_memory_does_not_begin_to_load(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mdi.node.own_stage.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
     alone = Run(GivenNodes(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0))), StarterOptions(ckpt=tiny), 60)
     with pytest.raises(NoMemoryError) as caught:
         alone.open()

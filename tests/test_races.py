@@ -22,11 +22,10 @@ from loopback import DEADLINE_S
 from mdi.cancel import Cancel
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import ControlError, EngineError, MdiError, RingError, UsageError
-from mdi.machine.computing import Computing
 from mdi.net.ring import LoopbackRing
-from mdi.node.job import Job
 from mdi.node.runs import Runs
 from mdi.node.setup import growing_pauses
+from mdi.node.worker import RingWorker
 from mdi.run.lookout import Leaving, Lookout
 from mdi.run.loop import RingLoop
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
@@ -241,32 +240,32 @@ def request(number: int) -> InitRequest:
     )  # fmt: skip
 
 
-def job(made: InitRequest) -> Job:
-    slot: Any = SimpleNamespace(run=made.run, sent=None)
-    return Job(made, Computing("cpu", "float32", "float32", None), slot)
+def ring(made: InitRequest) -> RingWorker:
+    unused: Any = None
+    return RingWorker("secondary0", "", made, unused, unused, unused, unused, unused)
 
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one(is_over: bool) -> None:
     runs = Runs("secondary0")
-    present = job(request(2))
+    present = ring(request(2))
     runs.add(present)
     if is_over:
         present.finish(None)
     with pytest.raises(ControlError) as caught:
-        runs.replace(request(1))
+        runs.admit(request(1))
     assert (caught.value.status, caught.value.code) == (409, "run")
-    assert not present.stopped and runs.find(present.run) is present
-    assert not runs.replace(request(2)) or is_over, "the same one, again"
+    assert not present.is_stopped and runs.find(present.run) is present
+    assert not runs.admit(request(2))[0] or is_over, "the same one, again"
 
 
 def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
     runs = Runs("secondary0")
-    present = job(request(2))
+    present = ring(request(2))
     runs.add(present)
-    ended = threading.Thread(target=lambda: (until(lambda: present.stopped), present.finish(None)))
+    ended = threading.Thread(target=lambda: (until(lambda: present.is_stopped), present.finish(None)))
     ended.start()
-    assert runs.replace(request(3)) and present.is_replaced
+    assert runs.admit(request(3))[0] and present.is_replaced
     ended.join(DEADLINE_S)
 
 
@@ -456,8 +455,8 @@ def test_a_ring_that_is_lost_does_not_wait_until_another_model_is_loaded(monkeyp
     monkeypatch.setattr(mdi.serve.host, "Run", Opening)
     host = host_of(StuckLines())
     loaded: Any = SimpleNamespace(
-        name="lost", node=SimpleNamespace(raise_failure=fail, engine=SimpleNamespace(memory=None)),
-        session=SimpleNamespace(close=lambda error: None), outlet=SimpleNamespace(close=lambda: None),
+        name="lost", run=SimpleNamespace(raise_failure=fail, close=lambda error: None),
+        outlet=SimpleNamespace(close=lambda: None),
     )  # fmt: skip
     host.loaded["lost"] = loaded
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mdi.checkpoint import resident
-from mdi.checkpoint.resident import name_in_faults, populate
 from mdi.checkpoint.weightfile import map_bytes
 from mdi.errors import CheckpointError
+from mdi.stages import loading
+from mdi.stages.loading import label_for_fault_reports, populate
 
 DATA = np.random.default_rng(0).integers(0, 255, 300_000, dtype=np.uint8)
 
@@ -44,8 +44,8 @@ def test_a_file_that_is_shorter_than_it_was(path: Path) -> None:
 @pytest.mark.parametrize("knows", [True, False])
 def test_all_pages_are_brought(path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
     if not knows:
-        monkeypatch.setattr(resident, "madvise_function", lambda: None)
-    monkeypatch.setattr(resident, "POPULATE_BYTES", 70_000)
+        monkeypatch.setattr(loading, "madvise_function", lambda: None)
+    monkeypatch.setattr(loading, "POPULATE_BYTES", 70_000)
     whole = map_bytes(path, 0, 300_000)
     told: list[int] = []
     populate([whole, whole[:100].view(np.float32), np.ones(3), np.empty(0)], str(path), told.append)
@@ -55,7 +55,7 @@ def test_all_pages_are_brought(path: Path, monkeypatch: pytest.MonkeyPatch, know
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells of such a page but a signal")
 def test_a_file_that_was_cut_short_after_it_was_mapped(path: Path) -> None:
     whole = map_bytes(path, 0, 300_000)
-    if resident.ask_for(whole.ctypes.data, 4096):
+    if loading.ask_for(whole.ctypes.data, 4096):
         return  # a kernel before 5.14
     os.truncate(path, 100_000)
     populate([whole[:90_000]], str(path))
@@ -98,7 +98,7 @@ def test_each_mapping_is_named_as_long_as_it_is_there(path: Path) -> None:
     whole = map_bytes(path, 0, 300_000)
     start = whole.ctypes.data
     views = [whole[4096:8192].view(np.uint16), whole[:8]]
-    name_in_faults(library, [*views, np.ones(2)], str(path))
+    label_for_fault_reports(library, [*views, np.ones(2)], str(path))
     ((found, n_bytes, message),) = library.watched.values()
     assert (found, n_bytes) == (start, 300_000)
     assert str(path).encode() in message and message.endswith(b"\n") and message.count(b"\n") == 1
@@ -108,4 +108,4 @@ def test_each_mapping_is_named_as_long_as_it_is_there(path: Path) -> None:
     views.clear()
     gc.collect()
     assert not library.watched
-    name_in_faults(object(), [np.ones(2)], str(path))  # a library that does not know of it
+    label_for_fault_reports(object(), [np.ones(2)], str(path))  # a library that does not know of it

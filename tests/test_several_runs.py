@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.node.job
 import mdi.node.setup
+import mdi.node.worker
 from frame_starter import FrameStarter, frame_starter
 from loopback import DEADLINE_S
 from mdi.checkpoint.parts import Part
@@ -210,7 +210,7 @@ def test_a_run_goes_on_over_another_ring_with_its_caches(node: SecondaryNode, ch
         status = starter.form(keep_caches=True)
         assert status["caches_kept"] is False, "there were none"
         assert starter.compute(0, x[:6], 0) == wanted[0]
-        stage = node.slots.listed[-1].stage
+        stage = node.stages.listed[-1].stage
         starter.ring.fail(Fault("secondary7", "gone", "starter"))  # type: ignore[union-attr]
         status = starter.wait("IDLE")
         assert (status["error_code"], status["lost"]["node"]) == ("lost", "secondary7")
@@ -223,16 +223,19 @@ def test_a_run_goes_on_over_another_ring_with_its_caches(node: SecondaryNode, ch
         starter.form()
         with pytest.raises(NodeLostError):  # empty: there is nothing before position 6
             starter.compute(0, x[6:], 6)
-        assert stage is not None and stage in [slot.stage for slot in node.slots.listed], "nothing was loaded again"
+        assert stage is not None and stage in [slot.stage for slot in node.stages.listed], "nothing was loaded again"
 
 
-def test_caches_are_not_kept_for_a_run_that_was_stopped(node: SecondaryNode, checkpoints: list[Path]) -> None:
+def test_a_run_that_was_stopped_has_no_further_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:
     with frame_starter(node, checkpoints[0]) as starter:
         starter.form()
         starter.compute(0, rows(6, starter.n_embd), 0)
         starter.client.stop(starter.run)
         starter.wait("READY")
-        assert starter.form(keep_caches=True)["caches_kept"] is False
+        with pytest.raises(ControlError) as caught:
+            starter.init(keep_caches=True)
+        assert (caught.value.status, caught.value.code) == (409, "stopped")
+        assert all(not held.stage.caches.n_bytes for held in node.stages.listed if held.stage is not None)
 
 
 def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:
@@ -252,8 +255,8 @@ def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list
         first.client.stop(first.run)
         first.wait("READY")
         second.form(exclusive=True)
-        with pytest.raises(ControlError) as caught:
-            first.init()
+        with frame_starter(node, checkpoints[0]) as third, pytest.raises(ControlError) as caught:
+            third.init()
         assert caught.value.code == "busy"
 
 
@@ -262,7 +265,7 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
     node: SecondaryNode, checkpoints: list[Path], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its run was doing: the other run goes on, and what was reserved is given back."""
-    monkeypatch.setattr(mdi.node.job, "LEASE_S", 0.5)
+    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 0.5)
     monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
     with started([node], checkpoints[0], "2,3") as going:
         gone = FrameStarter(node, checkpoints[0])
@@ -277,11 +280,11 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
             job = node.runs.find(gone.run)
             assert job is not None and job.state == state
             gone.drop()
-            assert job.over.wait(DEADLINE_S)
+            assert job.has_ended.wait(DEADLINE_S)
         finally:
             gone.close()
         assert texts_of(going, 10) == expected(4, 10)
-        assert [slot.use for slot in node.slots.listed].count("USED") == 1
+        assert [slot.use for slot in node.stages.listed].count("USED") == 1
 
 
 def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -289,8 +292,8 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
     with secondaries(1, tmp_path) as nodes:
         with started(nodes, checkpoints[0], "2,3") as starter:
             texts_of(starter, 2)
-            stage = weakref.ref(nodes[0].slots.listed[0].stage)
-        until(nodes[0].slots.drop_unused)
+            stage = weakref.ref(nodes[0].stages.listed[0].stage)
+        until(nodes[0].stages.drop_unused)
         until_gone(stage)
 
 
@@ -305,9 +308,9 @@ def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path
                 texts_of(starter, 2)
                 starter.close()
             n_fds = len(list(fds.iterdir())) if fds.is_dir() else 0
-            seen.append((threading.active_count(), n_fds, sum(len(node.services) for node in nodes)))
+            seen.append((threading.active_count(), n_fds, sum(len(node.workers) for node in nodes)))
         for node in nodes:
-            assert len(node.runs.jobs) <= 17 and not node.runs.active
+            assert len(node.runs.rings) <= 17 and not node.runs.active
     assert max(n for n, _, _ in seen[4:]) <= max(n for n, _, _ in seen[:4])
     assert max(n for _, n, _ in seen[4:]) <= max(n for _, n, _ in seen[:4]) + 2
     assert max(n for _, _, n in seen) <= 4

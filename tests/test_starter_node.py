@@ -15,17 +15,17 @@ import torch
 import mdi
 import mdi.machine.resources
 import mdi.model.stage
-import mdi.node.job
 import mdi.node.secondary_status
 import mdi.node.setup
+import mdi.node.worker
 import mdi.periodic
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
+from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
-from mdi.node.stage_holder import StageHolder
 from mdi.run.form import Preparation
 from mdi.run.run import Run
 from mdi.run.texts import Sample, SampleReader
@@ -38,7 +38,7 @@ Ring = Callable[..., tuple[Run, SecondaryNode]]
 
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
-    monkeypatch.setattr(mdi.node.job, "LEASE_S", 2.0)
+    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 2.0)
     load = Preparation.load_stage
 
     def load_late(self: Preparation, check: Callable[[], None]) -> None:
@@ -59,19 +59,19 @@ def test_loading_that_takes_long_is_told(
     caplog.set_level("INFO")
     monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
 
-    missing, source_of = StageHolder.missing, StageHolder.source_of
+    missing, source_of = NodeWeights.missing, NodeWeights.source_of
     looks = "secondary0 checks which weights it already has"
     loads = "secondary0 loads its weights: 1 of 3 parts"
     monkeypatch.setattr(
-        StageHolder, "missing", lambda self, *args: (until(lambda: looks in caplog.text), missing(self, *args))[1]
+        NodeWeights, "missing", lambda self, *args: (until(lambda: looks in caplog.text), missing(self, *args))[1]
     )
 
-    def load(self: StageHolder, part: Any, request: Any) -> Any:
+    def load(self: NodeWeights, part: Any, request: Any) -> Any:
         if part.name == "block.3":
             until(lambda: loads in caplog.text)
         return source_of(self, part, request)
 
-    monkeypatch.setattr(StageHolder, "source_of", load)
+    monkeypatch.setattr(NodeWeights, "source_of", load)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
     assert looks in caplog.text and loads in caplog.text

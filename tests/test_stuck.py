@@ -15,13 +15,13 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.kernels import library
-from mdi.kernels.kernel_stage import KernelStage
 from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.options import StarterOptions
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.stages.kernel_stage import KernelStage
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 from waiting import until
@@ -213,9 +213,9 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
         starter = Run(GivenNodes(cluster_of(found)), options, 80, n_texts=1)
         try:
             starter.open()
-            (slot,) = found[0].slots.listed
-            assert isinstance(slot.stage, KernelStage)
-            halted.append(slot.stage)
+            (held,) = found[0].stages.listed
+            assert isinstance(held.stage, KernelStage)
+            halted.append(held.stage)
             sample = starter.submit(PROMPT, encode(PROMPT), SamplingParams(N_TOKENS, temperature=0), on_text=show)
             starter.read()
             recoveries = starter.metrics().recoveries

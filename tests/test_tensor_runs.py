@@ -33,10 +33,10 @@ from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
+from mdi.stages.kernel_stage import KernelStage
 from mdi.tensor.group import group_of
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_source import ShardFile, ShardSource
-from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, share_out
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -146,16 +146,16 @@ def test_shares_by_what_nodes_measure(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_node_that_fails_ends_the_run_with_its_name(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward: Callable[..., np.ndarray] = ShardStage.__call__
+    forward: Callable[..., np.ndarray] = KernelStage.__call__
     n_frames = threading.local()
 
-    def failing(self: ShardStage, *args: Any) -> np.ndarray:
+    def failing(self: KernelStage, *args: Any) -> np.ndarray:
         n_frames.n = getattr(n_frames, "n", 0) + 1
         if threading.current_thread().name == "secondary1" and n_frames.n == 3:
             raise ArithmeticError("a broken board")
         return forward(self, *args)
 
-    monkeypatch.setattr(ShardStage, "__call__", failing)
+    monkeypatch.setattr(KernelStage, "__call__", failing)
     with secondaries(2, tmp_path) as nodes, pytest.raises(MdiError) as failure:
         run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), fixed=True)
     assert getattr(failure.value, "node", "") == "secondary1"
@@ -163,18 +163,18 @@ def test_a_node_that_fails_ends_the_run_with_its_name(
 
 def lose_after(n_sums: int, node: SecondaryNode, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let the first secondary be gone after so many sums; set when it is."""
-    forward: Callable[..., np.ndarray] = ShardStage.__call__
+    forward: Callable[..., np.ndarray] = KernelStage.__call__
     lost = threading.Event()
 
-    def losing(self: ShardStage, *args: Any) -> np.ndarray:
+    def losing(self: KernelStage, *args: Any) -> np.ndarray:
         is_first = threading.current_thread().name == "secondary0"
-        if is_first and self.tally.n_sums > n_sums and not lost.is_set():
+        if is_first and self.group is not None and self.group.tally.n_sums > n_sums and not lost.is_set():
             lost.set()
             close_ports(node)
             raise RingError("the connections of a process that ended")
         return forward(self, *args)
 
-    monkeypatch.setattr(ShardStage, "__call__", losing)
+    monkeypatch.setattr(KernelStage, "__call__", losing)
     return lost
 
 

@@ -14,12 +14,12 @@ from mdi.checkpoint.packing import PartWeights, is_packable
 from mdi.checkpoint.parts import part_of
 from mdi.errors import UsageError
 from mdi.kernels import library
-from mdi.kernels.kernel_stage import KernelStage
 from mdi.kernels.layout import pack
 from mdi.kernels.matrix_cut import cut
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.group_sum import GroupSum
 from mdi.tensor.pieces import piece_of
-from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 from tensor_groups import meshes, on_all, sums
 
@@ -45,22 +45,22 @@ def shard_weights(gpt: GPT, share: Share, form: str, part: str) -> PartWeights:
 
 def stages_of(
     gpt: GPT, shares: Shares, groups: list[AllReduce], form: str = "float32", cache: str = "float32"
-) -> list[ShardStage]:
+) -> list[KernelStage]:
     config = asdict(gpt.config)
     stages = []
     for rank, group in enumerate(groups):
         share = Share(shares, rank, config)
-        stage = ShardStage(share, 0, config["n_layer"], cache_type=cache)
-        stage.load(
-            [f"block.{i}" for i in range(config["n_layer"])], lambda part, s=share: shard_weights(gpt, s, form, part)
-        )
+        parts = [f"block.{i}" for i in range(config["n_layer"])]
+        weights = Resident(parts, lambda part, s=share: shard_weights(gpt, s, form, part))
+        place = GroupSum(share)
+        stage = KernelStage(config, 0, config["n_layer"], weights, cache_type=cache, group=place)
         stage.prepare(CONTEXT, 64 << 20)
-        stage.join("all", group)
+        place.join("all", group)
         stages.append(stage)
     return stages
 
 
-def rows_of(stages: list[ShardStage], gpt: GPT, ids: list[int], start: int = 0, seq_id: int = 0) -> list[np.ndarray]:
+def rows_of(stages: list[KernelStage], gpt: GPT, ids: list[int], start: int = 0, seq_id: int = 0) -> list[np.ndarray]:
     """What each node ends with, for the tokens of one text from a position on."""
     x = gpt.transformer.wte(torch.tensor(ids))
     rows = (x * gpt.config.n_embd**0.5 if gpt.config.scale_embeddings else x).numpy()
@@ -73,7 +73,7 @@ def next_id(gpt: GPT, rows: np.ndarray) -> int:
     return int(gpt.lm_head(gpt.transformer.ln_f(torch.from_numpy(rows[-1:])))[0].argmax())
 
 
-def generate(stages: list[ShardStage], gpt: GPT, ids: list[int], n_tokens: int, first: int) -> list[int]:
+def generate(stages: list[KernelStage], gpt: GPT, ids: list[int], n_tokens: int, first: int) -> list[int]:
     """Greedy tokens; the prompt comes in two pieces, of `first` tokens and the rest."""
     rows_of(stages, gpt, ids[:first])
     found = [next_id(gpt, rows_of(stages, gpt, ids[first:], first)[0])]
@@ -140,10 +140,9 @@ def test_packed_shares_compute_what_the_whole_does(family: str, form: str) -> No
     gpt, ids = model_of(family), prompt(30, 5)
     config = asdict(gpt.config)
     one = Shares((0, config["n_head"]), (0, share_out(config, (1,)).columns[-1]))
-    whole = KernelStage(config, 0, config["n_layer"])
-    whole.load(
-        [f"block.{i}" for i in range(config["n_layer"])], lambda p: shard_weights(gpt, Share(one, 0, config), form, p)
-    )
+    parts = [f"block.{i}" for i in range(config["n_layer"])]
+    weights = Resident(parts, lambda p: shard_weights(gpt, Share(one, 0, config), form, p))
+    whole = KernelStage(config, 0, config["n_layer"], weights)
     whole.prepare(CONTEXT, 64 << 20)
     x = gpt.transformer.wte(torch.tensor(ids))
     wanted = whole((x * config["n_embd"] ** 0.5 if config["scale_embeddings"] else x).numpy(), [(0, 0, len(ids))])

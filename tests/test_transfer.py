@@ -355,7 +355,7 @@ def test_the_parts_of_a_run_stay_until_it_has_loaded_them(tiny: Path, tmp_path: 
             assert caught.value.code == "disk"
         assert store.parts() == whole
         job.end()
-        assert job.over.wait(DEADLINE_S)
+        assert job.has_ended.wait(DEADLINE_S)
         assert store.free_space(limit, set()) > 0 and not store.parts()
 
 

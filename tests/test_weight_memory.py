@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import mdi.checkpoint.weight_memory as weight_memory
-from mdi.checkpoint.weight_memory import WeightPlacer
+import mdi.stages.loading as weight_memory
 from mdi.config import WeightMemory
 from mdi.kernels.layout import Matrix, pack
+from mdi.stages.loading import WeightPlacer
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from mdi.errors import CheckpointError
 from mdi.kernels.layout import bf16_from_float32, pack, unpack
 from mdi.kernels.weight_range import MOST, largest_of
 from mdi.machine.computing import Computing, choose_computing
-from mdi.node.loading import torch_weights
+from mdi.stages.loading import torch_weights
 from mdi.weight_formats import LAYOUTS
 from tiny_checkpoint import tiny_gpt, write_checkpoint
 from tiny_models import hf_config, hf_state, tiny_state, write_hf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, Whol
 from gpt.tokens import CharCodec, gpt2_codec
 from gpt.turns import WholeTextScheduler
 from gpt.weights import GPTSource, GPTWeights, open_gpt2, open_nano
+from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
 from mdi.model.cache import TORCH_TYPES
-from mdi.node.model_family import ModelFamily
+from mdi.model.stage import Stage
+from mdi.stages.model_family import ModelFamily
 from mdi.text import TextCodec
 
 LONGEST_TEXT = 1 << 20  # the context slides, so this is only to end somewhere
@@ -48,12 +50,23 @@ class WholeTextFamily(ModelFamily):
         """These models compute in torch."""
         return None
 
-    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
-        return WholeTextStage(self.config(request.config), *request.blocks, check)
+    def stage(
+        self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
+    ) -> Stage:
+        config = self.config(dict(fields))
+        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel.check)
 
-    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
-        no_blocks = WholeTextStage(self.config(request.config), 0, 0)
-        return no_blocks.run_bytes(request.max_length, TORCH_TYPES[kv_dtype])
+    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
+        return GPTStarterStage(config, stop)
+
+    @property
+    def make(self) -> type[WholeTextStage]:
+        """Of a secondary's stage."""
+        return WholeTextStage
+
+    def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+        no_blocks = WholeTextStage(self.config(dict(fields)), 0, 0)
+        return no_blocks.run_bytes(max_length, TORCH_TYPES[kv_dtype])
 
     def check(self, request: InitRequest) -> None:
         if "qkv_bias" not in request.config:
@@ -76,9 +89,6 @@ class GPT2Family(WholeTextFamily):
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         return gpt2_codec(directory, _plain(prompt_style))
-
-    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
-        return GPTStarterStage(config, stop)
 
 
 class NanoFamily(WholeTextFamily):
@@ -109,9 +119,9 @@ class NanoFamily(WholeTextFamily):
         blocks = stage_parts(start, stop, starter=False)
         return [*blocks, "head"] if index == n_nodes - 1 else blocks
 
-    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> WholeTextStage:
-        make = FinisherStage if self._role == "finisher" else WholeTextStage
-        return make(self.config(request.config), *request.blocks, check)
+    @property
+    def make(self) -> type[WholeTextStage]:
+        return FinisherStage if self._role == "finisher" else WholeTextStage
 
     def check(self, request: InitRequest) -> None:
         wanted = "finisher" if request.parts[-1].name == "head" else "intermediate"

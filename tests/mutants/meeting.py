@@ -50,10 +50,10 @@ MUTANTS = [
     ),
     Mutant(
         "a status waits for the lock of the stages",
-        "StageSlots.in_use_bytes",
+        "StageStore.in_use_bytes",
         "self._on(device)",
         "self._lock.acquire() and self._on(device)",
-        "tests/test_stage_slots.py::test_a_status_does_not_wait_while_a_stage_makes_place",
+        "tests/stages/test_store.py::test_a_status_does_not_wait_while_a_stage_makes_place",
     ),
     Mutant(
         "a node sends parts in runs of others",

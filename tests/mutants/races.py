@@ -73,16 +73,16 @@ MUTANTS = [
     ),
     Mutant(
         "a late request replaces the present ring",
-        "Runs.replace",
-        "int(before.request.epoch, 16) > int(request.epoch, 16)",
+        "Runs.admit",
+        "int(latest.request.epoch, 16) > int(request.epoch, 16)",
         "False",
         f"{RACES}::test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one",
     ),
     Mutant(
         "no ring of a run can replace the one before",
-        "Runs.replace",
-        "int(before.request.epoch, 16) > int(request.epoch, 16)",
-        "int(before.request.epoch, 16) >= int(request.epoch, 16)",
+        "Runs.admit",
+        "int(latest.request.epoch, 16) > int(request.epoch, 16)",
+        "int(latest.request.epoch, 16) >= int(request.epoch, 16)",
         f"{RACES}::test_a_request_for_a_later_ring_replaces_the_present_one",
     ),
     Mutant(

@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "a node does not tell its links how far it is",
-        "Service._compute",
+        "RingWorker._compute",
         "link.work = lambda: self._turns.work",
         "pass",
         f"{STUCK}::test_the_ring_goes_on_without_a_node_that_is_stuck",

@@ -27,7 +27,7 @@ Ring = tuple[Run, list[SecondaryNode], Snapshots]
 
 
 def host_of(starter: Run) -> Any:
-    return SimpleNamespace(loaded={"tiny": SimpleNamespace(node=starter)})
+    return SimpleNamespace(loaded={"tiny": SimpleNamespace(run=starter)})
 
 
 @pytest.fixture

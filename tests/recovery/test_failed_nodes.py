@@ -114,9 +114,9 @@ def test_a_stage_whose_weights_could_not_be_read_is_built_again(
 
     monkeypatch.setattr(SecondaryLoop, "step", broken)
     with ring(tmp_path, 0) as (nodes, starter):
-        before = [node.slots.listed for node in nodes]
+        before = [node.stages.listed for node in nodes]
         ids = generate(starter, {8: is_broken.set})
-        after = [node.slots.listed for node in nodes]
+        after = [node.stages.listed for node in nodes]
     assert ids == list(reference(PROMPT, N_TOKENS, 4))
     assert sorted(old != new for old, new in zip(before, after, strict=True)) == [False, True]
     assert all(len(slots) == 1 for slots in after)

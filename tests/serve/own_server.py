@@ -43,7 +43,7 @@ class OwnServer:
     @property
     def engine(self) -> StarterEngine:
         """Of the first model."""
-        return self.host.loaded["one"].node.engine
+        return self.host.loaded["one"].run.engine
 
     @property
     def serving(self) -> set[str]:

@@ -31,7 +31,7 @@ def test_two_models_whose_blocks_are_shared_out(
             found = await asyncio.gather(*(made.write(name, 20) for name in asked))
             assert found == [right(name, 20) for name in asked]
             assert made.serving == {"one", "two"}
-            stages = [slot.stage for node in nodes for slot in node.slots.listed]
+            stages = [slot.stage for node in nodes for slot in node.stages.listed]
             assert len(stages) == 4 and all(share_metrics(stage) is not None for stage in stages), (
                 "shares, and no whole blocks"
             )

@@ -65,12 +65,12 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
     most = 4 << 30
 
     def held(node: SecondaryNode) -> int:
-        return sum(slot.weight_bytes for slot in node.slots.listed if slot.use != "UNUSED")
+        return sum(slot.weight_bytes for slot in node.stages.listed if slot.use != "UNUSED")
 
     async def scenario() -> None:
         nonlocal most
         for node in nodes:
-            node.slots.available = lambda device, node=node: most - held(node)  # type: ignore[misc]
+            node.stages.available = lambda device, node=node: most - held(node)  # type: ignore[misc]
         async with server(folder, nodes, replay_memory=0) as made:
             assert await made.write("two", 20) == right("two", 20)
             most = held(nodes[0]) * 8 // 5  # of three, one finds no memory for its caches
@@ -86,7 +86,7 @@ def test_the_model_unused_longest_makes_way_and_no_node_takes_more_than_it_has(
             assert await made.write("", 20) == right("two", 20), "the one that was used last"
             for node in nodes:
                 assert held(node) <= most
-                assert sum(slot.cache_bytes for slot in node.slots.listed) <= node.slots.kv_memory
+                assert sum(slot.cache_bytes for slot in node.stages.listed) <= node.stages.kv_memory
 
     run(scenario())
 
@@ -126,7 +126,7 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
             await made.write("two", 5)
             writing = asyncio.create_task(made.write("two", 200))
             load = made.client.state.statuses["one"]["load"]
-            ring = made.host.loaded["one"].node.ring.link  # type: ignore[union-attr]
+            ring = made.host.loaded["one"].run.ring.link  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
             await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)
@@ -140,14 +140,14 @@ def test_a_loss_is_told_to_the_page_whether_it_is_open_or_not(folder: Path, node
 
     async def scenario() -> None:
         async with server(folder, nodes) as made:
-            ring = made.host.loaded["one"].node.ring.link  # type: ignore[union-attr]
+            ring = made.host.loaded["one"].run.ring.link  # type: ignore[union-attr]
             ring.fail(Fault("secondary0", "it failed", "starter"))  # type: ignore[union-attr]
             await made.until(lambda: "the texts wait" in str(made.api.events))
             (told,) = [event for event in made.api.events if "the texts wait" in event["text"]]
             assert told["level"] == "warning" and "secondary0" in told["text"] and told["time_s"] > 1.7e9
             assert not told["text"].startswith("warning"), "its level says that"
             assert await made.write("one", 30) == right("one", 30)
-            assert not made.host.loaded["one"].node.trouble
+            assert not made.host.loaded["one"].run.trouble
 
     run(scenario())
 

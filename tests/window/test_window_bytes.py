@@ -10,13 +10,15 @@ from windows import FRAMES, LENGTH, chunks, run, windowed
 from mdi.errors import EngineError, LimitError
 from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
+from mdi.stages.kernel_stage import KernelStage
 from mdi.window.budget import MARGIN_BYTES, MemoryLimit, RunMemory, choose_window, taken_bytes, work_bytes
 from mdi.window.files import PAGE_BYTES, WeightBytes
 from mdi.window.slot_plan import plan_window
 from mdi.window.stored import StoredParts
 from mdi.window.weight_units import StoredMatrix, Unit, block_units, head_units
+from mdi.window.window import Window
 from mdi.window.window_options import WindowOptions
-from mdi.window.window_stage import WindowStage
+from mdi.window.windowed import Windowed
 from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -25,8 +27,13 @@ N_BLOCKS = 5
 MB = 1 << 20
 
 
-def wait_until_full(stage: WindowStage) -> None:
-    until(lambda: stage.window.is_full)
+def window_of(stage: KernelStage) -> Window:
+    assert isinstance(stage.weights, Windowed)
+    return stage.weights.window
+
+
+def wait_until_full(stage: KernelStage) -> None:
+    until(lambda: window_of(stage).is_full)
 
 
 def read_bytes(unit: Unit) -> int:
@@ -38,7 +45,7 @@ def read_bytes(unit: Unit) -> int:
 def test_bytes_read_and_resident_are_those_of_the_plan(tmp_path: Path, units: int, retain: int | None) -> None:
     (chunk,) = chunks(tmp_path)
     stage = windowed(chunk, 0, N_BLOCKS, WindowOptions(units, retain))
-    plan = stage.window.plan
+    plan = window_of(stage).plan
     try:
         run(stage)
         wait_until_full(stage)
@@ -53,10 +60,10 @@ def test_bytes_read_and_resident_are_those_of_the_plan(tmp_path: Path, units: in
         small = sum(
             w.nbytes
             for part in chunk.manifest.parts
-            for n, w in stage.weights_of(part.name).items()
+            for n, w in stage.weights[part.name].items()
             if "norm" in n or "ln_f" in n
         )
-        assert use.resident_bytes == plan.resident_bytes + small == stage.weight_bytes
+        assert use.resident_bytes == plan.resident_bytes + small == stage.weights.n_bytes
         assert plan.resident_bytes == plan.kept_bytes + sum(plan.slot_bytes)
     finally:
         stage.close()
@@ -73,10 +80,10 @@ def test_two_units_take_one_attention_and_one_mlp(tmp_path: Path) -> None:
     )
     mlp = 2 * matrix_bytes("float32", c["intermediate_size"], c["n_embd"])
     mlp += matrix_bytes("float32", c["n_embd"], c["intermediate_size"])
-    slots = stage.window.plan.slot_bytes
+    slots = window_of(stage).plan.slot_bytes
     for slot, needed in zip(slots, (attention, mlp), strict=True):
         assert needed <= slot <= needed + 4 * PAGE_BYTES
-    assert sum(slots) < sum(stage.window.plan.units[i].n_bytes for i in range(2 * N_BLOCKS)) / 3
+    assert sum(slots) < sum(window_of(stage).plan.units[i].n_bytes for i in range(2 * N_BLOCKS)) / 3
 
 
 def test_each_slot_is_as_large_as_the_largest_unit_that_comes_into_it() -> None:
@@ -97,7 +104,7 @@ def test_a_window_as_wide_as_the_stage_reads_once(tmp_path: Path) -> None:
         before = stage.weight_use
         run(stage)
         assert stage.weight_use == before and before.wait_s == 0
-        assert stage.window.plan.pass_bytes == 0
+        assert window_of(stage).plan.pass_bytes == 0
         stage.close()
 
 

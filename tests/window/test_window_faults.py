@@ -18,9 +18,9 @@ from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
+from mdi.stages.kernel_stage import KernelStage
 from mdi.window import unit_reader
 from mdi.window.window_options import WindowOptions
-from mdi.window.window_stage import WindowStage
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -32,13 +32,13 @@ def chunk(tmp_path: Path) -> ChunkFile:
 
 
 @pytest.fixture
-def stage(chunk: ChunkFile) -> Iterator[WindowStage]:
+def stage(chunk: ChunkFile) -> Iterator[KernelStage]:
     made = windowed(chunk, 0, 5, WindowOptions(2))
     yield made
     made.close()
 
 
-def fails(stage: WindowStage) -> str:
+def fails(stage: KernelStage) -> str:
     """What a pass says, in one line."""
     with pytest.raises(CheckpointError) as error:
         for _ in range(4):
@@ -47,13 +47,13 @@ def fails(stage: WindowStage) -> str:
     return str(error.value)
 
 
-def test_a_file_that_is_cut_short(stage: WindowStage, chunk: ChunkFile) -> None:
+def test_a_file_that_is_cut_short(stage: KernelStage, chunk: ChunkFile) -> None:
     run(stage, (3,))
     os.truncate(chunk.path, 8192)
     assert str(chunk.path) in fails(stage)
 
 
-def test_a_file_that_is_written_to(stage: WindowStage, chunk: ChunkFile) -> None:
+def test_a_file_that_is_written_to(stage: KernelStage, chunk: ChunkFile) -> None:
     run(stage, (3,))
     with open(chunk.path, "r+b") as file:
         file.seek(4096)
@@ -66,7 +66,7 @@ def reading(monkeypatch: pytest.MonkeyPatch, instead: Callable[..., int]) -> Non
     monkeypatch.setattr(os, "preadv", instead)
 
 
-def test_a_disk_that_fails(stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails(stage: KernelStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -76,7 +76,7 @@ def test_a_disk_that_fails(stage: WindowStage, chunk: ChunkFile, monkeypatch: py
 
 
 def test_a_disk_that_failed_once_is_read_again(
-    stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch
+    stage: KernelStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, is_broken = os.preadv, threading.Event()
 
@@ -99,7 +99,7 @@ def test_a_disk_that_failed_once_is_read_again(
         stage.caches.clear()
 
 
-def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_gives_nothing(stage: KernelStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, read = threading.Event(), os.preadv
 
     def stuck(fd: int, buffers: Any, offset: int) -> int:
@@ -115,7 +115,7 @@ def test_a_disk_that_gives_nothing(stage: WindowStage, chunk: ChunkFile, monkeyp
 
 
 def test_a_slow_disk_is_waited_for_with_a_word(
-    stage: WindowStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: KernelStage, chunk: ChunkFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, read = threading.Event(), os.preadv
 
@@ -198,7 +198,7 @@ def test_a_file_system_without_direct_reads(chunk: ChunkFile, monkeypatch: pytes
     expected.close()
 
 
-def test_a_stage_that_was_closed_computes_no_more(stage: WindowStage) -> None:
+def test_a_stage_that_was_closed_computes_no_more(stage: KernelStage) -> None:
     run(stage, (2,))
     stage.close()
     stage.close()

@@ -18,13 +18,13 @@ from mdi.metrics import RunMetrics
 from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
+from mdi.tensor.group_sum import GroupSum
 from mdi.tensor.shard_source import ShardFile, ShardSource
-from mdi.tensor.shard_stage import ShardStage
 from mdi.tensor.shares import Share, Shares, share_out
-from mdi.tensor.window_shards import WindowShardStage
-from mdi.window.opening import open_window
 from mdi.window.window_options import WindowMemory, WindowOptions
+from mdi.window.windowed import Windowed, open_window
 from secondaries import cluster_of, secondaries
 from tensor_groups import meshes, on_all, sums
 from tiny_checkpoint import encode, reference, write_checkpoint
@@ -50,20 +50,21 @@ def source_of(chunk: ChunkFile, share: Share, folder: Path | None) -> dict[str, 
 
 def stage_of(
     chunk: ChunkFile, shares: Shares, rank: int, group: AllReduce, options: WindowOptions | None, folder: Path | None
-) -> ShardStage:
+) -> KernelStage:
     config = chunk.config_dict
     share, n_layer = Share(shares, rank, config), config["n_layer"]
     sources = source_of(chunk, share, folder)
     if options is None:
-        stage = ShardStage(share, 0, n_layer)
-        stage.load(list(sources), lambda part: sources[part].weights(part))
+        weights: Windowed | Resident = Resident(sources, lambda part: sources[part].weights(part))
     else:
-        stage = WindowShardStage(share, 0, n_layer)
         assert chunk.packing is not None
         place = chunk.path.parent / "spill"
-        open_window(stage, f"rank{rank}", options, list(sources), sources.__getitem__, chunk.packing, place, NO_LIMIT)
+        names = list(sources)
+        weights = open_window(f"rank{rank}", options, names, sources.__getitem__, chunk.packing, place, NO_LIMIT)
+    stage = KernelStage(config, 0, n_layer, weights, group=GroupSum(share))
     stage.prepare(LENGTH)
-    stage.join("group", group)
+    assert stage.group is not None
+    stage.group.join("group", group)
     return stage
 
 
@@ -82,11 +83,12 @@ def rows_of(chunk: ChunkFile, shares: Shares, options: WindowOptions | None, fol
             position += n_rows
         for stage in stages:
             stage.close()
-            if isinstance(stage, WindowShardStage):
-                use, plan = stage.weight_use, stage.window.plan
+            if isinstance(stage.weights, Windowed):
+                assert stage.group is not None
+                use, plan = stage.weight_use, stage.weights.window.plan
                 one_pass = sum(min(r.stop, r.file.n_bytes) - r.start for i in plan.streamed for r in plan.units[i].runs)
                 assert use.read_bytes >= len(FRAMES) * one_pass
-                if stage.share.n_heads:
+                if stage.group.share.n_heads:
                     assert one_pass and plan.resident_bytes < sum(unit.n_bytes for unit in plan.units)
     return found
 

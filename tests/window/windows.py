@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
-from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.window.budget import RunMemory
-from mdi.window.opening import open_window
 from mdi.window.window_options import WindowOptions
-from mdi.window.window_stage import WindowStage, WindowStarterStage
+from mdi.window.windowed import open_window
 from tiny_models import tiny_lit
 
 LENGTH = 96
@@ -40,26 +40,22 @@ def chunks(folder: Path, family: str = "Llama-3.1-8B", form: str = "float32", n_
 
 def whole(source: WeightSource, start: int, stop: int, packing: Packing | None = None) -> KernelStage:
     """A stage that holds everything; the starter's if it begins with block 0."""
-    if start == 0:
-        stage: KernelStage = KernelStarterStage(source.config_dict, stop)
-    else:
-        stage = KernelStage(source.config_dict, start, stop)
-    stage.load(stage_parts(start, stop, starter=start == 0), lambda part: source.weights(part, packing))
+    weights = Resident(stage_parts(start, stop, starter=start == 0), lambda part: source.weights(part, packing))
+    stage = KernelStage(source.config_dict, start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
 
 def windowed(
     source: WeightSource, start: int, stop: int, options: WindowOptions, packing: Packing | None = None,
-    folder: Path = Path("."), run: RunMemory = NO_LIMIT, check: Callable[[], None] = lambda: None,
-) -> WindowStage:  # fmt: skip
+    folder: Path = Path("."), run: RunMemory = NO_LIMIT, cancel: Cancel | None = None,
+) -> KernelStage:  # fmt: skip
     """The same with a window."""
-    config = source.config_dict
-    stage = WindowStarterStage(config, stop) if start == 0 else WindowStage(config, start, stop)
     packing = packing or source.packing
     assert packing is not None
     parts = stage_parts(start, stop, starter=start == 0)
-    open_window(stage, "starter", options, parts, lambda part: source, packing, folder, run, check)
+    weights = open_window("starter", options, parts, lambda part: source, packing, folder, run, cancel)
+    stage = KernelStage(source.config_dict, start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
@@ -69,7 +65,7 @@ def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
     found, position = [], 0
     ids = np.random.default_rng(3).integers(0, stage.config["vocab_size"], sum(frames))
     for n_rows in frames:
-        if isinstance(stage, KernelStarterStage):
+        if stage.ends is not None:
             x = stage.embed(ids[position : position + n_rows])
         else:
             generator = np.random.default_rng(position)
@@ -77,7 +73,7 @@ def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
         y = stage(x, [(0, position, n_rows)])
         position += n_rows
         found.append(y)
-        if isinstance(stage, KernelStarterStage):
+        if stage.ends is not None:
             found.append(stage.head(y[-1:]))
     return found
 

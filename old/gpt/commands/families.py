@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mdi.node.model_family import ModelFamily
+    from mdi.stages.model_family import ModelFamily
 
 
 def gpt2() -> ModelFamily:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from mdi.metrics import RunMetrics
     from mdi.node.local import LocalRing
-    from mdi.node.model_family import ModelFamily
     from mdi.run.nodes import NodeSource
+    from mdi.stages.model_family import ModelFamily
 
 logger = logging.getLogger("mdi")
 

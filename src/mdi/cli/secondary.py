@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from mdi.checkpoint.weights import WeightSource
     from mdi.config import NodeConfig
-    from mdi.node.model_family import ModelFamily
     from mdi.node.secondary import SecondaryNode
     from mdi.security.keys import KeyFile
+    from mdi.stages.model_family import ModelFamily
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,8 +163,8 @@ def _made_node(
     from mdi.control.requested import Requested
     from mdi.machine.neighbours import threads_beside
     from mdi.machine.threads import choose_threads
-    from mdi.node.model_family import ModelFamily
     from mdi.node.secondary import SecondaryNode
+    from mdi.stages.model_family import ModelFamily
 
     asked = replace(Requested.of(args), threads=args.threads or config.threads or (len(cores) if cores else None))
     choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from mdi.config import ClusterConfig
     from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
-    from mdi.node.model_family import ModelFamily
     from mdi.run.journal import JournalText
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
+    from mdi.stages.model_family import ModelFamily
 
 
 def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) -> None:

@@ -9,10 +9,12 @@ import numpy as np
 
 from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
-from mdi.kernels.kernel_stage import KernelStage, KernelStarterStage
+from mdi.kernels.context import Context
+from mdi.kernels.head import Head
 from mdi.machine.threads import n_threads
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.weight_formats import weight_format
 
 
@@ -26,13 +28,12 @@ class KernelBench(Bench):
         self._random = np.random.default_rng(1)
 
     def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> KernelStage:
-        stage = KernelStage(self._subject.config, start, stop, n_threads())
-
         def weights(part: str) -> PartWeights:
             check()
             return self._weights(part)
 
-        stage.load([f"block.{i}" for i in range(start, stop)], weights)
+        parts = Resident([f"block.{i}" for i in range(start, stop)], weights)
+        stage = KernelStage(self._subject.config, start, stop, parts, n_threads())
         stage.prepare(max_length)
         return stage
 
@@ -41,9 +42,8 @@ class KernelBench(Bench):
         return random_weights(shapes, self._packing)
 
     def head(self) -> Callable[[np.ndarray], object]:
-        stage = KernelStarterStage(self._subject.config, 0, n_threads())
-        stage.load(["embedding", "head"], self._weights)
-        return stage.head
+        config = self._subject.config
+        return Head(config, self._weights("head"), int(config["padded_vocab_size"]), Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
         return self._random.standard_normal((n, self._subject.config["n_embd"]), dtype=np.float32)

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from mdi.checkpoint.store import BlockStore
-from mdi.checkpoint.weights import WeightSource
-from mdi.control.messages import InitRequest, PartSpec
+from mdi.control.messages import InitRequest
 from mdi.control_groups import n_cores
-from mdi.errors import UsageError
-from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
-from mdi.tensor.group import Group, group_of
+from mdi.stages.kernel_stage import KernelStage
+from mdi.tensor.group import group_of
 from mdi.tensor.group_ring import MemberRing
 from mdi.tensor.joining import GroupLinks
-from mdi.tensor.shard_source import ShardFile, ShardSource
-from mdi.tensor.shard_stage import ShardStage
-
-AnyShardStage = TypeVar("AnyShardStage", bound=ShardStage)
-
-
-def group_in(request: InitRequest) -> Group | None:
-    """The group that a run's node belongs to; None if it computes blocks of its own. ControlError if it cannot be read."""
-    return group_of(request.extensions, request.config)
-
-
-def share_stage(
-    stage_class: type[AnyShardStage], group: Group, request: InitRequest, computing: Computing
-) -> AnyShardStage:
-    """A stage for a share, without weights. UsageError if this node computes in torch."""
-    if computing.packing is None:
-        raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
-    share = group.share(request.config)
-    return stage_class(share, *request.blocks, n_threads(), computing.kv_dtype)
-
-
-def own_shards(group: Group, request: InitRequest, source: WeightSource | None) -> WeightSource | None:
-    """This node's share of weights that it has whole; None if it has none in the formats of the run.
-
-    Plain weights are packed to see whether they are the same, which is quick only where nothing is rounded.
-    """
-    if source is None or source.config_hash != request.config_hash:
-        return None
-    if source.packing is not None:
-        return (
-            ShardSource(source, group.share(request.config), group.packing) if source.packing == group.packing else None
-        )
-    is_quick = group.packing.blocks not in ("int8", "int4")
-    packing = replace(group.packing, clips=request.allow_clipping)
-    return ShardSource(source, group.share(request.config), packing) if is_quick else None
-
-
-def sent_shard(group: Group, store: BlockStore, part: PartSpec, request: InitRequest) -> WeightSource:
-    """A shard that the starter sent. CheckpointError if it is not there."""
-    file = store.part(part, request.config, request.config_hash)
-    return ShardFile(file.path, part, group.share(request.config), request.config_hash)
 
 
 def run_check(ring: TcpRing, on_wait: Callable[[], None] = lambda: None) -> Callable[[float], None]:
@@ -80,12 +35,12 @@ def may_look_busily(n_on_machine: int) -> bool:
 
 def share_metrics(stage: object) -> ShareMetrics | None:
     """A node's report of its share; None if it has blocks of its own."""
-    if not isinstance(stage, ShardStage):
+    if not isinstance(stage, KernelStage) or stage.group is None:
         return None
-    share, tally = stage.share, stage.tally
+    share, tally = stage.group.share, stage.group.tally
     first, last = share.shares.columns[share.rank : share.rank + 2]
     return ShareMetrics(
-        stage.group_name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        stage.group.name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
         tally.bytes_sent, tally.median_s,
     )  # fmt: skip
 
@@ -98,12 +53,12 @@ class GroupPart:
     """
 
     def __init__(self, request: InitRequest, listener: RingListener, process: str) -> None:
-        self._group = group_in(request)
+        self._group = group_of(request.extensions, request.config)
         epoch, placement = int(request.epoch, 16), request.placement
         self._links: GroupLinks | None = None
         if self._group is not None:
             self._links = GroupLinks(self._group, listener, epoch, placement, process, request.silence_s)
-        self._stage: ShardStage | None = None
+        self._stage: KernelStage | None = None
         # Where the group is the whole ring, its first node, the starter, has the result as well, and nothing is sent on.
         self._is_whole = self._group is not None and self._group.size == len(request.names)
 
@@ -120,10 +75,10 @@ class GroupPart:
         """
         if self._links is None:
             return
-        assert isinstance(stage, ShardStage) and self._group is not None
+        assert isinstance(stage, KernelStage) and stage.group is not None and self._group is not None
         self._stage = stage
         links = self._links.connect(run_check(ring, on_wait), may_look_busily(self._group.n_neighbours))
-        self._stage.join(self._group.name, links)
+        stage.group.join(self._group.name, links)
 
     def over(self, ring: Any) -> Any:
         """The ring as the loop is to see it."""
@@ -136,5 +91,5 @@ class GroupPart:
         """Close the connections; harmless if repeated."""
         if self._links is not None:
             self._links.close()
-        if self._stage is not None:
-            self._stage.leave()
+        if self._stage is not None and self._stage.group is not None:
+            self._stage.group.leave()

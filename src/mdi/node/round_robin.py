@@ -12,12 +12,19 @@ from collections import deque
 from collections.abc import Callable
 
 from mdi.engine.worker import SecondaryLoop
-from mdi.errors import ControlError, RingEndedError
+from mdi.errors import ControlError, MdiError, RingEndedError
 from mdi.machine.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
-from mdi.node.job import Abandoned
 from mdi.node.main_thread_task import MainThreadTask
+
+
+class Abandoned(MdiError):
+    """The ring ended before it began, or this node does not take part any more."""
+
+    def __init__(self, message: str, code: str = "run") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Turn:

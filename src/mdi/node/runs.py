@@ -1,4 +1,4 @@
-"""The present and last runs of a secondary by their ids, with the latest ring of each."""
+"""The present and last runs of a secondary by their ids, and the rings of each, whose epochs count."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import threading
 
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
-from mdi.node.job import Job
+from mdi.node.worker import RingWorker
 
 N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
+N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
+
+_BESIDE = "beside"  # of the extensions of a run
+
+
+def beside_extension() -> dict[str, bool]:
+    """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
+    return {_BESIDE: True}
 
 
 class Runs:
@@ -22,66 +30,91 @@ class Runs:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.RLock()  # a signal handler asks, too
-        self.jobs: dict[str, Job] = {}  # the latest last
+        self.rings: dict[str, list[RingWorker]] = {}  # of each run, the latest last; the latest run last
+        self._stopped: dict[str, None] = {}  # runs, the latest last
 
-    def add(self, job: Job) -> None:
+    def add(self, worker: RingWorker) -> None:
         with self._lock:
-            self.jobs.pop(job.run, None)
-            self.jobs[job.run] = job
-            over = [run for run, one in self.jobs.items() if one.is_over]
-            for run in over[:-N_REMEMBERED]:
-                del self.jobs[run]
+            rings = [one for one in self.rings.pop(worker.run, []) if not one.has_ended.is_set()]
+            self.rings[worker.run] = [*rings, worker]
+            ended = [run for run, rings in self.rings.items() if all(one.has_ended.is_set() for one in rings)]
+            for run in ended[:-N_REMEMBERED]:
+                del self.rings[run]
 
-    def find(self, run: str | None) -> Job | None:
-        """The latest ring of a run, over or not."""
+    def find(self, run: str | None) -> RingWorker | None:
+        """The latest ring of a run, ended or not."""
         with self._lock:
-            return None if run is None else self.jobs.get(run)
+            rings = self.rings.get(run or "")
+            return rings[-1] if rings else None
+
+    def active_of(self, run: str) -> list[RingWorker]:
+        """The rings of a run that have not ended: one, and perhaps the next one, which is prepared."""
+        with self._lock:
+            return [worker for worker in self.rings.get(run, []) if not worker.has_ended.is_set()]
 
     @property
-    def active(self) -> list[Job]:
-        """Those that are not over."""
+    def active(self) -> list[RingWorker]:
+        """All rings that have not ended."""
         with self._lock:
-            return [job for job in self.jobs.values() if not job.is_over]
+            return [worker for run in self.rings for worker in self.active_of(run)]
 
     @property
     def is_running(self) -> bool:
         """Whether a ring is closed here."""
-        return any(job.is_running for job in self.active)
+        return any(worker.is_running for worker in self.active)
 
     @property
-    def latest(self) -> Job | None:
-        """Of the runs that are not over, the one nearest to computing; else the last one."""
+    def latest(self) -> RingWorker | None:
+        """Of the rings that have not ended, the one nearest to computing; else the last one."""
         ranks = {"RUNNING": 2, "LOADING": 1}
         if active := self.active:
-            return max(active, key=lambda job: ranks.get(job.state, 0))
+            return max(active, key=lambda worker: ranks.get(worker.state, 0))
         with self._lock:
-            return next(reversed(self.jobs.values()), None)
+            return next((rings[-1] for rings in reversed(self.rings.values())), None)
 
-    def replace(self, request: InitRequest) -> bool:
-        """End what blocks a new ring: its run's present ring, and runs whose starter is gone.
+    def stop(self, run: str) -> bool:
+        """End all rings of a run, and refuse those whose requests come late; whether the run was known."""
+        with self._lock:
+            self._stopped.pop(run, None)
+            self._stopped[run] = None
+            for old in list(self._stopped)[:-N_STOPPED]:
+                del self._stopped[old]
+        for worker in self.active_of(run):
+            worker.end()
+        return self.find(run) is not None
+
+    def admit(self, request: InitRequest) -> tuple[bool, RingWorker | None]:
+        """End what blocks a new ring: present rings of its run, and runs whose starter is gone.
 
         Returns:
-            False if this very ring is being formed already: its request came twice.
+            False if this very ring is being formed already: its request came twice. And the ring of its run that goes on
+            meanwhile.
 
         Raises:
             ControlError (busy): another run does not share the node, or the old ring does not end; (run): the request is older
-                than that of the run's present ring, and was late.
+                than that of the run's present ring, and was late; (stopped): its run has been stopped.
         """
-        before = self.find(request.run)
-        if before is not None and int(before.request.epoch, 16) > int(request.epoch, 16):
+        latest = self.find(request.run)
+        if request.run in self._stopped:
+            raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
+        if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
             raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
-        if before is not None and not before.is_over:
+        beside: RingWorker | None = None
+        for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
-                return False
-            before.replace(self._name)
-            if not before.over.wait(REPLACE_S):
+                return False, None
+            if before.is_running and request.extensions.get(_BESIDE) is True:
+                beside = before
+                continue
+            before.replace()
+            if not before.has_ended.wait(REPLACE_S):
                 raise ControlError(f"{self._name} is still in another ring of this run", 409, code="busy")
-        for job in self.active:
-            if not job.is_running and job.is_abandoned:
-                job.end()
-            elif job.run != request.run and (request.exclusive or job.request.exclusive):
+        for worker in self.active:
+            if not worker.is_running and worker.is_abandoned:
+                worker.end()
+            elif worker.run != request.run and (request.exclusive or worker.request.exclusive):
                 raise self.busy()
-        return True
+        return True, beside
 
     def busy(self) -> ControlError:
         latest = self.latest

@@ -1,8 +1,8 @@
 """A secondary node: it waits for a starter, gets weights, runs stages in one ring or several, and waits again.
 
 Each run's life is LOADING -> READY -> RUNNING -> READY; any failure leads to IDLE with the error in its status, never to
-a dead or half-configured process. The main thread computes for all rings (`round_robin`); each run is set up by a thread of its
-own (`service`); HTTP threads only answer questions and begin and end runs.
+a dead or half-configured process. The main thread computes for all rings (`round_robin`); each ring is set up by a thread of
+its own (`worker`); HTTP threads only answer questions and begin and end runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
-from mdi.errors import ControlError, MdiError
+from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.kernels import library
 from mdi.machine.device import devices, load_kernels
 from mdi.measure.profiler import Profiler
@@ -32,17 +32,19 @@ from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.job import Job
-from mdi.node.model_family import ModelFamily
+from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
-from mdi.node.service import Service
-from mdi.node.stage_holder import StageHolder
-from mdi.node.stage_slots import StageSlots
+from mdi.node.worker import RingWorker
+from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.security.keys import KeyFile
+from mdi.stages.building import StageSpec
+from mdi.stages.cache_budget import share_in
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
 
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0
@@ -82,27 +84,25 @@ class SecondaryNode:
         self.config, self._keys = config, keys
         self.store = BlockStore(cache_dir, cache_bytes)
         own = asked.over(Requested.of(config))
-        self._stages = StageHolder(
+        self._weights = NodeWeights(
             config.name, weights, self.store, own, family or ModelFamily(), weight_memory or WeightMemory()
         )
-        kv_memory = config.kv_memory if kv_memory is None else kv_memory
-        self._kv_memory = kv_memory
         self._begin_s = time.monotonic()
         self.process = secrets.token_hex(8)  # identifies the node, with its name: addresses change
-        self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.slots.in_use_bytes(device))
-        self.slots = StageSlots(
-            config.name, self._stages, lambda device: self.profiler.available_bytes(device), kv_memory
-        )  # fmt: skip
+        self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.stages.in_use_bytes(device))
+        self.stages = StageStore(
+            lambda device: self.profiler.available_bytes(device), config.kv_memory if kv_memory is None else kv_memory
+        )
         self.turns, self.runs = RoundRobin(stuck_s), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
-            config.name, self.profiler, self._stages, self.slots, self.store, self.turns, self.runs, self._admission,
+            config.name, self.profiler, self._weights, self.stages, self.store, self.turns, self.runs, self._admission,
             keys,
         )  # fmt: skip
-        self.services: list[Service] = []
+        self.workers: list[RingWorker] = []
         self._kernels = threading.Thread(target=load_kernels, name="kernels", daemon=True)
         self._in_time = InTime()
-        self._forwards = Forwards(config.name, self._stages.pieces, keys)
+        self._forwards = Forwards(config.name, self._weights.pieces, keys)
         self._deadline: threading.Timer | None = None
         self.listener: RingListener | None = None
         self.control: ControlServer | None = None
@@ -111,7 +111,7 @@ class SecondaryNode:
     def open(self) -> None:
         """Bind both ports; UsageError if that is not possible. Call `close` afterwards in any case."""
         name = self.config.name
-        self._stages.check_folder()
+        self._weights.check_folder()
         self._kernels.start()
         self._kernels.join(KERNELS_S)
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
@@ -119,7 +119,7 @@ class SecondaryNode:
         self.control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
-            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._stages.device),
+            *(name, self.config.listen_addr, self.control_port, self.ring_port, self._weights.device),
         )
 
     @property
@@ -149,15 +149,15 @@ class SecondaryNode:
             self._closed = True
         if self._deadline is not None:
             self._deadline.cancel()
-        for service in self.services:
-            service.job.end()
+        for worker in self.workers:
+            worker.end()
         self.turns.close()
         if self.control is not None:
             self.control.close()
-        for service in self.services:
-            service.join(JOIN_S)
-        if not any(service.is_alive for service in self.services):
-            self.slots.close()
+        for worker in self.workers:
+            worker.join(JOIN_S)
+        if not any(worker.is_alive for worker in self.workers):
+            self.stages.close()
         if self.listener is not None:
             self.listener.close()
 
@@ -166,7 +166,7 @@ class SecondaryNode:
     @property
     def may_hand_over(self) -> bool:
         """Whether `leave` would have something to do."""
-        return not self.is_leaving and any(job.is_running and job.request.hand_over for job in self.runs.active)
+        return not self.is_leaving and any(one.is_running and one.request.hand_over for one in self.runs.active)
 
     def leave(self) -> None:
         """Move the blocks to other nodes, and let `run` return then, or after HAND_OVER_S."""
@@ -177,19 +177,19 @@ class SecondaryNode:
         logger.info(
             "%s is leaving; it waits at most %.0f s until other nodes have its blocks", self.config.name, HAND_OVER_S
         )
-        for job in self.runs.active:
-            if job.is_running and job.request.hand_over:
-                job.announce_leave()
+        for worker in self.runs.active:
+            if worker.is_running and worker.request.hand_over:
+                worker.announce_leave()
             else:
-                job.abort(Fault(self.config.name, "it was told to end", self.config.name, "left"))
+                worker.abort(Fault(self.config.name, "it was told to end", self.config.name, "left"))
         self._deadline = threading.Timer(HAND_OVER_S, self._abort_all, ("its blocks were not taken over in time",))
         self._deadline.daemon = True
         self._deadline.start()
         self._leave_if_idle()
 
     def _abort_all(self, reason: str) -> None:
-        for job in self.runs.active:
-            job.abort(Fault(self.config.name, reason, self.config.name, "left"))
+        for worker in self.runs.active:
+            worker.abort(Fault(self.config.name, reason, self.config.name, "left"))
 
     def _leave_if_idle(self) -> None:
         """Called after the end of each ring, and when the node was told to leave."""
@@ -200,7 +200,7 @@ class SecondaryNode:
 
     def status(self, run: str | None) -> dict[str, Any]:
         """What takes long to find out is left out: whoever asks takes a node that does not answer for a dead one."""
-        device, latest = self._stages.device, self.slots.latest
+        device, latest = self._weights.device, self.stages.latest
         found = self._run_status(run)
         is_compiling = self._kernels.is_alive()  # asked last, so that nothing is left out if the state is not COMPILING
         return {
@@ -214,7 +214,7 @@ class SecondaryNode:
             "blocks": latest.blocks if latest is not None else None,
             "device": str(device),
             "devices": None if is_compiling else devices(),
-            "own": {"device": self._stages.own.device, "threads": self._stages.own.threads},
+            "own": {"device": self._weights.own.device, "threads": self._weights.own.threads},
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
@@ -225,14 +225,14 @@ class SecondaryNode:
             "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
             "measuring": self.profiler.progress,
-            "slots": [slot_status(slot, self.runs.find(slot.run), run) for slot in self.slots.listed],
+            "slots": [slot_status(held, self.runs.find(held.run), run) for held in self.stages.listed],
         }
 
     def _run_status(self, run: str | None) -> dict[str, Any]:
         """What a starter must know: `/init` answers it, and nothing that takes long to find out."""
         own = self.runs.find(run)
-        if own is not None and not own.is_over:
-            own.touch()
+        if own is not None and not own.has_ended.is_set():
+            own.cancel.touch()
         return {
             "name": self.config.name,
             "process": self.process,
@@ -242,9 +242,9 @@ class SecondaryNode:
         }
 
     def init(self, request: InitRequest) -> dict[str, Any]:
-        self._stages.family.check(request)
-        self._stages.refuse_misfit_chunk(request)
-        computing = self._stages.computing(request)
+        self._weights.family.check(request)
+        self._weights.refuse_misfit_chunk(request)
+        spec = self._weights.spec(request)
         with self._admission:
             if self.is_leaving:
                 raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
@@ -254,40 +254,60 @@ class SecondaryNode:
                     code=STUCK,
                 )  # fmt: skip
             self._measurement.check_idle()
-            if not self.runs.replace(request):
+            is_new, before = self.runs.admit(request)
+            if not is_new:
                 return self._run_status(request.run)
-            try:
-                slot, has_caches = self.slots.reserve(request, computing)
-            except MdiError:
-                raise
-            except Exception as e:  # a config that makes no sense for the models of this node
-                raise ControlError(
-                    f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
-                ) from None
-            is_in_memory = slot.stage is not None
-            job = Job(request, computing, slot, has_caches)
-            self.runs.add(job)
-            self._serve(job)
+            if (
+                before is not None
+                and before.held.spec.key == spec.key
+                and request.max_length <= before.held.spec.max_length
+            ):
+                held = before.held
+            else:
+                held, before = self._reserve(request, spec), None
+            is_in_memory = held.stage is not None
+            worker = self._serve(request, held, before)
         if is_in_memory:  # it is READY in a moment, and its starter need not ask again: texts may be waiting
-            job.wait_until_known(READY_S)
+            worker.wait_until_known(READY_S)
         return self._run_status(request.run)
 
-    def _serve(self, job: Job) -> None:
+    def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
+        """The place of a stage. Raises ControlError."""
+        row_bytes = request.config.get("n_embd", 0) * ROW_VALUE_BYTES
+        rows = most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
+        claim = Claim(request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions))
+        try:
+            return self.stages.reserve(spec, claim, self._weights.family)
+        except NoMemoryError as e:
+            raise ControlError(str(e), 507, code=e.code) from None
+        except StageBusyError as e:
+            raise ControlError(str(e), 409, code=e.code) from None
+        except MdiError:
+            raise
+        except Exception as e:  # a config that makes no sense for the models of this node
+            raise ControlError(
+                f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
+            ) from None
+
+    def _serve(self, request: InitRequest, held: HeldStage, before: RingWorker | None) -> RingWorker:
         assert self.listener is not None
-        service = Service(
-            self.config.name, self.process, job, self._stages, self.slots, self.turns, self.listener, self._kv_memory,
-            self._leave_if_idle,
+        worker = RingWorker(
+            self.config.name, self.process, request, held, self._weights, self.stages, self.turns, self.listener,
+            before, self._leave_if_idle,
         )  # fmt: skip
-        self.services = [*(one for one in self.services if one.is_alive), service]
-        service.start()
+        self.runs.add(worker)
+        self.workers = [*(one for one in self.workers if one.is_alive), worker]
+        worker.start()
+        return worker
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        job = self.runs.find(run)
-        if job is None or job.is_over:
+        rings = self.runs.active_of(run)
+        if not rings:
             raise self._unknown_run()
-        part = job.missing.get(sha256) if job.missing is not None else None
+        worker = next((one for one in rings if one.missing and sha256 in one.missing), rings[-1])
+        part = worker.missing.get(sha256) if worker.missing is not None else None
         if part is None:
-            is_here = any(part.sha256 == sha256 for part in job.request.parts)
+            is_here = any(part.sha256 == sha256 for part in worker.request.parts)
             raise ControlError(
                 "this part is not missing (any more)", 409, code=COMING if is_here else ControlError.code
             )
@@ -295,9 +315,9 @@ class SecondaryNode:
             raise ControlError(f"{n_bytes} bytes from {offset} on do not make up part {part.name}", 400)
 
         def count(n: int) -> None:
-            job.touch()
-            job.received_bytes += n
-            if job.stopped:
+            worker.cancel.touch()
+            worker.received_bytes += n
+            if worker.is_stopped:
                 raise ControlError("the run was ended", 409, code="run")
 
         try:
@@ -305,21 +325,16 @@ class SecondaryNode:
         except MdiError as e:
             if e.code == COMING:
                 if self.store.has(sha256):
-                    self._tell_of_part(job, sha256)
+                    self._note_part(sha256)
             elif not self.store.partial_bytes(sha256):  # nothing to resume: a full disk, or wrong bytes
-                with job.changed:
-                    job.failure = e
-                    job.changed.notify_all()
+                worker.fail(e)
             raise
-        self._tell_of_part(job, sha256)
+        self._note_part(sha256)
 
-    def _tell_of_part(self, job: Job, sha256: str) -> None:
-        """A part has come, for one run: another one may wait for it, too."""
-        for one in {job, *self.runs.active}:
-            with one.changed:
-                if one.missing is not None:
-                    one.missing.pop(sha256, None)
-                one.changed.notify_all()
+    def _note_part(self, sha256: str) -> None:
+        """A part has come, for one ring: another one may wait for it, too."""
+        for worker in self.runs.active:
+            worker.note_part(sha256)
 
     def forward(self, request: ForwardRequest) -> None:
         if self.runs.find(request.run) is None and request.run != self._measurement.planned_run:
@@ -327,11 +342,8 @@ class SecondaryNode:
         self._forwards.send(request)
 
     def stop(self, run: str, leave: bool) -> None:
-        job = self.runs.find(run)
-        if job is None and (run != self._measurement.planned_run or self.runs.active):
+        if not self.runs.stop(run) and (run != self._measurement.planned_run or self.runs.active):
             raise self._unknown_run()
-        if job is not None:
-            job.end()
         if leave:
             self.is_leaving = True
             self._leave_if_idle()

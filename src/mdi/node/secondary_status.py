@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from mdi.checkpoint.store import BlockStore
-from mdi.node.job import Job
-from mdi.node.stage_slots import Slot
+from mdi.node.worker import RingWorker
+from mdi.stages.store import HeldStage
 
 PATIENCE_S = 0.5
 
@@ -47,74 +47,88 @@ class InTime:
                 del self._asked[what]
 
 
-def run_status(job: Job | None, is_known: bool, store: BlockStore, in_time: InTime) -> dict[str, Any]:
+def run_status(worker: RingWorker | None, is_known: bool, store: BlockStore, in_time: InTime) -> dict[str, Any]:
     """The requested run; else the one that decides the node's state.
 
     Args:
         is_known: whether the caller knows its id.
     """
-    active = job if job is not None and not job.is_over else None
+    active = worker if worker is not None and not worker.has_ended.is_set() else None
     return {
-        "state": job.state if job is not None else "IDLE",
-        "error": job.error if job is not None else None,
-        "error_code": job.error_code if job is not None else None,
+        "state": worker.state if worker is not None else "IDLE",
+        "error": worker.error if worker is not None else None,
+        "error_code": worker.error_code if worker is not None else None,
         "progress": {"bytes": active.received_bytes, "total_bytes": active.total_bytes} if active else None,
-        "looking": active.looking if active else None,
-        "loading": active.loading if active else None,
-        **_known_status(job if is_known else None, store, in_time),
+        "looking": _looking(active) if active else None,
+        "loading": _loading(active) if active else None,
+        **_known_status(worker if is_known else None, store, in_time),
     }
 
 
-def _known_status(job: Job | None, store: BlockStore, in_time: InTime) -> dict[str, Any]:
-    report_caches = job.report_caches if job is not None else None
-    measure = job.measure if job is not None else None
+def _loading(worker: RingWorker) -> dict[str, int] | None:
+    """How far the stage is, while it is built."""
+    if worker.state != "LOADING" or not worker.is_loading:
+        return None
+    return {"done": worker.n_loaded, "total": len(worker.request.parts)}
+
+
+def _looking(worker: RingWorker) -> dict[str, int] | None:
+    """How far it is with looking for the weights that are here already."""
+    if worker.state != "LOADING" or worker.missing is not None:
+        return None
+    return {"done": worker.n_looked_for, "total": len(worker.request.parts)}
+
+
+def _known_status(worker: RingWorker | None, store: BlockStore, in_time: InTime) -> dict[str, Any]:
+    report_caches = worker.report_caches if worker is not None else None
+    measure = worker.measure if worker is not None else None
     return {
-        "epoch": job.request.epoch if job is not None else None,
-        "lost": asdict(job.lost) if job is not None and job.lost is not None else None,
-        "sent_rows": _sent_rows(job) if job is not None else None,
-        "caches_kept": job.has_caches if job is not None else None,
-        "missing": missing_of(job, store, in_time) if job is not None and not job.is_over else None,
-        "metrics": job.metrics if job is not None else None,
+        "epoch": worker.request.epoch if worker is not None else None,
+        "lost": asdict(worker.lost) if worker is not None and worker.lost is not None else None,
+        "sent_rows": _sent_rows(worker) if worker is not None else None,
+        "caches_kept": worker.held.has_caches if worker is not None else None,
+        "missing": missing_of(worker, store, in_time) if worker is not None and not worker.has_ended.is_set() else None,
+        "metrics": worker.metrics if worker is not None else None,
         "measured": measure() if measure is not None else None,
         "caches": report_caches().to_json() if report_caches is not None else None,
     }
 
 
-def _sent_rows(job: Job) -> dict[str, int]:
+def _sent_rows(worker: RingWorker) -> dict[str, int]:
     """Of each text, positions whose rows can be replayed to the next node."""
-    sent = job.slot.sent if job.slot.run == job.run else None
+    sent = worker.held.sent if worker.held.run == worker.run else None
     return {} if sent is None else {str(seq_id): n for seq_id, n in sent.counts.items()}
 
 
-def missing_of(job: Job, store: BlockStore, in_time: InTime) -> list[dict[str, Any]] | None:
+def missing_of(worker: RingWorker, store: BlockStore, in_time: InTime) -> list[dict[str, Any]] | None:
     """The parts that the starter must send, with the bytes of an earlier try; None until this is known."""
-    missing = job.missing
+    missing = worker.missing
     if not missing:
         return None if missing is None else []
     parts = list(missing)
-    have = in_time.ask(job.request.epoch, lambda: {sha256: store.partial_bytes(sha256) for sha256 in parts})
+    have = in_time.ask(worker.request.epoch, lambda: {sha256: store.partial_bytes(sha256) for sha256 in parts})
     if have is None:
         return None
     return [{"sha256": sha256, "have_bytes": n} for sha256, n in have.items() if sha256 in missing]
 
 
-def slot_status(slot: Slot, job: Job | None, run: str | None) -> dict[str, Any]:
+def slot_status(held: HeldStage, worker: RingWorker | None, run: str | None) -> dict[str, Any]:
     """Of one stage in memory.
 
     Args:
-        job: of the run that uses it, or used it last.
+        worker: of the run that uses it, or used it last.
         run: that whoever asks knows.
     """
-    state = slot.use
+    state = held.use
     if state == "USED":
-        state = job.state if job is not None and job.slot is slot else "LOADING"
-    own = {"run": run} if run == slot.run else {}
+        state = worker.state if worker is not None and worker.held is held else "LOADING"
+    own = {"run": run} if run == held.run else {}
     return {
-        "model": slot.model,
-        "blocks": slot.blocks,
-        "device": slot.device,
+        "model": held.model,
+        "blocks": held.blocks,
+        "device": held.device,
         "state": state,
-        "weight_bytes": slot.weight_bytes,
-        "cache_bytes": slot.cache_bytes,
+        "weight_bytes": held.weight_bytes,
+        "cache_bytes": held.cache_bytes,
         **own,
     }

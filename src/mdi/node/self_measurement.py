@@ -14,11 +14,11 @@ from mdi.machine.threads import computing_threads, n_threads
 from mdi.measure.profiler import Profiler, share_of
 from mdi.measure.profiling import Subject
 from mdi.node.main_thread_task import MainThreadTask
+from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
-from mdi.node.stage_holder import StageHolder
-from mdi.node.stage_slots import StageSlots
 from mdi.security.keys import KeyFile
+from mdi.stages.store import StageStore
 
 PROFILE_S, PROBE_S = 170.0, 25.0
 N_PROBES = 16
@@ -35,13 +35,13 @@ class SelfMeasurement:
     """
 
     def __init__(
-        self, name: str, profiler: Profiler, holder: StageHolder, slots: StageSlots, store: BlockStore, turns: RoundRobin,
+        self, name: str, profiler: Profiler, weights: NodeWeights, stages: StageStore, store: BlockStore, turns: RoundRobin,
         runs: Runs, admission: threading.Lock, keys: KeyFile | None,
     ) -> None:  # fmt: skip
         self._name = name
         self._profiler = profiler
-        self._holder = holder
-        self._slots = slots
+        self._weights = weights
+        self._stages = stages
         self._store = store
         self._turns = turns
         self._runs = runs
@@ -105,7 +105,7 @@ class SelfMeasurement:
             raise self._runs.busy()
 
     def _subject(self, request: ProfileRequest) -> Subject:
-        return Subject(request.config, request.config_hash, self._holder.computing(request))
+        return Subject(request.config, request.config_hash, self._weights.computing(request))
 
     def _is_kept(self, request: ProfileRequest) -> bool:
         return request.slots is None and not request.fresh and self._profiler.is_kept(self._subject(request))
@@ -118,7 +118,7 @@ class SelfMeasurement:
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         except (CheckpointError, MemoryShortError):
-            if not self._slots.drop_unused():  # the weights of earlier runs were in the way
+            if not self._stages.drop_unused():  # the weights of earlier runs were in the way
                 raise
             profile = self._profiler.profile(subject, self._store, request.fresh, check)
         with computing_threads(subject.computing.threads):

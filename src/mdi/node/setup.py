@@ -16,11 +16,11 @@ from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.examine.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.cache_budget import CacheReport
 from mdi.node.part_sending import Holders, PartSending, PartSource
 from mdi.node.patience import STALL_S, Patience
 from mdi.node.progress import Progress
 from mdi.periodic import Periodic
+from mdi.stages.cache_budget import CacheReport
 from mdi.units import size
 
 # A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for

@@ -10,13 +10,11 @@ from typing import Any
 from mdi.config import ClusterConfig
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
-from mdi.node.group_leader import GroupLeader
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.own_stage import OwnStage
-from mdi.node.ring_of_groups import RingOfGroups
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.split import default_split, ranges
+from mdi.stages.model_family import ModelFamily
 from mdi.tensor.group import Group, Member
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shares import Shares, share_out
@@ -81,7 +79,7 @@ class SharingOut:
         self._counts = {stage.name: n for stage, n in zip(division.stages, division.counts, strict=True)}
         # Of each stage and number of nodes, the nodes by rank and their shares: who replaces a lost node gets what that had.
         self._shared: dict[tuple[str, int], tuple[tuple[str, ...], Shares]] = {}
-        self._alone: RingOfGroups | None = None  # the starter's stage where it is in no group
+        self._own: OwnStage | None = None
         self._cut(division.stages, division.counts)
 
     def __call__(self, cluster: ClusterConfig, processes: Mapping[str, str]) -> tuple[ClusterConfig, OwnStage]:
@@ -100,17 +98,13 @@ class SharingOut:
         counts = counts_after(self._counts, stages)
         self._counts = {stage.name: n for stage, n in zip(stages, counts, strict=True)}
         self._cut(stages, counts)
-        name = cluster.starter.name
         if cluster.n_nodes == 1:
-            return cluster, OwnStage(name, self._family, self._config, self._options)
+            return cluster, OwnStage(cluster.starter.name, self._family, self._config, self._options)
         of_nodes = [group for stage in stages for group in self._groups_of(cluster, stage)]
-        fields = name, self._family, self._config, self._options, of_nodes, self._weights.config
-        if of_nodes[0] is not None:
-            return cluster, GroupLeader(*fields)
-        if self._alone is None:
-            self._alone = RingOfGroups(*fields)
-        self._alone.regroup(of_nodes)  # it keeps its weights
-        return cluster, self._alone
+        if self._own is None:
+            self._own = OwnStage(cluster.starter.name, self._family, self._config, self._options)
+        self._own.regroup(of_nodes)  # it keeps its weights as far as they are the same
+        return cluster, self._own
 
     def _cut(self, stages: Sequence[RingStage], counts: Sequence[int]) -> None:
         self._weights.take_blocks(

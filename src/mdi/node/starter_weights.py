@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import span
+from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
 from mdi.checkpoint.parts import stage_parts
@@ -198,12 +199,12 @@ class StarterWeights:
         source.release()  # mapped pages count as this process's memory; parts are needed one after the other
         return source
 
-    def verify(self, parts: Sequence[str], check: Callable[[], None]) -> None:
+    def verify(self, parts: Sequence[str], cancel: Cancel) -> None:
         """Hash what comes from chunks, where it is not known to be whole. CheckpointError if it is damaged."""
         sources = {part: self._source_of(part) for part in parts}
         for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
             record = CheckedFiles(chunk.path.with_name("checked.json"))
-            chunk.verify([part for part, source in sources.items() if source is chunk], record, check)
+            chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel.check)
 
     @property
     def n_layer(self) -> int:

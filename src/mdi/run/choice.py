@@ -25,7 +25,6 @@ from mdi.machine.torch_use import load_torch
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.measure.window_plan import without_limits
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
 from mdi.node.starter_weights import StarterWeights
@@ -40,6 +39,7 @@ from mdi.partition.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
 from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
+from mdi.stages.model_family import ModelFamily
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text import TextCodec

@@ -31,9 +31,7 @@ from mdi.machine.computing import Computing
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.cache_budget import SharedCaches, share_extensions, share_out
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.model_family import ModelFamily
 from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
@@ -43,6 +41,9 @@ from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.run.identity import numbers_of
 from mdi.run.policy import Form, Stage
+from mdi.stages.cache_budget import share_extensions, share_out
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.store import StageStore
 from mdi.tracing.recorder import extensions_of
 from mdi.window.window_options import extensions_of as window_extensions
 
@@ -85,7 +86,7 @@ class Basis:
     n_sequences: int
     process: str
     listener: RingListener | None
-    caches: SharedCaches
+    caches: StageStore
     make_own: MakeOwn | None = None
 
     @property

@@ -10,7 +10,7 @@ from mdi.config import ClusterConfig
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.cache_budget import SharedCaches
+from mdi.stages.store import StageStore
 
 
 class RunStatus(Protocol):
@@ -28,7 +28,7 @@ class StarterPorts(StatusOnly):
     """Opened by the first run. A ring of one node has no ring port, and no control port if its number is 0."""
 
     def __init__(self) -> None:
-        self.caches = SharedCaches()
+        self.caches = StageStore()
         self.control: ControlServer | None = None
         self.listener: RingListener | None = None
         self._runs: list[RunStatus] = []

@@ -140,7 +140,7 @@ class ApiState:
         self.settings = settings
         self.engine = engine
         self.catalog = catalog
-        self.models = Models(engine, catalog, self._check)
+        self.models = Models(engine, catalog, self._refuse)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
         self.schemas = SchemaChecks()
@@ -187,7 +187,7 @@ class ApiState:
         for queue in self.queues.values():
             queue.admit()
 
-    def _check(self) -> None:
+    def _refuse(self) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is ending", "shutting_down")
         if self.engine.is_gone:

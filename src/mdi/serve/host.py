@@ -126,16 +126,12 @@ class Loaded:
     """A model whose ring is closed."""
 
     name: str
-    session: Run
+    run: Run
     outlet: Outlet
     directory: Path
     n_vocabulary: int
     grammars: GrammarSource | None = None
     making_grammars: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def node(self) -> Run:
-        return self.session
 
 
 class HostNodes(NodeSource):
@@ -232,7 +228,7 @@ class ModelHost:
         loaded = self._loaded_as(model)
         with loaded.making_grammars:
             if loaded.grammars is None:
-                loaded.grammars = GrammarSource(loaded.directory, loaded.node.model.codec.eos_ids, loaded.n_vocabulary)
+                loaded.grammars = GrammarSource(loaded.directory, loaded.run.model.codec.eos_ids, loaded.n_vocabulary)
         return loaded.grammars.constraint(wanted)
 
     def _loaded_as(self, model: str) -> Loaded:
@@ -288,7 +284,7 @@ class ModelHost:
 
     def _load_wanted(self, name: str) -> None:
         if (loaded := self.loaded.get(name)) is not None:
-            if not loaded.session.failed:
+            if not loaded.run.failed:
                 return
             self._give_up(name)
         if name not in self._catalog.folders():
@@ -306,9 +302,9 @@ class ModelHost:
         if loaded is None:
             return
         try:
-            loaded.session.close(error)
+            loaded.run.close(error)
             if self._on_end is not None:
-                self._on_end(loaded.node)
+                self._on_end(loaded.run)
         finally:
             loaded.outlet.close()
 
@@ -328,7 +324,7 @@ class ModelHost:
             logger.warning("the nodes cannot be looked after: %s", e)
         for name, loaded in list(self.loaded.items()):
             try:
-                loaded.node.raise_failure()
+                loaded.run.raise_failure()
             except MdiError as e:
                 if name not in self._recoveries:
                     logger.warning("the ring of %s is lost: %s", name, e)
@@ -386,7 +382,7 @@ class ModelHost:
 
     def _load(self, name: str, nodes: NodeSource) -> None:
         self._n_loads += 1
-        session = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
+        run = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)
@@ -394,23 +390,22 @@ class ModelHost:
         listener.start()
         try:
             self._tell("loading", name, "getting the nodes ready")
-            session.open()
+            run.open()
         finally:
             logger.removeHandler(progress)
             listener.stop()
-        node = session
         if self._cancel.is_cancelled:  # and `close` may not have waited
-            session.close()
+            run.close()
             self._cancel.check()
-        if self.loaded and node.engine.memory is not None and node.engine.memory.n_sequences(node.max_length) == 0:
-            session.close()
+        if self.loaded and run.engine.memory is not None and run.engine.memory.n_sequences(run.max_length) == 0:
+            run.close()
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
-        node.engine.pace = PromptPace()
-        directory, n_vocabulary = node.model.directory, int(node.model.config.padded_vocab_size)
-        outlet = Outlet(name, node.engine, node.model.codec.eos_ids, self._lines)
-        self.loaded[name] = Loaded(name, session, outlet, directory, n_vocabulary)
-        facts = {"name": name, "context": node.max_length, "n_vocabulary": n_vocabulary}
-        tokenizer = {**node.model.codec.facts(), "directory": str(directory.absolute())}
+        run.engine.pace = PromptPace()
+        directory, n_vocabulary = run.model.directory, int(run.model.config.padded_vocab_size)
+        outlet = Outlet(name, run.engine, run.model.codec.eos_ids, self._lines)
+        self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
+        facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary}
+        tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "ready", 1.0)
         self._on_ready(name)

@@ -73,13 +73,13 @@ class Models:
     """Belongs to one event loop.
 
     Args:
-        check: raises ApiError when the server is ending.
+        refuse: raises ApiError when the server is ending.
     """
 
-    def __init__(self, engine: EngineClient, catalog: Catalog, check: Callable[[], None]) -> None:
+    def __init__(self, engine: EngineClient, catalog: Catalog, refuse: Callable[[], None]) -> None:
         self._engine = engine
         self._catalog = catalog
-        self._check_server = check
+        self._refuse = refuse
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
@@ -160,7 +160,7 @@ class Models:
             self._forget(name)
 
     def _check(self, name: str) -> None:
-        self._check_server()
+        self._refuse()
         if name and name not in self._catalog.names():
             raise ApiError(404, f"there is no model {name!r}: /v1/models lists them", "model_not_found", "model")
         if not self._engine.state.models:  # the first one is still being loaded

@@ -39,7 +39,7 @@ def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
 
     def node(args: dict[str, Any]) -> Run | None:
         loaded = host.loaded.get(args["model"])
-        return None if loaded is None else loaded.node
+        return None if loaded is None else loaded.run
 
     return {
         "load": lambda args: {"code": _want(host, args["model"], True)},

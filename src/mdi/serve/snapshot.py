@@ -45,7 +45,7 @@ class Snapshots:
 
     def take(self) -> dict[str, dict[str, Any]]:
         """What the rings are now. Takes milliseconds, or ANSWER_S for a ring of which a node does not answer."""
-        nodes = {name: loaded.node for name, loaded in list(self._host.loaded.items())}
+        nodes = {name: loaded.run for name, loaded in list(self._host.loaded.items())}
         measured = {name: own for name, node in nodes.items() if (own := node.measured()) is not None}
         self._watches = {nodes[name].run_id: self._watches.get(nodes[name].run_id) or _Watch() for name in measured}
         self.latest = {name: self._watches[nodes[name].run_id].look(nodes[name], own) for name, own in measured.items()}

@@ -5,14 +5,24 @@ computes its share, and the last one sends the result to the next stage.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from mdi.engine.rows import ArrayRows, rows_of
 from mdi.engine.worker import FrameStage, SecondaryLoop
 from mdi.net.ring import Ring, TcpRing
 from mdi.net.wire import Frame
 from mdi.tensor.group import Group
-from mdi.tensor.shard_stage import ShardStage
+
+
+class LogitSender(Protocol):
+    """A member's stage: mdi.stages.kernel_stage.KernelStage."""
+
+    n_embd: int
+
+    def send_logits(self, x: np.ndarray) -> None:
+        """Its part of the logits of rows (M, n_embd), to the group's first node."""
 
 
 class MemberRing:
@@ -24,7 +34,7 @@ class MemberRing:
             this node's part of the logits. The loop must keep only the rows that need some.
     """
 
-    def __init__(self, inner: Any, stage: ShardStage, group: Group, is_whole: bool) -> None:
+    def __init__(self, inner: Any, stage: LogitSender, group: Group, is_whole: bool) -> None:
         self._inner, self._stage = inner, stage
         self._passes_on, self._sends = not group.is_last, group.is_last and not is_whole
         self._is_whole = is_whole
@@ -46,7 +56,7 @@ class MemberRing:
         if self._sends:
             self._inner.send(frame)
         elif self._is_whole and frame.n_rows:
-            self._stage.tell_logits(rows_of(frame, self._stage.n_embd))
+            self._stage.send_logits(rows_of(frame, self._stage.n_embd))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -63,16 +63,18 @@ class ShardBlocks(Blocks):
             self._gains[i] = q + offset, k + offset
             self._blocks[i - self.start].norm_q = self._blocks[i - self.start].norm_k = MdiNorm(None, None)
 
-    def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum, ready: Ready = _always) -> None:
+    def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum, ready: Ready | None = None) -> None:
         """Run the blocks over the rows, in place; all nodes of the group do so at the same time, and end with the same rows.
 
         Args:
             rows: float32 (N, n_embd), contiguous; the same on all nodes.
-            ready: as of Blocks.forward_in_halves. Only the sums of norms over all heads happen meanwhile.
+            ready: as of Blocks.forward_in_halves, None if all weights are in memory.
+                Only the sums of norms over all heads happen meanwhile.
 
         Raises:
             EngineError: as Blocks.forward. RingError: a node of the group is lost.
         """
+        ready = ready or _always
         frame, kept = self._frame(rows, slices)
         y, z = np.empty_like(rows), np.empty_like(rows)
         for i in range(self.start, self.stop):

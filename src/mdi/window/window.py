@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mdi.kernels.kernel_stage import WeightUse
+from mdi.cancel import Cancel
 from mdi.kernels.layout import Matrix
+from mdi.stages.kernel_stage import WeightUse
 from mdi.window.disk import choose_way
 from mdi.window.slot_plan import WindowPlan
 from mdi.window.unit_reader import Reader, read_unit
@@ -22,14 +23,12 @@ logger = logging.getLogger("mdi")
 class Window:
     """See the module. What stays is read now, and the first units that do not, in the background.
 
-    Args:
-        check: called while units that stay are read; its exceptions pass through.
-
     Raises:
         CheckpointError: a unit cannot be read.
     """
 
-    def __init__(self, plan: WindowPlan, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, plan: WindowPlan, cancel: Cancel | None = None) -> None:
+        cancel = cancel or Cancel()
         self.plan = plan
         self._index = {(unit.part, unit.piece): i for i, unit in enumerate(plan.units)}
         streamed = plan.streamed
@@ -44,7 +43,7 @@ class Window:
         for i in sorted(plan.kept):
             for n_bytes in read_unit(plan.units[i], memory[i]):
                 self._kept_read += n_bytes
-                check()
+                cancel.check()
         self._memory = memory
         self._closed_with: list[Callable[[], None]] = []
         self._reader: Reader | None = None

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from mdi.engine.rows import TensorRows
-from mdi.kernels.kernel_stage import WeightUse
 from mdi.machine.computing import Computing
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage
 from mdi.slices import Slices
+from mdi.stages.kernel_stage import WeightUse
 
 
 class TorchStage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -130,47 +129,6 @@ def report_caches(stage: CachingStage, device: str, by_hand: int | None, promise
     if (reserved := stage.caches.most_bytes) is not None:
         limit = min(limit, reserved)
     return CacheReport(max(0, limit), bool(limits), tuple(stage.caches.classes), device)
-
-
-class SharedCaches:
-    """The caches of several runs in one process: what one was granted is not free for another. From any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._granted: dict[CachingStage, tuple[str, int]] = {}
-
-    def grant(
-        self, stage: CachingStage, device: str, by_hand: int | None, share: float, rows_bytes: int = 0
-    ) -> CacheReport:
-        """What the caches of a stage may take.
-
-        Args:
-            by_hand: the limit that the user set, for all of the process together.
-            share: part of the free memory that one run may take.
-            rows_bytes: memory for the rows that were sent, kept beside them.
-        """
-        with self._lock:
-            self._granted.pop(stage, None)
-            if by_hand is not None:
-                by_hand -= sum(n for own, (where, n) in self._granted.items() if where == device)
-            report = report_caches(stage, device, by_hand, self._promised(device) + rows_bytes)
-            report = replace(report, limit_bytes=int(report.limit_bytes * share))
-            self._granted[stage] = device, report.limit_bytes
-            return report
-
-    def promised(self, device: str) -> int:
-        """Bytes that are free on a device and belong to caches that will grow."""
-        with self._lock:
-            return self._promised(device)
-
-    def _promised(self, device: str) -> int:
-        found = ((stage, n) for stage, (where, n) in self._granted.items() if where == device)
-        return sum(max(0, n - stage.caches.n_bytes) for stage, n in found)
-
-    def give_back(self, stage: CachingStage) -> None:
-        """Harmless if repeated."""
-        with self._lock:
-            self._granted.pop(stage, None)
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:

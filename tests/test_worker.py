@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
-from mdi.node.job import Job
+from mdi.node.worker import RingWorker
 
 
 class Ring:
@@ -20,15 +21,16 @@ class Ring:
         self.ends.append(fault)
 
 
-def begun(job: Job) -> list[object]:
+def begun(job: RingWorker) -> list[object]:
     ring = Ring()
     job.begin(cast(TcpRing, ring))
     return ring.ends
 
 
-def job() -> Job:
+def job() -> RingWorker:
     unused: Any = None
-    return Job(unused, unused, unused)
+    request: Any = SimpleNamespace(run="a" * 16)
+    return RingWorker("secondary0", "", request, unused, unused, unused, unused, unused)
 
 
 def test_a_node_that_leaves_while_the_ring_is_closed_is_lost_and_does_not_end_the_run() -> None:

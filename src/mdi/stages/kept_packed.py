@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part, PartInfo
@@ -38,15 +39,12 @@ class KeptPacked:
         self._store = store
         self._path = store.directory / FILE
 
-    def part(
-        self, source: WeightSource, part: Part, packing: Packing, keep: set[str], check: Callable[[], None]
-    ) -> WeightSource:
+    def part(self, source: WeightSource, part: Part, packing: Packing, keep: set[str], cancel: Cancel) -> WeightSource:
         """The source of a part: its packed form, made now if it is missing; `source` if that cannot be kept.
 
         Args:
             source: has the part.
             keep: sha256 of parts that are not removed for it; this one is added to them.
-            check: called repeatedly; its exceptions pass through.
 
         Raises:
             CheckpointError: the source cannot be read.
@@ -57,12 +55,12 @@ class KeptPacked:
         info = self._find(key, part.name)
         if info is not None:
             keep.add(info.sha256)
-        if info is None or not self._store.has(info.sha256, check):
+        if info is None or not self._store.has(info.sha256, cancel.check):
             packed = PackedSource(source, packing)
             if not self._has_space(packed.n_bytes(part.name), keep):
                 return source
             try:
-                info = self._make(packed, part.name, key, keep, check)
+                info = self._make(packed, part.name, key, keep, cancel)
             except CheckpointError as e:  # the source may be damaged; reading it reports that
                 logger.warning("packed weights are not kept: %s", e)
                 return source
@@ -76,13 +74,13 @@ class KeptPacked:
         return self._store.free_bytes() >= n_bytes + DISK_LEFT_BYTES
 
     def _make(
-        self, packed: PackedSource, part: str, key: str, keep: set[str], check: Callable[[], None]
+        self, packed: PackedSource, part: str, key: str, keep: set[str], cancel: Cancel
     ) -> PartInfo:  # fmt: skip
         digest, n_bytes = hashlib.sha256(), 0
         path = self._store.directory / f"{key}.packed"
         with replacing(path, makes_folder=True) as file:
             for piece in packed.pieces(part):
-                check()
+                cancel.check()
                 file.write(piece)
                 digest.update(piece)
                 n_bytes += len(piece)

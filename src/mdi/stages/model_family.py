@@ -7,23 +7,24 @@ Torch and litgpt are imported only for stages in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
 from mdi.litgpt_module import litgpt_module
-from mdi.node.group_member import group_in
+from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
     from litgpt.config import Config
 
     from mdi.engine.scheduler import Scheduler
-    from mdi.model.stage import Stage, StarterStage
+    from mdi.model.stage import Stage
     from mdi.node.starter_weights import StarterWeights
     from mdi.text import TextCodec
 
@@ -69,32 +70,36 @@ class ModelFamily:
         """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
         return stage_parts(start, stop, starter=False)
 
-    def starter_stage(self, config: Config, stop: int, n_nodes: int) -> StarterStage:
-        from mdi.model.stage import StarterStage
-
-        return StarterStage(config, stop)
-
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         return stage_parts(0, stop, starter=True)
 
-    def secondary_stage(self, request: InitRequest, check: Callable[[], None] = lambda: None) -> Stage:
-        """A secondary's stage of torch, empty; `check` is called between its blocks."""
-        from mdi.model.stage import Stage
+    def stage(
+        self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
+    ) -> Stage:
+        """A stage of torch, empty.
 
-        return Stage(self.config(request.config), *request.blocks, check)
+        Args:
+            fields: the model's config in its plain form.
+            has_ends: whether it is the starter's.
+            n_nodes: of the ring.
+        """
+        from mdi.model.stage import Stage, StarterStage
 
-    def stage_bytes(self, request: InitRequest, kv_dtype: str) -> int:
+        config = self.config(dict(fields))
+        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel.check)
+
+    def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.model.cache import TORCH_TYPES
         from mdi.model.stage import module_bytes, run_bytes
 
-        config = self.config(request.config)
-        caches = run_bytes(config, *request.blocks, request.max_length, TORCH_TYPES[kv_dtype])
-        return caches + module_bytes(config, *request.blocks)
+        config = self.config(dict(fields))
+        caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        return caches + module_bytes(config, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        group = group_in(request)
+        group = group_of(request.extensions, request.config)
         has_head = group is not None and group.shares.vocabulary is not None
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts] != wanted:

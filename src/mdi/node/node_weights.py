@@ -1,0 +1,247 @@
+"""Weights from which a secondary can build stages: its own, and received parts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+from mdi.block_ranges import block_span
+from mdi.cancel import Cancel
+from mdi.checkpoint.chunks import ChunkFile
+from mdi.checkpoint.parts import Part
+from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.weights import WeightSource
+from mdi.config import WeightMemory
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.control.requested import Requested
+from mdi.errors import ControlError, UsageError
+from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
+from mdi.machine.torch_use import load_torch
+from mdi.stages.building import StageSpec
+from mdi.stages.kept_packed import KeptPacked
+from mdi.stages.model_family import ModelFamily
+from mdi.tensor.group import group_of
+from mdi.tensor.shard_source import ShardFile, ShardSource
+from mdi.units import size
+from mdi.window.window_options import window_of
+
+logger = logging.getLogger("mdi")
+
+
+class NodeWeights:
+    """See the module, and mdi.stages.store.Supply.
+
+    Args:
+        name: of the node.
+        weights: a chunk or checkpoint on this machine, or None.
+        store: parts that were received.
+        own: what the node was started with, which overrides the starter's request.
+        family: of the models.
+        memory: how weights in files are read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: WeightSource | None,
+        store: BlockStore,
+        own: Requested,
+        family: ModelFamily,
+        memory: WeightMemory,
+    ) -> None:
+        self._name = name
+        self._weights = weights
+        self.store, self.cache_dir = store, store.directory
+        self._kept = KeptPacked(store)
+        self.own = own
+        self.device = choose_device(own.device)
+        self.memory = memory
+        self.family = family
+        check_format(own.quantize, self.device)
+        choose_dtype(own.dtype, "float32", self.device)  # reports mistakes before any port is bound
+        self._lock = threading.Lock()  # of weights: a source is for one reader at a time
+        self._shards: tuple[object, WeightSource | None] | None = None  # of the latest group's stage
+
+    def check_folder(self) -> None:
+        """Raises UsageError if the folder for weights cannot be written, instead of failing in the first run."""
+        try:
+            self.store.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.store.directory):
+                pass
+        except OSError as e:
+            raise UsageError(
+                f"cannot keep weights in {self.store.directory} ({e.strerror or e}): choose a place with --cache-dir"
+            ) from None
+
+    def computing(self, request: InitRequest | ProfileRequest) -> Computing:
+        """What this node computes with: what it was started with overrides the starter's request.
+
+        Raises:
+            UsageError: the device does not exist here or does not support the request, or torch is needed and missing.
+        """
+        asked = self.own.over(request)
+        device = choose_device(asked.device)
+        threads = request.threads if self.own.threads is None else None  # its own are set already
+        asked = replace(asked, device=device, threads=threads)
+        if asked.quantize is not None and self.own.quantize is None:
+            try:
+                check_format(asked.quantize, device)
+            except UsageError as e:  # the starter need not know of this device
+                logger.warning("%s: %s", self._name, e)
+                asked = replace(asked, quantize=None)
+        config = self.family.kernel_config(request.config)
+        if (reason := why_torch(config, device, asked.dtype)) is not None:
+            load_torch(f"{self._name}: {reason}")
+        stored_format = request.stored_format if isinstance(request, InitRequest) else None
+        return choose_computing(config, asked, request.stored_dtype, stored_format)
+
+    def spec(self, request: InitRequest) -> StageSpec:
+        """The stage that a run asks for. Raises ControlError, UsageError."""
+        return StageSpec(
+            self._name, request.model, request.config_hash, request.config, request.blocks, request.parts,
+            self.computing(request), request.stored_dtype, request.stored_format,
+            window_of(self.memory, request.extensions), group_of(request.extensions, request.config),
+            len(request.names), request.max_length, request.n_sequences,
+        )  # fmt: skip
+
+    def refuse_misfit_chunk(self, request: InitRequest) -> None:
+        """A chunk that was named on the command line is a promise for its own weights. ControlError if it has other blocks.
+
+        In a run of other weights it is ignored, like a checkpoint or a cache that does not fit: missing parts are sent.
+        """
+        chunk = self._weights
+        if not isinstance(chunk, ChunkFile) or chunk.config_hash != request.config_hash:
+            return
+        own = {part.name: part.sha256 for part in chunk.manifest.parts}
+        if any(own.get(part.name, part.sha256) != part.sha256 for part in request.parts):
+            return
+        start, stop = chunk.manifest.blocks
+        if not (start <= request.blocks[0] and request.blocks[1] <= stop):
+            raise ControlError(
+                f"{self._name} was started with a chunk of {block_span(start, stop)}, but was asked to hold "
+                f"{block_span(*request.blocks)}: start it with the right chunk, or without --chunk to have the weights sent",
+                409,
+            )
+
+    def missing(
+        self, spec: StageSpec, loaded: Collection[str], cancel: Cancel, on_part: Callable[[], None] = lambda: None
+    ) -> list[Part]:
+        """Parts that are not here.
+
+        Args:
+            loaded: names of those that are in memory, and need not be looked for.
+            on_part: called after each part that was looked for.
+        """
+        others = []
+        with self._alone(cancel):
+            source = self._own_weights(spec)
+            for part in spec.parts:
+                cancel.check()
+                if part.name in loaded or (source is not None and _holds(source, part)):
+                    on_part()
+                else:
+                    others.append(part)
+        here = self.store.have([part.sha256 for part in others], cancel.check, on_part)
+        return [part for part in others if part.sha256 not in here]
+
+    def pieces(self, part: PartSpec) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a part, for another node. Raises ControlError (404) if it is not here."""
+        own = self._weights
+        if self.store.has(part.sha256):
+            return self.store.pieces(part.sha256)
+        if own is None or not _holds(own, part):
+            raise ControlError(f"{self._name} does not have {part.name}", 404, code="weights")
+        return own.pieces(part.name)
+
+    def check_disk(self, spec: StageSpec, missing: list[Part]) -> None:
+        """Free disk space for the parts that will come. Raises ControlError if there is too little."""
+        needed = sum(part.n_bytes - self.store.partial_bytes(part.sha256) for part in missing)
+        if needed:
+            removed = self.store.free_space(needed, {part.sha256 for part in spec.parts})
+            if removed:
+                logger.info("%s removed %s of weights of earlier runs", self._name, size(removed))
+        free = self.store.free_bytes()
+        if needed > free:
+            raise ControlError(
+                f"{self._name} has {size(free)} free on the disk of its cache, but {size(needed)} of "
+                "weights would come: free some space, or choose another place with --cache-dir",
+                507,
+                code="disk",
+            )
+
+    @contextlib.contextmanager
+    def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
+        """See Supply.reading; no other thread reads weights meanwhile."""
+        keep = {part.sha256 for part in spec.parts}
+        parts = {part.name: part for part in spec.parts}
+        is_limited = spec.window is not None and spec.window.memory is not None  # which packs with more care
+
+        def source(name: str) -> WeightSource:
+            cancel.check()
+            of = self.source_of(parts[name], spec)
+            if spec.is_torch or is_limited:
+                return of
+            return self._kept.part(of, parts[name], spec.packing, keep, cancel)
+
+        with self._alone(cancel), self.store.in_use(keep):
+            if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
+                own = [part.name for part in spec.parts if _holds(self._weights, part)]
+                self._weights.verify(own, self.store.checked, cancel.check)
+            yield source
+        self.device = spec.computing.device
+
+    @contextlib.contextmanager
+    def _alone(self, cancel: Cancel) -> Iterator[None]:
+        """Prevents other threads from reading weights meanwhile."""
+        while not self._lock.acquire(timeout=0.2):
+            cancel.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def source_of(self, part: Part, spec: StageSpec) -> WeightSource:
+        """The source of a part: this machine's own weights if they have it, else the received part."""
+        source = self._own_weights(spec)
+        if source is not None:
+            source.release()  # parts are needed one after the other
+        if source is not None and _holds(source, part):
+            return source
+        file = self.store.part(part, dict(spec.config), spec.config_hash)
+        if spec.group is not None:  # a shard that the starter sent
+            return ShardFile(file.path, part, spec.group.share(spec.config), spec.config_hash)
+        return file
+
+    def _own_weights(self, spec: StageSpec) -> WeightSource | None:
+        """This machine's own weights of the run's model, or this node's share of them; None if there are none."""
+        source = self._weights
+        if source is None or source.config_hash != spec.config_hash:
+            return None
+        if spec.group is None:
+            return source
+        key = spec.config_hash, spec.group, spec.computing.clips
+        if self._shards is None or self._shards[0] != key:
+            self._shards = key, _own_shards(spec, source)
+        return self._shards[1]
+
+
+def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
+    """This node's share of weights that it has whole; None if it has none in the formats of the run.
+
+    Plain weights are packed to see whether they are the same, which is quick only where nothing is rounded.
+    """
+    assert spec.group is not None
+    packing, share = spec.group.packing, spec.group.share(spec.config)
+    if source.packing is not None:
+        return ShardSource(source, share, packing) if source.packing == packing else None
+    is_quick = packing.blocks not in ("int8", "int4")
+    return ShardSource(source, share, replace(packing, clips=spec.computing.clips)) if is_quick else None
+
+
+def _holds(source: WeightSource, part: Part) -> bool:
+    return part.name in source.part_names() and source.info(part.name).sha256 == part.sha256

@@ -1,0 +1,344 @@
+"""One node's part of a model in the kernels, composed of blocks, ends, weights and a sum over a group.
+
+Rows are float32 arrays; torch is not needed. A stage has the parts that its weights have: blocks, and with "embedding" and
+"head" the ends of the model. The weights are all in memory (`Resident`) or in a window (`mdi.window`). In a group, a node
+has a share of every block, and the results are summed over the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mdi.checkpoint.packing import EMBEDDING_SCALE
+from mdi.errors import EngineError, KernelError
+from mdi.kernels.blocks import Blocks
+from mdi.kernels.context import Context
+from mdi.kernels.head import Head, Weights, array_of
+from mdi.kernels.layout import Matrix, floats
+from mdi.kernels.page_sizes import CacheClass, cache_classes
+from mdi.kernels.pages import CachePages, capacity_of
+from mdi.kernels.rope import n_tables, rope_n_elem
+from mdi.slices import Slices
+from mdi.tensor.group_sum import GroupSum, SharedHead
+from mdi.tensor.shard_blocks import ShardBlocks
+from mdi.weight_formats import EMBEDDING
+
+HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
+
+
+class EmbeddingTable(Protocol):
+    """Rows of an embedding, in memory or elsewhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, ids: Any) -> np.ndarray: ...
+
+
+class WeightUse(NamedTuple):
+    """What the weights of a stage took: bytes of memory, at most; bytes read from the disk; seconds that computing waited for
+    the disk."""
+
+    resident_bytes: int
+    read_bytes: int
+    wait_s: float
+
+
+class StageWeights(Protocol):
+    """The weights of a stage, by part: `Resident`, or mdi.window.windowed.Windowed.
+
+    Attributes:
+        ready: see Blocks.forward_in_halves; None where all weights are in memory.
+        cache_limit: bytes for caches, because the whole process has a limit; None without one.
+        n_bytes: of memory that they take.
+        mapped_bytes: those that are pages of a file, which the system counts as free memory, but which must stay.
+    """
+
+    @property
+    def ready(self) -> Callable[[int, int], contextlib.AbstractContextManager[None]] | None: ...
+    @property
+    def cache_limit(self) -> int | None: ...
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def use(self) -> WeightUse: ...
+
+    def __contains__(self, part: str, /) -> bool: ...
+    def __getitem__(self, part: str, /) -> Weights: ...
+
+    def table(self) -> EmbeddingTable | None:
+        """The embedding."""
+
+    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+        """The head for so many tokens. Raises KernelError if it is for others."""
+
+    def check(self) -> None:
+        """Called after each pass over the blocks. Raises EngineError (memory)."""
+
+    def close(self) -> None:
+        """Nothing is computed any more; harmless if repeated."""
+
+
+class Resident:
+    """Weights that are all in memory, which is used without copying.
+
+    Args:
+        weights: gives those of a part, by their names in the full model.
+    """
+
+    ready = None
+    cache_limit = None
+
+    def __init__(self, parts: Iterable[str], weights: Callable[[str], Weights]) -> None:
+        self._parts = {part: weights(part) for part in parts}
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._parts
+
+    def __getitem__(self, part: str) -> Weights:
+        return self._parts[part]
+
+    def part_bytes(self, part: str) -> int:
+        """Bytes of one part's weights in their packed form."""
+        weights = self._parts[part].values()
+        return sum(weight.data.nbytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(map(self.part_bytes, self._parts))
+
+    @property
+    def mapped_bytes(self) -> int:
+        weights = [w for part in self._parts.values() for w in part.values() if isinstance(w, Matrix)]
+        return self.n_bytes if weights and all(not w.data.flags.writeable for w in weights) else 0
+
+    @property
+    def use(self) -> WeightUse:
+        return WeightUse(self.n_bytes, self.n_bytes, 0.0)
+
+    def table(self) -> EmbeddingTable | None:
+        return array_of(self._parts["embedding"], EMBEDDING)
+
+    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+        return Head(config, self._parts["head"], n_tokens, context)
+
+    def check(self) -> None:
+        """There is no limit."""
+
+    def close(self) -> None:
+        """Nothing needs to be ended."""
+
+
+class NoCaches:
+    """Those of a stage without blocks."""
+
+    def free(self, seq_id: int) -> None:
+        """Nothing."""
+
+    def copy(self, seq_id: int, new_id: int) -> None:
+        """Nothing."""
+
+    def clear(self) -> None:
+        """Nothing."""
+
+
+class Ends:
+    """The embedding, and the final norm and head for what comes back. Alone, it is a stage without blocks.
+
+    Args:
+        config: of the whole model.
+        head: float32 (M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits
+
+    Raises:
+        KernelError: the embedding is of another shape.
+    """
+
+    def __init__(self, config: Mapping[str, Any], weights: StageWeights, head: HeadFunction) -> None:
+        self.n_embd = self.returned_width = int(config["n_embd"])
+        n_tokens, table = int(config["padded_vocab_size"]), weights.table()
+        if table is None or table.shape != (n_tokens, self.n_embd):
+            raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
+        self._table = table
+        self._scale = weights["embedding"].get(EMBEDDING_SCALE)
+        self._factor = np.float32(self.n_embd**0.5) if config["scale_embeddings"] else None
+        self.head = head
+        self.caches = NoCaches()
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) token ids -> float32 (N, n_embd)
+
+        Raises:
+            EngineError: a token that the model does not have.
+        """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._table):
+            raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model has {len(self._table)}")
+        rows = self._table[ids]
+        x = rows.astype(np.float32) if rows.dtype == np.int8 else floats(rows)
+        if self._scale is not None:
+            assert isinstance(self._scale, np.ndarray)
+            x = x * self._scale[ids, None]
+        return x if self._factor is None else x * self._factor
+
+    def __call__(self, x: np.ndarray, slices: Slices) -> np.ndarray:
+        """The rows, which go through no block here."""
+        return np.array(x, dtype=np.float32, order="C", copy=True)
+
+
+class KernelStage:
+    """Blocks [start, stop), and the ends if the weights have them.
+
+    Args:
+        config: litgpt's Config as a plain dict, with all defaults; of the whole model.
+        weights: of these blocks, and of the ends; in a group, of this node's share.
+        n_threads: see kernels.context.Context.
+        cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
+        group: the share and the sum, in a group.
+
+    Attributes:
+        ends: embedding and head, None if the stage has none; `embed` and `head` are theirs.
+
+    Raises:
+        KernelError: a tensor is missing or of another shape.
+    """
+
+    embed: Callable[[np.ndarray], np.ndarray]  # (N,) token ids -> float32 (N, n_embd)
+    head: HeadFunction
+
+    def __init__(
+        self, config: Mapping[str, Any], start: int, stop: int, weights: StageWeights, n_threads: int = 1,
+        cache_type: str = "float32", group: GroupSum | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.start, self.stop, self.n_blocks = start, stop, stop - start
+        self.n_embd = self.returned_width = int(config["n_embd"])
+        self.cache_type = cache_type
+        self.weights, self.group = weights, group
+        self.max_length = 0
+        self._context = Context(n_threads)
+        if group is None:
+            self._blocks = Blocks(config, start, stop, self._of_block, cache_type, self._context)
+            self._forward = self._blocks.forward if weights.ready is None else self._forward_in_halves
+        else:
+            self._blocks = self._shares = ShardBlocks(
+                group.share, start, stop, self._of_block, cache_type, self._context
+            )
+            self._forward = self._forward_shared
+        head = self._made_head() if "head" in weights else None
+        self.ends: Ends | None = None
+        self._own_logits: HeadFunction | None = None  # of a node of a group that only has rows of the head
+        if "embedding" in weights:
+            assert head is not None
+            self.ends = Ends(config, weights, head)
+            self.embed, self.head = self.ends.embed, self.ends.head
+        else:
+            self._own_logits = head
+
+    def _of_block(self, index: int) -> dict[str, Matrix | np.ndarray]:
+        prefix = f"transformer.h.{index}."
+        return {name.removeprefix(prefix): weight for name, weight in self.weights[f"block.{index}"].items()}
+
+    def _made_head(self) -> HeadFunction | None:
+        """The head, or this node's rows of it."""
+        rows = None if self.group is None else self.group.share.vocabulary
+        if rows is None:
+            return self.weights.head(self.config, int(self.config["padded_vocab_size"]), self._context)
+        own = self.weights.head(self.config, rows[1] - rows[0], self._context) if rows[0] < rows[1] else None
+        assert self.group is not None
+        return SharedHead(self.group, own) if "embedding" in self.weights else own
+
+    @property
+    def weight_use(self) -> WeightUse:
+        return self.weights.use
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self.weights.mapped_bytes
+
+    @property
+    def cache_limit(self) -> int | None:
+        return self.weights.cache_limit
+
+    @property
+    def gathered_share(self) -> float:
+        """The kernels read keys and values in place."""
+        return 0.0
+
+    def compile(self) -> None:
+        """The kernels are compiled already."""
+
+    def run_bytes(self, max_length: int) -> int:
+        """Memory that a run takes besides the weights: position tables, and the caches of one sequence of full length."""
+        return run_bytes(self._blocks.config, self.start, self.stop, self.cache_type, max_length)
+
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
+
+        Args:
+            cache_limit: bytes that all caches together will take at most; None is not known.
+        """
+        limit = min((limit for limit in (cache_limit, self.cache_limit) if limit is not None), default=None)
+        self.max_length = max_length
+        self._blocks.prepare(max_length, [capacity_of(c, max_length, limit) for c in self._blocks.classes])
+
+    @property
+    def n_finished(self) -> int:
+        """Blocks that it has computed so far, also of the frame that is being computed. From any thread."""
+        return self._blocks.n_finished
+
+    @property
+    def caches(self) -> CachePages:
+        return self._blocks.caches
+
+    @property
+    def cache_classes(self) -> list[CacheClass]:
+        return self._blocks.classes
+
+    def __call__(self, x: np.ndarray, slices: Slices) -> np.ndarray:
+        """Run the blocks.
+
+        Args:
+            x: float32 (N, n_embd), the rows of all slices; they stay as they are.
+
+        Returns:
+            float32 (N, n_embd), memory of its own.
+
+        Raises:
+            EngineError: a slice that fits neither the run's length nor its sequence's cache.
+            RingError: a node of the group is lost.
+        """
+        rows = np.array(x, dtype=np.float32, order="C", copy=True)
+        if self.n_blocks:
+            self._forward(rows, slices)
+        return rows
+
+    def _forward_in_halves(self, rows: np.ndarray, slices: Slices) -> None:
+        assert self.weights.ready is not None
+        self._blocks.forward_in_halves(rows, slices, self.weights.ready)
+        self.weights.check()
+
+    def _forward_shared(self, rows: np.ndarray, slices: Slices) -> None:
+        """Together with the other nodes of the group: all of them compute the same rows at the same time."""
+        assert self.group is not None
+        self._shares.forward_shared(rows, slices, self.group.joined, self.weights.ready)
+        self.weights.check()
+
+    def send_logits(self, x: np.ndarray) -> None:
+        """Send this node's part of the logits of some rows (M, n_embd), if it has any, to the group's first node."""
+        if self._own_logits is not None and self.group is not None and len(x):
+            self.group.send(self._own_logits(x))
+
+    def close(self) -> None:
+        """Nothing is computed any more; harmless if repeated."""
+        self.weights.close()
+
+
+def run_bytes(config: Mapping[str, Any], start: int, stop: int, cache_type: str, max_length: int) -> int:
+    """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
+    tables = 2 * 4 * max_length * rope_n_elem(config) * n_tables(config)
+    return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])
