@@ -642,7 +642,7 @@ class Preparation:
         basis = self.basis
         self.own.load(
             basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
-            cancel.check,
+            cancel,
         )  # fmt: skip
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup], has_loaded: bool) -> CacheMemory:
